@@ -1,0 +1,270 @@
+"""The contract between gateway and engine: tagged msgspec structs, msgpack over HTTP. No torch, no text.
+
+HTTP face of an engine pod (every body is msgpack unless said otherwise):
+
+==========================  ==============================================================================
+``POST /score``             one :class:`Score` in, one :class:`Scored` or :class:`Failed` out
+``POST /generate``          one :class:`Generate` in, a stream of frames out: :class:`Delta` ..., or :class:`Failed`
+``POST /abort``             one :class:`Abort` in, 204 out; unknown ids are no error
+``GET /info``               :class:`Info`
+``GET /stats``              :class:`Stats`
+``GET /tokenizer``          :class:`TokenizerFiles`
+``GET /livez`` ``/readyz``  200 or 503, plain text
+``GET /metrics``            Prometheus text
+==========================  ==============================================================================
+
+A frame is a 4-byte little-endian length and that many bytes of msgpack (:func:`pack_frame`, :class:`FrameReader`).
+The body of a failed call is a :class:`Failed` under the HTTP status that :data:`STATUS_OF_CODE` gives its code.
+Closing the connection of ``/score`` or ``/generate`` aborts the request.
+
+Every accepted request ends with exactly one terminal message: ``Scored``, ``Failed``, or for a generation one ``Delta``
+with ``finish`` set for each of its ``n`` sequences.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+"""``stop``: an end-of-sequence or stop token was drawn (it is the last of ``tokens``); ``length``: ``max_tokens`` or the context
+is reached; ``abort``: the caller asked for it or left."""
+
+ErrorCode = Literal["invalid", "overloaded", "not_ready", "deadline", "aborted", "out_of_memory", "internal"]
+
+STATUS_OF_CODE: dict[str, int] = {
+    "invalid": 400,
+    "overloaded": 429,
+    "not_ready": 503,
+    "deadline": 504,
+    "aborted": 499,
+    "out_of_memory": 503,
+    "internal": 500,
+}
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How output tokens are drawn. The engine trusts nobody: values outside these ranges are ``Failed(code="invalid")``."""
+
+    max_tokens: int = 16
+    """Output tokens of each sequence, 0 or more; 0 only makes sense with ``prompt_logprobs``."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens cannot be drawn before this many output tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose probabilities sum to at least this; in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as probable as the most probable one; in [0, 1]."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token already in the output; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it is in the output; in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output; > 0."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids."""
+    seed: int = 0
+    """Noise is a function of (seed, sequence index, output position) alone. The gateway draws one where the client gives none, so that
+    a generation can be resumed elsewhere."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End the sequence like an end-of-sequence token."""
+    ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence tokens (``stop_token_ids`` still end it)."""
+    n: int = 1
+    """Sequences drawn from the one prompt."""
+
+
+class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
+    """Log-probabilities of ``labels`` after each prompt ``prefix + branches[i]``. A branch has at least one token."""
+
+    id: str
+    prefix: list[int]
+    branches: list[list[int]]
+    labels: list[int]
+    priority: int = 0
+    """Lower runs earlier; equal priorities run in order of arrival."""
+    deadline: float | None = None
+    """Seconds from receipt after which nobody wants the answer; work not begun by then is dropped."""
+
+
+class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
+    """Continue ``prompt``."""
+
+    id: str
+    prompt: list[int]
+    """At least one token."""
+    sampling: Sampling = Sampling()
+    logprobs: int | None = None
+    """None: none. N: the log-probability of each output token and of the N most probable ones (0 to 20). They are the model's own,
+    over the full vocabulary at temperature 1, before penalties, bias and filters."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, sent once, before the first output."""
+    resume_offset: int = 0
+    """The last so many tokens of ``prompt`` are output of an earlier attempt; ``Delta.offset`` and noise go on from there, and they
+    count against ``max_tokens``. Only with ``n`` = 1."""
+    priority: int = 0
+    deadline: float | None = None
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """Stop a request. It still gets its terminal message."""
+
+    id: str
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of a run of tokens."""
+
+    chosen: list[float | None]
+    """[token]; None only for the first token of a prompt, which nothing precedes."""
+    top_tokens: list[list[int]]
+    """[token][rank], most probable first; empty lists where none were asked for."""
+    top: list[list[float]]
+    """[token][rank]"""
+
+
+class Scored(msgspec.Struct, tag="scored", frozen=True):
+    """The answer to :class:`Score`."""
+
+    id: str
+    logprobs: list[list[float]]
+    """[branch][label], natural logarithm, over the full vocabulary."""
+    cached_tokens: int
+    """Prefix tokens that were found in the prefix cache."""
+    computed_tokens: int
+    """Tokens that went through the model for this request."""
+
+
+class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
+    """What one sequence of a generation produced since its last message."""
+
+    id: str
+    offset: int
+    """Output tokens of this sequence before this message."""
+    tokens: list[int]
+    index: int = 0
+    """Which of the ``n`` sequences."""
+    logprobs: Logprobs | None = None
+    finish: FinishReason | None = None
+    prompt_logprobs: Logprobs | None = None
+    """In the first message of sequence 0, where asked for; as long as the prompt."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; in the first message of sequence 0."""
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True, omit_defaults=True):
+    """The request ended without a result."""
+
+    id: str
+    code: ErrorCode
+    message: str
+    """For a person: what was wrong and what to do; no paths, no tracebacks."""
+    retryable: bool = False
+    """True where the same request may succeed on another replica, or here later."""
+    retry_after: float | None = None
+    """Seconds."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one request may ask of this engine."""
+
+    max_branches: int
+    """Of one :class:`Score`."""
+    max_slots: int
+    """Prefix + its longest branch, in tokens; also prompt + max_tokens."""
+    max_logprobs: int
+    max_labels: int
+    max_sequences: int
+    """``n``."""
+
+
+class Info(msgspec.Struct, tag="info", frozen=True):
+    """What an engine serves. Constant for the life of the pod."""
+
+    model: str
+    """The name clients ask for."""
+    fingerprint: str
+    """Digest of weights, dtype and the settings that change numbers; part of every cache key."""
+    vocab_size: int
+    """Rows of the head; the tokeniser's vocabulary may be smaller (padding)."""
+    max_context: int
+    """Prompt and output tokens together."""
+    eos_token_ids: list[int]
+    capabilities: list[str]
+    """Of ``score``, ``generate``."""
+    limits: Limits
+
+
+class Stats(msgspec.Struct, tag="stats", frozen=True):
+    """How an engine is doing now."""
+
+    running: int
+    waiting: int
+    slots_total: int
+    slots_free: int
+    slots_cached: int
+    """Held by the prefix cache alone: can be freed at once."""
+    steps: int
+    computed_tokens: int
+    cached_tokens: int
+
+
+class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
+    """A model's text side, as opaque to the engine as it is needed by the gateway."""
+
+    tokenizer_json: bytes
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    """Names as in ``tokenizer_config.json`` (``bos_token``, ``eos_token``, ...) to their text: the variables of chat templates."""
+
+
+Request = Score | Generate | Abort
+Reply = Scored | Delta | Failed
+
+_LENGTH = struct.Struct("<I")
+MAX_FRAME = 1 << 30
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def pack_frame(message: msgspec.Struct) -> bytes:
+    """One message as a length-prefixed frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into :data:`Reply` messages, whatever the chunks it arrives in."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+
+    def feed(self, chunk: bytes) -> Iterator[Reply]:
+        """Yield the messages completed by ``chunk``. Raises ``msgspec.DecodeError`` on garbage."""
+        self._buffer += chunk
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > MAX_FRAME:
+                raise msgspec.DecodeError(f"frame of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            message = self._decoder.decode(bytes(memoryview(self._buffer)[_LENGTH.size : end]))
+            del self._buffer[:end]
+            yield message
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an incomplete message; not 0 at the end of a stream means that it was cut off."""
+        return len(self._buffer)

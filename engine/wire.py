@@ -70,7 +70,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     """Added to the logits of these token ids."""
     seed: int = 0
-    """Noise is a function of (seed, sequence index, output position) alone. The gateway draws one where the client gives none, so that
+    """Noise depends on (seed, sequence index, output position) alone. The gateway draws one where the client gives none, so that
     a generation can be resumed elsewhere."""
     stop_token_ids: tuple[int, ...] = ()
     """End the sequence like an end-of-sequence token."""

@@ -1,0 +1,1 @@
+"""Attention over slots, behind one seam."""

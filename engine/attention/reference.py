@@ -1,0 +1,149 @@
+"""Attention in plain PyTorch: the reference for other backends, and what serves on a CPU.
+
+Runs are cut into pieces of at most :data:`MAX_QUERIES` queries, each with the part of the context that its last query sees, so
+that little above the causal diagonal is computed. Pieces of similar shape are padded into one call of
+``scaled_dot_product_attention``. The query heads that share a key head are folded into the query axis, so that keys and values
+are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.attention.base import AttentionBackend
+from engine.core import Ints, Run, as_ints
+from engine.memory.kv import KVCache
+from engine.models.decoder import Attend
+
+MAX_QUERIES = 256
+MAX_WASTE = 1.25
+"""A group's padded area may be this many times what its pieces need."""
+MAX_AREA = 1 << 22
+"""Queries × keys of a group, for bounded memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``queries`` consecutive tokens of the step, and the slots that the last of them sees."""
+
+    start: int
+    queries: int
+    context: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Pieces computed in one call, as tensors."""
+
+    queries: Tensor
+    """[pieces · longest] token index; padding repeats a piece's first token."""
+    real: Tensor | None
+    """Which of ``queries`` are no padding; None where all are real."""
+    slots: Tensor
+    """[pieces · longest context]"""
+    mask: Tensor
+    """[pieces or 1, 1, group · longest, longest context], 0 or -inf"""
+    pieces: int
+
+
+class ReferenceAttention(AttentionBackend):
+    """Any device that PyTorch has."""
+
+    def __init__(self, kv: KVCache, heads: int) -> None:
+        super().__init__(kv)
+        self._fold = heads // kv.keys.shape[2]
+
+    def plan(self, runs: Sequence[Run]) -> Attend:
+        written = torch.from_numpy(as_ints(run.context[-len(run.tokens) :] for run in runs)).long()
+        groups = [self._group(pieces) for pieces in gather_similar(cut(runs))]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.kv.write(layer, written, k, v)
+            out = torch.empty_like(q)
+            for group in groups:
+                self._attend(layer, q, group, out)
+            return out
+
+        return attend
+
+    def _attend(self, layer: int, q: Tensor, group: Group, out: Tensor) -> None:
+        """Fill the rows of ``out`` [tokens, heads, head_dim] that belong to ``group``."""
+        kv_heads, head_dim = self.kv.keys.shape[2:]
+        shape = (group.pieces, -1, kv_heads, head_dim)
+        keys = self.kv.keys[layer].index_select(0, group.slots).view(shape).transpose(1, 2)
+        values = self.kv.values[layer].index_select(0, group.slots).view(shape).transpose(1, 2)
+        rows = q.index_select(0, group.queries).view(group.pieces, -1, kv_heads, self._fold, head_dim)
+        folded = rows.permute(0, 2, 3, 1, 4).reshape(group.pieces, kv_heads, -1, head_dim)
+        result = scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        result = result.view(group.pieces, kv_heads, self._fold, -1, head_dim).permute(0, 3, 1, 2, 4)
+        flat = result.reshape(-1, *q.shape[1:])  # [pieces · longest, heads, head_dim]
+        if group.real is None:
+            out.index_copy_(0, group.queries, flat)
+        else:
+            out.index_copy_(0, group.queries[group.real], flat[group.real])
+
+    def _group(self, pieces: list[Piece]) -> Group:
+        longest = max(piece.queries for piece in pieces)
+        width = max(len(piece.context) for piece in pieces)
+        queries = np.empty((len(pieces), longest), np.int64)
+        slots = np.empty((len(pieces), width), np.int64)
+        for row, piece in enumerate(pieces):
+            queries[row, : piece.queries] = np.arange(piece.start, piece.start + piece.queries)
+            queries[row, piece.queries :] = piece.start
+            slots[row, : len(piece.context)] = piece.context
+            slots[row, len(piece.context) :] = piece.context[0]
+        counts = torch.tensor([piece.queries for piece in pieces])
+        widths = torch.tensor([len(piece.context) for piece in pieces])
+        real = None
+        if int(counts.min()) < longest:
+            real = (torch.arange(longest) < counts[:, None]).flatten()
+        return Group(
+            torch.from_numpy(queries).flatten(),
+            real,
+            torch.from_numpy(slots).flatten(),
+            self._mask(counts, widths, longest, width),
+            len(pieces),
+        )
+
+    def _mask(self, counts: Tensor, widths: Tensor, longest: int, width: int) -> Tensor:
+        """Query i of a piece sees the first ``width - count + i + 1`` slots; one row serves all where the pieces are alike."""
+        if bool((counts == counts[0]).all()) and bool((widths == widths[0]).all()):
+            counts, widths = counts[:1], widths[:1]
+        seen = (widths - counts)[:, None] + torch.arange(1, longest + 1)  # [pieces, longest]
+        hidden = torch.arange(width) >= seen[..., None]  # [pieces, longest, width]
+        mask = torch.zeros(hidden.shape, dtype=self.kv.keys.dtype).masked_fill_(hidden, float("-inf"))
+        return mask[:, None].repeat(1, 1, self._fold, 1)
+
+
+def cut(runs: Sequence[Run]) -> Iterator[Piece]:
+    """The pieces of ``runs``."""
+    start = 0
+    for run in runs:
+        before = len(run.context) - len(run.tokens)
+        for first in range(0, len(run.tokens), MAX_QUERIES):
+            last = min(first + MAX_QUERIES, len(run.tokens))
+            yield Piece(start + first, last - first, run.context[: before + last])
+        start += len(run.tokens)
+
+
+def gather_similar(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Group pieces, sorted by shape, for as long as padding stays within bounds."""
+    group: list[Piece] = []
+    needed = longest = width = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.queries, len(piece.context))):
+        area = piece.queries * len(piece.context)
+        longest, width = max(longest, piece.queries), max(width, len(piece.context))
+        padded = (len(group) + 1) * longest * width
+        if group and (padded > MAX_WASTE * (needed + area) or padded > MAX_AREA):
+            yield group
+            group, needed, longest, width = [], 0, piece.queries, len(piece.context)
+        group.append(piece)
+        needed += area
+    if group:
+        yield group

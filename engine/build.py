@@ -1,0 +1,94 @@
+"""The loop's composition root: from settings to a loaded model with its memory and scheduler."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from engine import wire
+from engine.attention.reference import ReferenceAttention
+from engine.loop import Loop
+from engine.memory.kv import KVCache
+from engine.memory.slots import SlotPool
+from engine.models.config import ModelConfig, read_json
+from engine.models.decoder import Decoder
+from engine.models.errors import ModelError
+from engine.models.loader import fingerprint, load_model
+from engine.models.source import locate
+from engine.runner.runner import Runner
+from engine.scheduler import Budget, Scheduler
+from engine.settings import EngineSettings
+
+MAX_SLOTS = 131_072
+MEMORY_SHARE = 0.25
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def build_loop(settings: EngineSettings) -> Loop:
+    """Load the model and make everything around it. Raises :class:`ModelError`."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    directory = locate(settings.model)
+    decoder = load_model(directory, dtype)
+    return assemble(decoder, settings, fingerprint(directory, dtype))
+
+
+def assemble(decoder: Decoder, settings: EngineSettings, digest: str) -> Loop:
+    """A loop around a loaded model."""
+    config = decoder.config
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    slots = settings.max_tokens_in_cache or _default_slots(config, dtype)
+    kv = KVCache(layers=config.num_layers, slots=slots, kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)
+    runner = Runner(decoder, ReferenceAttention(kv, config.num_heads), config.eos_token_ids)
+    scheduler = Scheduler(SlotPool(slots), Budget(settings.token_budget, settings.max_running))
+    return Loop(runner, scheduler, describe(config, settings, slots, digest), settings.max_waiting)
+
+
+def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str) -> wire.Info:
+    """What the gateway is told of the model and its limits."""
+    return wire.Info(
+        model=settings.name,
+        fingerprint=digest,
+        vocab_size=config.vocab_size,
+        max_context=config.max_context,
+        eos_token_ids=list(config.eos_token_ids),
+        capabilities=["score", "generate"],
+        limits=wire.Limits(max_branches=10_000, max_slots=slots, max_logprobs=20, max_labels=1000, max_sequences=128),
+    )
+
+
+def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
+    """The text side of a model directory, for the gateway. Raises :class:`ModelError` where there is none."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError("There is no tokenizer.json in the model directory; the gateway needs one to turn text into tokens.")
+    config_path = directory / "tokenizer_config.json"
+    config = read_json(config_path) if config_path.is_file() else {}
+    special = {name: _text_of(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
+    return wire.TokenizerFiles(path.read_bytes(), _chat_template(directory, config.get("chat_template")), special)
+
+
+def _text_of(token: object) -> str:
+    """A special token is written as its text or as an object with its text under ``content``."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _chat_template(directory: Path, configured: object) -> str | None:
+    """A file of its own wins over ``tokenizer_config.json``, which has one template or a list of named ones."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if isinstance(configured, list):
+        named = {entry["name"]: entry["template"] for entry in configured}
+        configured = named.get("default")
+    return configured if isinstance(configured, str) else None
+
+
+def _default_slots(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What :data:`MEMORY_SHARE` of the memory that is free now holds."""
+    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1024, min(MAX_SLOTS, int(free * MEMORY_SHARE) // slot_bytes))

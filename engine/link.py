@@ -1,0 +1,117 @@
+"""The server's end of the line to the loop process: starts it, sends requests, hands each reply to whoever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine import channel, wire
+from engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+GONE = "The engine's loop ended; try again."
+
+
+class Link:
+    """One loop process. Use :meth:`start`, then :meth:`ask`; :meth:`close` ends the process."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._waiting: dict[str, asyncio.Queue[wire.Reply]] = {}
+        self.ready: channel.Ready | None = None
+        """None until the model is loaded, and again when the loop is gone."""
+        self.stats: wire.Stats | None = None
+        self.failure: str | None = None
+        """Why there is no loop, in one line; set when it could not start or has ended."""
+        self.ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the process; returns at once, :attr:`ready` is set when the model is loaded."""
+        self._directory = tempfile.TemporaryDirectory(prefix="yardstick-", ignore_cleanup_errors=True)
+        requests, events = (f"ipc://{Path(self._directory.name) / name}" for name in ("requests", "events"))
+        self._context = zmq.asyncio.Context()
+        self._requests = self._context.socket(zmq.PUSH)
+        self._requests.set_hwm(0)  # the loop's own queue limit refuses; the socket never blocks
+        self._requests.bind(requests)
+        self._events = self._context.socket(zmq.PULL)
+        self._events.set_hwm(0)
+        self._events.bind(events)
+        arguments = ["-m", "engine.process", msgspec.json.encode(self._settings).decode(), requests, events]
+        self._process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=asyncio.subprocess.PIPE)
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    async def close(self) -> None:
+        """End the process and whatever waits for it."""
+        for task in self._tasks:
+            task.cancel()
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        self._give_up("The engine is shutting down.")
+        self._context.destroy(linger=0)
+        self._directory.cleanup()
+
+    async def ask(self, message: wire.Score | wire.Generate) -> AsyncGenerator[wire.Reply]:
+        """Send a request and yield its replies up to the terminal one. Leaving early aborts the request."""
+        if self.ready is None:
+            yield wire.Failed(message.id, "not_ready", self.failure or "The model is loading.", retryable=True, retry_after=1.0)
+            return
+        if message.id in self._waiting:
+            yield wire.Failed(message.id, "invalid", "A request of this id is still running; ids must be unique.")
+            return
+        queue = self._waiting[message.id] = asyncio.Queue()
+        open_sequences = message.sampling.n if isinstance(message, wire.Generate) else 1
+        try:
+            await self._requests.send(wire.encode(message))
+            while open_sequences:
+                reply = await queue.get()
+                if isinstance(reply, wire.Delta):
+                    open_sequences -= reply.finish is not None
+                else:
+                    open_sequences = 0
+                yield reply
+        finally:
+            del self._waiting[message.id]
+            if open_sequences and self.ready is not None:
+                self._requests.send(wire.encode(wire.Abort(message.id)))
+
+    async def abort(self, message: wire.Abort) -> None:
+        """Pass an abort on; the request's own stream gets its terminal reply."""
+        if self.ready is not None:
+            await self._requests.send(wire.encode(message))
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(channel.Event)
+        while True:
+            event = decoder.decode(await self._events.recv())
+            if isinstance(event, channel.Step):
+                self.stats = event.stats
+                for reply in event.replies:
+                    queue = self._waiting.get(reply.id)
+                    if queue is not None:
+                        queue.put_nowait(reply)
+            elif isinstance(event, channel.Ready):
+                self.ready = event
+            else:
+                self.failure = event.message
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        await asyncio.sleep(0.1)  # its last event may still be on its way
+        self._give_up(self.failure or f"The engine's loop ended with exit code {code}.")
+
+    def _give_up(self, reason: str) -> None:
+        self.ready = None
+        self.failure = reason
+        for request_id, queue in self._waiting.items():
+            queue.put_nowait(wire.Failed(request_id, "internal", GONE, retryable=True))
+        self.ended.set()

@@ -1,0 +1,243 @@
+"""The loop: receive → schedule → compute → settle. It knows tokens and numbers; sockets and processes are `engine.process`.
+
+Every message that :meth:`Loop.submit` accepts ends with exactly one terminal reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+
+from engine import wire
+from engine.core import Batch, Branch, GenerateRequest, Request, ScoreRequest
+from engine.runner.runner import Drawn, Result, Runner, join_logprobs
+from engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Loop:
+    """One model's requests, from acceptance to their last word."""
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, info: wire.Info, max_waiting: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self.info = info
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._ended: list[wire.Reply] = []
+        """Last words that wait for the next step."""
+        self._steps = 0
+        self._computed = 0
+        self._cached = 0
+
+    def submit(self, message: wire.Request) -> None:
+        """Accept or refuse a message; refusals and aborts are answered by the next :meth:`step`."""
+        if isinstance(message, wire.Abort):
+            self._abort(message.id)
+            return
+        failure = self._refusal(message)
+        if failure is not None:
+            self._ended.append(failure)
+        elif isinstance(message, wire.Score):
+            self._submit_score(message)
+        else:
+            self._scheduler.add(GenerateRequest.of(message, self._clock()))
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute and nothing to say."""
+        return not self._scheduler.requests and not self._ended
+
+    def step(self) -> list[wire.Reply]:
+        """Run one step; returns what there is to tell."""
+        replies, self._ended = self._ended, []
+        late = self._scheduler.expire()
+        replies += [wire.Failed(request.id, "deadline", "The deadline passed before work on it began.") for request in late]
+        batch = self._scheduler.schedule()
+        if not batch.runs:
+            return replies
+        self._steps += 1
+        self._computed += batch.tokens
+        try:
+            result = self._runner.run(batch)
+        except (RuntimeError, MemoryError) as error:
+            return replies + self._fail(batch, error)
+        return replies + list(self._settle(result))
+
+    @property
+    def stats(self) -> wire.Stats:
+        """A snapshot."""
+        scheduler = self._scheduler
+        return wire.Stats(
+            running=len(scheduler.running),
+            waiting=scheduler.waiting,
+            slots_total=scheduler.pool.size,
+            slots_free=scheduler.pool.free,
+            slots_cached=scheduler.cache.evictable,
+            steps=self._steps,
+            computed_tokens=self._computed,
+            cached_tokens=self._cached,
+        )
+
+    def _submit_score(self, message: wire.Score) -> None:
+        if message.branches:
+            self._scheduler.add(ScoreRequest.of(message, self._clock()))
+        else:
+            self._ended.append(wire.Scored(message.id, [], 0, 0))
+
+    def _refusal(self, message: wire.Score | wire.Generate) -> wire.Failed | None:
+        """Why ``message`` cannot be accepted, if so."""
+        if self._scheduler.get(message.id) is not None:
+            return wire.Failed(message.id, "invalid", "A request of this id is still running; ids must be unique.")
+        problem = check(message, self.info)
+        if problem is not None:
+            return wire.Failed(message.id, "invalid", problem)
+        if self._scheduler.waiting >= self._max_waiting:
+            return wire.Failed(message.id, "overloaded", "The engine's queue is full.", retryable=True, retry_after=1.0)
+        return None
+
+    def _abort(self, request_id: str) -> None:
+        request = self._scheduler.get(request_id)
+        if request is None:
+            return
+        if isinstance(request, GenerateRequest):
+            open_ones = [(branch, request.offset(branch)) for branch in request.branches]
+            self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
+        else:
+            self._ended.append(wire.Failed(request.id, "aborted", "The caller ended the request."))
+        self._scheduler.remove(request)
+
+    def _settle(self, result: Result) -> Iterator[wire.Reply]:
+        for branch, logprobs in result.scored:
+            request = branch.request
+            assert isinstance(request, ScoreRequest)
+            request.results[branch.index] = logprobs
+            self._scheduler.finish(branch)
+            if not request.branches:
+                self._count_cached(request)
+                yield wire.Scored(request.id, request.results, request.cached_tokens, request.computed_tokens)
+        for branch in result.ended:
+            yield self._delta(branch, None, "length")
+        for drawn in result.drawn:
+            yield self._delta(drawn.branch, drawn, None)
+
+    def _delta(self, branch: Branch, drawn: Drawn | None, finish: wire.FinishReason | None) -> wire.Delta:
+        request = branch.request
+        assert isinstance(request, GenerateRequest)
+        offset = request.offset(branch)
+        first = branch.index == 0 and not len(branch.outputs)
+        if first:
+            self._count_cached(request)
+        if drawn is not None:
+            branch.tokens.extend([drawn.token])
+            finish = self._finish_reason(request, branch, drawn.token)
+        if finish is not None:
+            self._scheduler.finish(branch)
+        pieces, branch.prompt_logprobs = branch.prompt_logprobs, []
+        return wire.Delta(
+            id=request.id,
+            offset=offset,
+            tokens=[] if drawn is None else [drawn.token],
+            index=branch.index,
+            logprobs=None if drawn is None else drawn.logprobs,
+            finish=finish,
+            prompt_logprobs=join_logprobs(pieces) if pieces else None,
+            cached_tokens=request.cached_tokens if first else 0,
+        )
+
+    def _finish_reason(self, request: GenerateRequest, branch: Branch, token: int) -> wire.FinishReason | None:
+        sampling = request.message.sampling
+        if token in sampling.stop_token_ids or (token in self.info.eos_token_ids and not sampling.ignore_eos):
+            return "stop"
+        context = len(request.prompt) + len(branch.outputs)
+        return "length" if request.offset(branch) >= sampling.max_tokens or context >= self.info.max_context else None
+
+    def _count_cached(self, request: Request) -> None:
+        self._cached += request.cached_tokens
+
+    def _fail(self, batch: Batch, error: Exception) -> list[wire.Reply]:
+        """End the step's requests; the engine goes on."""
+        memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        logger.exception("a step of %d tokens failed", batch.tokens)
+        code: wire.ErrorCode = "out_of_memory" if memory else "internal"
+        message = "The engine ran out of memory in this step." if memory else "The engine failed in this step."
+        return [wire.Failed(request.id, code, message, retryable=True) for request in self._scheduler.fail(batch)]
+
+
+def check(message: wire.Score | wire.Generate, info: wire.Info) -> str | None:
+    """What is wrong with ``message`` for a model like ``info``, for the caller to read; None if nothing is."""
+    problems = _score_problems(message, info) if isinstance(message, wire.Score) else _generate_problems(message, info)
+    return next(problems, None)
+
+
+def _score_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
+    limits = info.limits
+    if len(message.branches) > limits.max_branches:
+        yield f"{len(message.branches)} branches, at most {limits.max_branches} are allowed."
+    if not message.labels or len(message.labels) > limits.max_labels:
+        yield f"{len(message.labels)} labels, between 1 and {limits.max_labels} are allowed."
+    if not _known(message.labels, info):
+        yield f"Label ids must be between 0 and {info.vocab_size - 1}."
+    if not _known(message.prefix, info):
+        yield f"The prefix has a token id that is not between 0 and {info.vocab_size - 1}."
+    most = min(info.max_context, limits.max_slots) - len(message.prefix)
+    for index, branch in enumerate(message.branches):
+        if not branch:
+            yield f"Branch {index} is empty."
+        if not _known(branch, info):
+            yield f"Branch {index} has a token id that is not between 0 and {info.vocab_size - 1}."
+        if len(branch) > most:
+            yield f"Branch {index} makes a prompt of {len(message.prefix) + len(branch)} tokens; {most + len(message.prefix)} fit."
+
+
+def _generate_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
+    limits, sampling = info.limits, message.sampling
+    if not message.prompt or not _known(message.prompt, info):
+        yield f"The prompt must be one or more token ids between 0 and {info.vocab_size - 1}."
+    if not _known(sampling.logit_bias, info) or not _known(sampling.stop_token_ids, info):
+        yield f"Token ids in logit_bias and stop_token_ids must be between 0 and {info.vocab_size - 1}."
+    if not 1 <= sampling.n <= limits.max_sequences:
+        yield f"n is {sampling.n}; between 1 and {limits.max_sequences} is allowed."
+    if not 0 <= message.resume_offset < len(message.prompt) or (message.resume_offset and sampling.n != 1):
+        yield "resume_offset must be less than the prompt's length, and n must be 1 with it."
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(message, name)
+        if count is not None and not 0 <= count <= limits.max_logprobs:
+            yield f"{name} is {count}; between 0 and {limits.max_logprobs} is allowed."
+    total = len(message.prompt) + max(sampling.max_tokens - message.resume_offset, 0)
+    if total > min(info.max_context, limits.max_slots):
+        yield f"Prompt and max_tokens come to {total} tokens; {min(info.max_context, limits.max_slots)} fit."
+    for name, low, high in _RANGES:
+        value = getattr(sampling, name)
+        if not low <= value <= high:
+            yield f"{name} is {value}; between {low:g} and {high:g} is allowed."
+    if sampling.top_p <= 0 or sampling.repetition_penalty <= 0:
+        yield "top_p and repetition_penalty must be greater than 0."
+    if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
+        yield "Values of logit_bias must be finite numbers."
+
+
+_RANGES = (
+    ("max_tokens", 0, 1 << 30),
+    ("min_tokens", 0, 1 << 30),
+    ("temperature", 0.0, 100.0),
+    ("top_k", 0, 1 << 30),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("seed", 0, (1 << 64) - 1),
+)
+
+
+def _known(tokens: Collection[int], info: wire.Info) -> bool:
+    """Whether every token id is one of the model's."""
+    return not tokens or (min(tokens) >= 0 and max(tokens) < info.vocab_size)

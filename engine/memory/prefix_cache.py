@@ -1,0 +1,170 @@
+"""The prefix cache: a radix tree over token ids that owns the slots of every prefix computed and not yet forgotten.
+
+Each node holds a run of tokens and their slots; a path from the root spells a prefix. A request holds the path to its node by
+counting a reference on every node of it. Nodes without references stay until their slots are needed; then the least recently
+used leaf goes first. Tokens are entered when the step that computes them is scheduled, not when it is done, so that requests in
+the same step share them too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from engine.core import EMPTY, Ints, as_ints
+from engine.memory.slots import SlotPool
+
+
+class Node:
+    """A run of tokens below a prefix."""
+
+    __slots__ = ("children", "parent", "references", "slots", "tokens", "used")
+
+    def __init__(self, tokens: Ints, slots: Ints, parent: Node | None) -> None:
+        self.tokens = tokens
+        self.slots = slots
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        self.references = 0
+        self.used = 0
+
+
+class PrefixCache:
+    """Shares slots between requests with a common prefix. Not thread-safe: the loop owns it."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+        self._clock = itertools.count(1)
+        self._ties = itertools.count()
+        self.root = Node(EMPTY, EMPTY, None)
+        self.root.references = 1
+        self._old: list[tuple[int, int, Node]] = []
+        """A heap of leaves that were unreferenced when they were pushed; entries gone stale are skipped when popped."""
+        self._count = 0
+        self.evictable = 0
+        """Tokens that no request holds."""
+
+    def advance(self, node: Node, tokens: Ints) -> tuple[Node, Ints]:
+        """Move a reference on ``node`` down along ``tokens`` as far as they are known.
+
+        Returns the node reached, now the one referenced, and the slots of the tokens passed.
+        """
+        found: list[Ints] = []
+        while len(tokens):
+            child = node.children.get(int(tokens[0]))
+            if child is None:
+                break
+            length = common_length(child.tokens, tokens)
+            if length < len(child.tokens):
+                child = self._split(child, length)
+            self._hold(child)
+            found.append(child.slots)
+            tokens = tokens[length:]
+            node = child
+        return node, as_ints(found)
+
+    def extend(self, node: Node, tokens: Ints, slots: Ints) -> Node:
+        """Enter ``tokens`` below the referenced ``node``, where :meth:`advance` found nothing of them; the tree takes the slots.
+
+        Returns the new node, to which the reference has moved.
+        """
+        assert len(tokens) == len(slots) > 0
+        assert int(tokens[0]) not in node.children
+        child = Node(np.array(tokens, np.int32), np.array(slots, np.int32), node)
+        node.children[int(tokens[0])] = child
+        child.references = 1
+        self._count += 1
+        return child
+
+    def release(self, node: Node, above: Node | None = None) -> None:
+        """Give back one reference on each node of the path from ``above`` (the root unless told) down to ``node``."""
+        now = next(self._clock)
+        end = above or self.root
+        step: Node | None = node
+        while step is not None and step is not end:
+            assert step.references > 0
+            step.references -= 1
+            step.used = now
+            if step.references == 0:
+                self.evictable += len(step.tokens)
+                self._offer(step)
+            step = step.parent
+
+    def adopt(self, node: Node, tokens: Ints, slots: Ints) -> None:
+        """Keep a finished branch below the referenced ``node``: enter what the tree lacks of it, free the slots of the rest."""
+        reached, known = self.advance(node, tokens)
+        self._pool.release(slots[: len(known)])
+        if len(known) < len(tokens):
+            reached = self.extend(reached, tokens[len(known) :], slots[len(known) :])
+        self.release(reached, above=node)
+
+    def evict(self, count: int) -> int:
+        """Free at least ``count`` slots of the least recently used leaves, or as many as there are; returns how many."""
+        freed = 0
+        while freed < count and self._old:
+            used, _, node = heapq.heappop(self._old)
+            if node.references or node.children or node.parent is None or node.used != used:
+                continue
+            freed += len(node.tokens)
+            self._remove(node)
+        return freed
+
+    def clear(self) -> None:
+        """Forget all that no request holds."""
+        self.evict(self.evictable)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, for integrity checks."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _hold(self, node: Node) -> None:
+        if node.references == 0:
+            self.evictable -= len(node.tokens)
+        node.references += 1
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Put a new node above ``node`` that takes its first ``length`` tokens; ``node`` stays the lower part, so that references
+        held by requests go on meaning the same tokens."""
+        assert node.parent is not None
+        upper = Node(node.tokens[:length], node.slots[:length], node.parent)
+        upper.references, upper.used = node.references, node.used
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.parent, node.tokens, node.slots = upper, node.tokens[length:], node.slots[length:]
+        upper.children[int(node.tokens[0])] = node
+        self._count += 1
+        return upper
+
+    def _offer(self, node: Node) -> None:
+        if node.children:
+            return
+        heapq.heappush(self._old, (node.used, next(self._ties), node))
+        if len(self._old) > 2 * self._count + 64:
+            leaves = [leaf for leaf in self.nodes() if not leaf.children and not leaf.references]
+            self._old = [(leaf.used, next(self._ties), leaf) for leaf in leaves]
+            heapq.heapify(self._old)
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        self._pool.release(node.slots)
+        self.evictable -= len(node.tokens)
+        del parent.children[int(node.tokens[0])]
+        node.parent = None
+        self._count -= 1
+        if parent is not self.root and parent.references == 0:
+            self._offer(parent)
+
+
+def common_length(left: Ints, right: Ints) -> int:
+    """How many leading elements are equal."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length

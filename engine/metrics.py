@@ -1,0 +1,45 @@
+"""The pod's Prometheus metrics: every name in one place, each a reading of :class:`engine.wire.Stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine import wire
+
+GAUGES = {
+    "yardstick_engine_requests_running": ("Requests being worked on.", "running"),
+    "yardstick_engine_requests_waiting": ("Requests in the queue.", "waiting"),
+    "yardstick_engine_slots": ("Slots for keys and values, one a token.", "slots_total"),
+    "yardstick_engine_slots_free": ("Slots that hold nothing.", "slots_free"),
+    "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),
+}
+COUNTERS = {
+    "yardstick_engine_steps": ("Forward passes.", "steps"),
+    "yardstick_engine_computed_tokens": ("Tokens that went through the model.", "computed_tokens"),
+    "yardstick_engine_cached_tokens": ("Prefix tokens found in the prefix cache.", "cached_tokens"),
+}
+
+
+class StatsCollector(Collector):
+    """One snapshot as metrics."""
+
+    def __init__(self, stats: wire.Stats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (text, field) in GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=getattr(self._stats, field))
+        for name, (text, field) in COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(self._stats, field))
+
+
+def render(stats: wire.Stats | None) -> str:
+    """Prometheus text; empty before the first step."""
+    registry = CollectorRegistry()
+    if stats is not None:
+        registry.register(StatsCollector(stats))
+    return generate_latest(registry).decode()

@@ -1,0 +1,119 @@
+"""Safetensors files of a model directory: what is in them, checked against what is wanted, and copied. No pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.models.config import read_json
+from engine.models.errors import ModelError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+VALUE_HEAD = "value_head.safetensors"
+_DTYPES = {"F32", "F16", "BF16"}
+_OBSOLETE_BUFFER = "rotary_emb.inv_freq"
+"""Stored by old exporters; recomputed here."""
+_MISMATCH = "the config.json beside them may belong to another model"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor on disk."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """In safetensors' spelling: F32, BF16, ..."""
+
+
+def read_headers(directory: Path) -> dict[str, Stored]:
+    """Every tensor of ``model.safetensors`` or of the shards that the index names. Raises :class:`ModelError`."""
+    if (directory / SINGLE).exists():
+        return read_header(directory / SINGLE)
+    if not (directory / INDEX).exists():
+        raise ModelError(
+            f"The model directory has neither {SINGLE} nor {INDEX}; download the model again, or convert it to safetensors "
+            "(pickled weights such as pytorch_model.bin are not read, because they can run code)."
+        )
+    stored: dict[str, Stored] = {}
+    for shard in _shards(directory):
+        stored |= read_header(shard)
+    return stored
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Every tensor of one file. Raises :class:`ModelError` where the file is absent, damaged or cut short."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 (no mapping)
+            return {name: Stored(path, tuple(part.get_shape()), part.get_dtype()) for name, part in slices}
+    except FileNotFoundError:
+        raise ModelError(f"{path.name} is missing from the model directory; download the model again.") from None
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path) from error
+
+
+def check(stored: Mapping[str, Stored], wanted: Mapping[str, Tensor], ignored: Iterable[str] = ()) -> None:
+    """Raise :class:`ModelError` unless ``stored`` has exactly the wanted tensors, in their shapes and a known dtype.
+
+    ``ignored`` may be stored or not.
+    """
+    if missing := [name for name in wanted if name not in stored]:
+        raise ModelError(f"The weights lack {_some(missing)}; a file is incomplete or {_MISMATCH}.")
+    known = {*wanted, *ignored}
+    if extra := [name for name in stored if name not in known and not name.endswith(_OBSOLETE_BUFFER)]:
+        raise ModelError(f"The weights have {_some(extra)}, which the model has no place for; {_MISMATCH}.")
+    for name, tensor in wanted.items():
+        found = stored[name]
+        if found.shape != tensor.shape:
+            raise ModelError(
+                f"Tensor {name} in {found.path.name} has shape {list(found.shape)}, not {list(tensor.shape)}; {_MISMATCH}."
+            )
+        if found.dtype not in _DTYPES:
+            raise ModelError(
+                f"Tensor {name} in {found.path.name} is stored as {found.dtype}, which is not supported; "
+                "use a checkpoint in float32, float16 or bfloat16."
+            )
+
+
+def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor]) -> None:
+    """Fill each view with the tensor of its name, converted to the view's dtype, one tensor in memory at a time."""
+    names_of: dict[Path, list[str]] = {}
+    for name in views:
+        names_of.setdefault(stored[name].path, []).append(name)
+    for path, names in names_of.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    views[name].copy_(file.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path) from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that serving reads, in order of name."""
+    main = [directory / SINGLE] if (directory / SINGLE).exists() else _shards(directory)
+    head = directory / VALUE_HEAD
+    return sorted([*main, head] if head.exists() else main)
+
+
+def _shards(directory: Path) -> list[Path]:
+    names = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ModelError(f"{INDEX} has no weight_map from tensors to files; download the model again.")
+    if outside := [name for name in names.values() if Path(name).name != name]:
+        raise ModelError(f"{INDEX} names a file outside the model directory ({outside[0]!r:.80}); download the model again.")
+    return [directory / name for name in sorted(set(names.values()))]
+
+
+def _some(names: list[str]) -> str:
+    first = f"tensor {names[0]}"
+    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
+
+
+def _damaged(path: Path) -> ModelError:
+    return ModelError(f"{path.name} is damaged or incomplete; download it again.")

@@ -1,0 +1,204 @@
+"""What a decoder is, read from and written to a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.models.errors import ModelError
+from engine.models.keys import Keys
+from engine.models.registry import family_of
+from engine.models.rope import Llama3Rope, Rope, YarnRope, yarn_attention_factor
+
+DEFAULT_THETA = 10000.0
+"""What Hugging Face takes where a configuration has no ``rope_theta``."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape, flags and limits of a decoder."""
+
+    architecture: str
+    """A key of :data:`engine.models.registry.FAMILIES`."""
+    vocab_size: int
+    """Rows of embedding and head."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    """Divides ``num_heads``."""
+    head_dim: int
+    max_context: int
+    """Tokens of prompt and output together."""
+    rope: Rope
+    norm_eps: float = 1e-6
+    tied: bool = False
+    """The head is the embedding."""
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a generation."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"num_attention_heads ({self.num_heads}) in config.json is not a multiple of num_key_value_heads "
+                f"({self.num_kv_heads}); correct config.json."
+            )
+        if self.head_dim % 2:
+            raise ModelError(
+                f"head_dim ({self.head_dim}) in config.json is odd, but rotary embedding turns pairs; correct config.json."
+            )
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """Read ``config.json`` and, where there is one, ``generation_config.json``. Raises :class:`ModelError`."""
+    generation = directory / "generation_config.json"
+    return parse_config(read_json(directory / "config.json"), read_json(generation) if generation.exists() else {})
+
+
+def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """A parsed ``config.json`` and ``generation_config.json`` as a :class:`ModelConfig`. Raises :class:`ModelError`."""
+    keys = Keys(raw, "config.json")
+    architecture = keys.strings("architectures")[0]
+    family = family_of(architecture)
+    _refuse_unsupported(keys)
+    attention_bias = keys.flag("attention_bias", False)
+    hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
+    vocab_size = keys.count("vocab_size")
+    rope = _parse_rope(keys)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=keys.count("intermediate_size"),
+        num_layers=keys.count("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=keys.count("num_key_value_heads", heads),
+        head_dim=keys.count("head_dim", hidden_size // heads),
+        max_context=_max_context(keys.count("max_position_embeddings"), rope),
+        rope=rope,
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        tied=keys.flag("tie_word_embeddings", False),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias_only or attention_bias,
+        o_bias=attention_bias and not family.qkv_bias_only,
+        mlp_bias=keys.flag("mlp_bias", False),
+        eos_token_ids=_eos_token_ids(vocab_size, Keys(generation or {}, "generation_config.json"), keys),
+    )
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The ``config.json`` that :func:`parse_config` reads back as ``config``; Hugging Face transformers reads it too."""
+    raw: dict[str, Any] = {
+        "architectures": [config.architecture],
+        "model_type": family_of(config.architecture).model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_scaling(config.rope),
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.o_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+    if config.eos_token_ids:
+        raw["eos_token_id"] = list(config.eos_token_ids)
+    return raw
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises :class:`ModelError` that names the file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"There is no {path.name} in the model directory; download the model again.") from None
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path.name} cannot be read as JSON; download the model again.") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path.name} is not a JSON object; download the model again.")
+    return raw
+
+
+def _refuse_unsupported(keys: Keys) -> None:
+    if keys.text("hidden_act", "silu") != "silu":
+        raise keys.error("hidden_act", "is not supported; only silu is")
+    if keys.present("quantization_config"):
+        raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
+    sliding = keys.flag("use_sliding_window", False) and keys.present("sliding_window")
+    if keys.present("layer_types"):
+        sliding = any(kind != "full_attention" for kind in keys.strings("layer_types"))
+    if sliding:
+        key = "layer_types" if keys.present("layer_types") else "use_sliding_window"
+        raise keys.error(key, "asks for sliding-window attention, which is not supported; use a model with full attention")
+
+
+def _parse_rope(keys: Keys) -> Rope:
+    """From ``rope_parameters``, or from the older ``rope_scaling`` beside ``rope_theta``."""
+    inner = keys.section("rope_parameters") or keys.section("rope_scaling")
+    if inner is None:
+        return Rope(keys.number("rope_theta", DEFAULT_THETA))
+    theta = inner.number("rope_theta", keys.number("rope_theta", DEFAULT_THETA))
+    if inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise inner.error("partial_rotary_factor", "is not supported unless it is 1")
+    kind = inner.text("rope_type", inner.text("type", "default"))
+    if kind == "default":
+        return Rope(theta)
+    original = inner.count("original_max_position_embeddings", keys.count("max_position_embeddings"))
+    if kind == "llama3":
+        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+        if high <= low:
+            raise inner.error("high_freq_factor", "must be greater than low_freq_factor")
+        return Llama3Rope(theta, inner.number("factor"), low, high, original)
+    if kind == "yarn":
+        return _parse_yarn(inner, theta, original)
+    raise inner.error("rope_type", f"({kind}) is not supported; use default, llama3 or yarn")
+
+
+def _parse_yarn(keys: Keys, theta: float, original: int) -> YarnRope:
+    factor = keys.number("factor")
+    warmth = yarn_attention_factor(factor, keys.optional_number("mscale"), keys.optional_number("mscale_all_dim"))
+    return YarnRope(
+        theta,
+        factor,
+        original,
+        attention_factor=keys.number("attention_factor", warmth),
+        beta_fast=keys.number("beta_fast", 32.0),
+        beta_slow=keys.number("beta_slow", 1.0),
+        truncate=keys.flag("truncate", True),
+    )
+
+
+def _max_context(written: int, rope: Rope) -> int:
+    """YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for."""
+    return max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
+
+
+def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
+    """The inverse of :func:`_parse_rope`, without the base."""
+    if type(rope) is Rope:
+        return None
+    values = dataclasses.asdict(rope)
+    del values["theta"]
+    original = values.pop("original_context")
+    kind = "yarn" if isinstance(rope, YarnRope) else "llama3"
+    return {"rope_type": kind, **values, "original_max_position_embeddings": original}
+
+
+def _eos_token_ids(vocab_size: int, *sources: Keys) -> tuple[int, ...]:
+    """Every source's ids, each once; ids beyond the vocabulary can never be drawn and are left out."""
+    ids = (token for keys in sources for token in keys.ids("eos_token_id"))
+    return tuple(dict.fromkeys(token for token in ids if token < vocab_size))

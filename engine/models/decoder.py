@@ -1,0 +1,184 @@
+"""One dense decoder for every supported architecture: pre-norm, grouped-query attention, rotary positions, SwiGLU.
+
+It sees a flat run of tokens and does not know what a batch, a sequence or a cache is: the caller's ``attend`` decides which
+keys each query sees. Everything is differentiable, so that the same module is trained and served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.config import ModelConfig
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope import rope
+from kernels.silu_mul import silu_mul
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v like k; q and k rotated) -> [tokens, heads, head_dim]"""
+
+
+class Linear(nn.Linear):
+    """A linear layer whose weights are allocated and not initialised: whoever builds it fills them."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose weights are allocated and not initialised."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class RMSNorm(nn.Module):
+    """The weight of a root-mean-square normalisation, ones at first."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]"""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(normalised sum, sum)"""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections, normalisation and rotation of one layer's queries, keys and values; attending itself is the caller's."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        attended = config.num_heads * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, sum(self.split) * config.head_dim, bias=config.qkv_bias, dtype=dtype)
+        self.o_proj = Linear(attended, config.hidden_size, bias=config.o_bias, dtype=dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden]"""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 · kv_heads, head_dim]
+        q, k, v = heads.split(self.split, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v)
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
+        self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """One layer: what it adds is left apart from the residual, for the next normalisation to add."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.attention = Attention(config, layer, dtype)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.mlp = FeedForward(config, dtype)
+
+    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """x: [tokens, hidden], what the layer before added to residual, or the embeddings where residual is None."""
+        x, residual = (self.input_norm(x), x) if residual is None else self.input_norm.add(x, residual)
+        x = self.attention(x, cos, sin, attend)
+        x, residual = self.post_attention_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """The whole model. Weights are uninitialised until a loader or a trainer fills them.
+
+    Build it in the dtype it is to have: rotary frequencies stay float32 in every dtype, and ``.to(dtype)`` would round them.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+        self.register_buffer("inverse_frequencies", config.rope.inverse_frequencies(config.head_dim), persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions: [tokens] int64. -> hidden rows after the final norm, [tokens, hidden]."""
+        cos, sin = self._rotation(positions)
+        x: Tensor = self.embed(tokens)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, attend)
+        assert residual is not None  # there is at least one layer
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, vocab]"""
+        return nn.functional.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab, hidden]; the embedding's own weight where they are tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Hugging Face tensor name -> the part of a parameter that it fills, detached and writable."""
+        return {name: view.detach() for name, view in self._views()}
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every token's angles, [tokens, head_dim / 2] each, float32."""
+        angles = positions.to(torch.float32).unsqueeze(1) * self.inverse_frequencies
+        amplitude = self.config.rope.amplitude
+        return (angles.cos(), angles.sin()) if amplitude == 1.0 else (angles.cos() * amplitude, angles.sin() * amplitude)
+
+    def _views(self) -> Iterator[tuple[str, Tensor]]:
+        yield "model.embed_tokens.weight", self.embed.weight
+        yield "model.norm.weight", self.norm.weight
+        if self.head is not None:
+            yield "lm_head.weight", self.head.weight
+        for index, layer in enumerate(self.layers):
+            for name, view in _layer_views(layer, self.config):  # type: ignore[arg-type]
+                yield f"model.layers.{index}.{name}", view
+
+
+def _layer_views(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Names below ``model.layers.N.`` and the parts of the (fused) parameters they fill."""
+    yield "input_layernorm.weight", layer.input_norm.weight
+    yield "post_attention_layernorm.weight", layer.post_attention_norm.weight
+    attention, mlp = layer.attention, layer.mlp
+    if attention.q_norm is not None and attention.k_norm is not None:
+        yield "self_attn.q_norm.weight", attention.q_norm.weight
+        yield "self_attn.k_norm.weight", attention.k_norm.weight
+    rows = [heads * config.head_dim for heads in attention.split]
+    fused = (
+        ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv_proj, rows),
+        ("self_attn.o_proj", attention.o_proj, [config.hidden_size]),
+        ("mlp.gate_proj mlp.up_proj", mlp.gate_up_proj, [config.intermediate_size] * 2),
+        ("mlp.down_proj", mlp.down_proj, [config.hidden_size]),
+    )
+    for names, linear, sizes in fused:
+        for kind, parameter in linear.named_parameters():
+            for name, view in zip(names.split(), torch.split(parameter, sizes), strict=True):
+                yield f"{name}.{kind}", view

@@ -1,0 +1,89 @@
+"""Typed reading of a parsed JSON file: every error names the key, the file and what was expected."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engine.models.errors import ModelError
+
+
+class Keys:
+    """The keys of one JSON object. A key set to null counts as absent. Every method raises :class:`ModelError`."""
+
+    def __init__(self, raw: dict[str, Any], file: str) -> None:
+        self._raw = raw
+        self._file = file
+
+    def error(self, key: str, problem: str) -> ModelError:
+        """The error to raise about ``key``; ``problem`` continues the sentence "key in file …"."""
+        return ModelError(f"{key} in {self._file} {problem}.")
+
+    def present(self, key: str) -> bool:
+        return self._raw.get(key) is not None
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._get(key, default)
+        if not _is_int(value) or value < 1:
+            raise self._wrong(key, value, "a whole number of at least 1")
+        return int(value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number greater than 0."""
+        value = self._get(key, default)
+        if not (_is_int(value) or isinstance(value, float)) or not 0 < value < math.inf:
+            raise self._wrong(key, value, "a number greater than 0")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return self.number(key) if self.present(key) else None
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """A list of at least one string."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, "a list of strings")
+        return value
+
+    def ids(self, key: str) -> list[int]:
+        """One token id or a list of them; none where the key is absent."""
+        value = self._raw.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(_is_int(item) and item >= 0 for item in ids):
+            raise self._wrong(key, value, "a token id or a list of token ids")
+        return ids
+
+    def section(self, key: str) -> Keys | None:
+        """A nested object; None where it is absent or empty."""
+        value = self._raw.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        return Keys(value, f"{key} of {self._file}") if value else None
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._raw.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{key} is missing from {self._file}; download the model again or correct the file.")
+        return value
+
+    def _wrong(self, key: str, value: Any, expected: str) -> ModelError:
+        return self.error(key, f"is {value!r:.80}, but must be {expected}; correct the file")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,89 @@
+"""Decoders from and to Hugging Face directories."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.models import checkpoint
+from engine.models.checkpoint import SINGLE, Stored
+from engine.models.config import ModelConfig, config_json, load_config
+from engine.models.decoder import Decoder
+from engine.models.source import locate
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+HASHED_WHOLE = 256 << 20
+"""Bytes of weights up to which :func:`fingerprint` reads everything."""
+SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 20, 64
+
+
+def load_model(model: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The decoder in a model directory or hub repository, converted to ``dtype``, in evaluation mode.
+
+    Raises :class:`~engine.models.errors.ModelError` where files, names, shapes or dtypes are wrong, before a weight is copied.
+    """
+    directory = locate(model)
+    decoder = Decoder(load_config(directory), dtype)
+    stored = checkpoint.read_headers(directory)
+    views = decoder_views(decoder, stored)
+    checkpoint.check(stored, views, ignored=[HEAD] if decoder.config.tied else [])
+    checkpoint.copy(stored, views)
+    return decoder.eval()
+
+
+def decoder_views(decoder: Decoder, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """What to fill from ``stored``. A tied model may carry its embedding under the head's name only."""
+    views = decoder.checkpoint_views()
+    if decoder.head is None and EMBEDDING not in stored and HEAD in stored:
+        views[HEAD] = views.pop(EMBEDDING)
+    return views
+
+
+def save_model(decoder: Decoder, config: ModelConfig, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """Write ``config.json`` and ``model.safetensors`` for Hugging Face transformers; ``dtype`` None keeps the decoder's."""
+    write_checkpoint(decoder.checkpoint_views(), config, directory, dtype)
+
+
+def write_checkpoint(tensors: Mapping[str, Tensor], config: ModelConfig, directory: Path, dtype: torch.dtype | None) -> None:
+    """Write ``tensors``, all of one dtype, as ``model.safetensors``, and ``config.json`` beside it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stored = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    save_file(stored, directory / SINGLE, metadata={"format": "pt"})
+    kind = str(next(iter(stored.values())).dtype).removeprefix("torch.")
+    text = json.dumps(config_json(config) | {"torch_dtype": kind}, indent=2)
+    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def fingerprint(directory: Path, dtype: torch.dtype) -> str:
+    """Digest of what makes a model's numbers: weights, ``config.json`` and the dtype it is served in. 32 hexadecimal digits.
+
+    Up to :data:`HASHED_WHOLE` bytes of weights are read whole. Of larger files, each one's name, size, header and
+    :data:`SAMPLE_BLOCKS` blocks of :data:`SAMPLE_BLOCK` bytes at equal distances are: fine-tuning changes every tensor, so a
+    sample tells models apart in a second, where reading all would take minutes. It is no proof against a forger.
+    """
+    files = checkpoint.weight_files(directory)
+    whole = sum(path.stat().st_size for path in files) <= HASHED_WHOLE
+    digest = hashlib.sha256(str(dtype).encode())
+    digest.update((directory / "config.json").read_bytes())
+    for path in files:
+        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        for block in _blocks(path, whole):
+            digest.update(block)
+    return digest.hexdigest()[:32]
+
+
+def _blocks(path: Path, whole: bool) -> Iterator[bytes]:
+    """All of a file, or a sample whose first blocks hold the header of any usual checkpoint."""
+    size = path.stat().st_size
+    stride = SAMPLE_BLOCK if whole else max(SAMPLE_BLOCK, size // SAMPLE_BLOCKS)
+    with path.open("rb") as file:
+        for start in range(0, size, stride):
+            file.seek(start)
+            yield file.read(SAMPLE_BLOCK)

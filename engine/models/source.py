@@ -1,0 +1,57 @@
+"""From what a person wrote (a directory or a hub id) to a directory of files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from engine.models.errors import ModelError
+
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "value_head.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+"""All that serving needs of a hub repository; other formats of the same weights stay there."""
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+
+
+def locate(model: str | Path) -> Path:
+    """The directory of ``model``, downloaded first where it is a hub id such as ``Qwen/Qwen3-0.6B``.
+
+    Raises :class:`ModelError` where there is no such directory, no such repository, or no network and no earlier download.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists() or not _HUB_ID.fullmatch(str(model)):
+        raise ModelError(f"{directory.name} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B.")
+    return _download(str(model))
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=FILES))
+    except GatedRepoError:
+        raise ModelError(f"{hub_id} is gated; accept its terms on the hub and set HF_TOKEN, or give a local directory.") from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"There is no directory and no hub model {hub_id}; check the name (a private model needs HF_TOKEN)."
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"There is no directory {hub_id}, and it cannot be downloaded from the hub ({type(error).__name__}); "
+            "check the name and the network, or give a local directory."
+        ) from None

@@ -1,0 +1,66 @@
+"""The loop's process: sockets around :class:`engine.loop.Loop`. Started by :mod:`engine.link`, never by hand.
+
+Arguments: the settings as JSON, the address to receive requests from, the address to send events to. It ends when its standard
+input closes, so that it cannot outlive the server that started it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+import zmq
+
+from engine import channel, wire
+from engine.build import build_loop, tokenizer_files
+from engine.loop import Loop
+from engine.models.errors import ModelError
+from engine.models.source import locate
+from engine.settings import EngineSettings
+
+
+def main(settings_json: str, requests_address: str, events_address: str) -> int:
+    """Serve until the parent is gone; returns the exit code."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides when this ends.
+    settings = msgspec.json.decode(settings_json, type=EngineSettings)
+    with zmq.Context() as context, context.socket(zmq.PULL) as requests, context.socket(zmq.PUSH) as events:
+        requests.connect(requests_address)
+        events.connect(events_address)
+        try:
+            loop = build_loop(settings)
+            ready = channel.Ready(loop.info, tokenizer_files(locate(settings.model)))
+        except ModelError as error:
+            events.send(wire.encode(channel.StartFailed(str(error))))
+            return 1
+        events.send(wire.encode(ready))
+        gc.collect()
+        gc.freeze()
+        _serve(loop, requests, events)
+    return 0
+
+
+def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+    decoder = msgspec.msgpack.Decoder(wire.Request)
+    while True:
+        if loop.idle:
+            loop.submit(decoder.decode(requests.recv()))
+        while requests.poll(0):
+            loop.submit(decoder.decode(requests.recv()))
+        replies = loop.step()
+        events.send(wire.encode(channel.Step(replies, loop.stats)))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,20 @@
+"""Rotary position embedding in the half-split ("NeoX") layout: element i is rotated together with element i + head_dim / 2.
+
+Source of the formula: Su et al. 2021, "RoFormer", arXiv 2104.09864.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate every head of ``x`` by the angles of its token.
+
+    x: [tokens, heads, head_dim]; cos, sin: [tokens, head_dim / 2], float32, the rows of the tokens' positions. The rotation
+    is computed in float32 and returned in x's dtype.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

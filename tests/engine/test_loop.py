@@ -1,0 +1,328 @@
+"""The whole engine in one process against Hugging Face transformers: scores, generations, and every way they may share a step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine import wire
+from engine.build import build_loop
+from engine.loop import Loop
+from engine.settings import EngineSettings
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.checkpoints import make_checkpoint
+from tests.engine.integrity import check
+
+SHAPES = {
+    "llama": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 4, "max_shard_size": "100KB"},
+}
+LABELS = [5, 17, 300]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **SHAPES[request.param])
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def build(checkpoint: Path) -> Callable[..., Loop]:
+    def build(**settings) -> Loop:
+        return build_loop(EngineSettings(model=str(checkpoint), name="test", **({"max_tokens_in_cache": 4096} | settings)))
+
+    return build
+
+
+def run(loop: Loop, *messages: wire.Request, checked: bool = False) -> list[wire.Reply]:
+    for message in messages:
+        loop.submit(message)
+    replies: list[wire.Reply] = []
+    for _ in range(20_000):
+        if loop.idle:
+            return replies
+        replies += loop.step()
+        if checked:
+            check(loop._scheduler)
+    raise AssertionError("the requests never ended")
+
+
+def tokens_of(replies: list[wire.Reply], name: str, index: int = 0) -> list[int]:
+    """The output of a sequence; offsets must run on without gap or repeat, and the last delta alone ends it."""
+    deltas = [reply for reply in replies if isinstance(reply, wire.Delta) and (reply.id, reply.index) == (name, index)]
+    tokens = []
+    for delta in deltas:
+        assert delta.offset == deltas[0].offset + len(tokens)
+        tokens += delta.tokens
+    assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    return tokens
+
+
+def random_tokens(rng: random.Random, low: int, high: int) -> list[int]:
+    return [rng.randrange(3, 320) for _ in range(rng.randint(low, high))]
+
+
+@torch.inference_mode()
+def expected_scores(reference: PreTrainedModel, message: wire.Score) -> list[list[float]]:
+    """Each prompt alone."""
+    rows = []
+    for branch in message.branches:
+        logits = reference(torch.tensor([message.prefix + branch])).logits[0, -1]
+        rows.append(logits.log_softmax(-1)[message.labels].tolist())
+    return rows
+
+
+def assert_close(actual: list[list[float]], expected: list[list[float]], tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(torch.tensor(actual).exp(), torch.tensor(expected).exp(), atol=tolerance, rtol=0)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+def make_score(rng: random.Random, name: str, items: int = 8, query: int = 60) -> wire.Score:
+    return wire.Score(name, random_tokens(rng, 0, query), [random_tokens(rng, 1, 40) for _ in range(items)], LABELS)
+
+
+def test_scores_equal_each_prompt_alone(build, reference):
+    rng = random.Random(1)
+    messages = [make_score(rng, f"s{i}") for i in range(4)]
+    messages.append(wire.Score("bare", [], [[7], [8, 9]], LABELS))
+    replies = {reply.id: reply for reply in run(build(), *messages, checked=True)}
+    for message in messages:
+        assert_close(replies[message.id].logprobs, expected_scores(reference, message))
+        assert replies[message.id].computed_tokens <= len(message.prefix) + sum(map(len, message.branches))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"token_budget": 7}, {"max_tokens_in_cache": 130}, {"max_tokens_in_cache": 130, "token_budget": 33}]
+)
+def test_scores_do_not_depend_on_cache_chunks_company_or_order(build, reference, settings):
+    rng = random.Random(2)
+    message = make_score(rng, "first", query=50)
+    expected = expected_scores(reference, message)
+    loop = build(**settings)
+    writer = wire.Generate("writer", random_tokens(rng, 10, 10), wire.Sampling(max_tokens=60, ignore_eos=True, seed=3))
+    order = list(range(len(message.branches)))
+    rng.shuffle(order)
+    shuffled = wire.Score("shuffled", message.prefix, [message.branches[i] for i in order], LABELS)
+    others = [make_score(rng, f"other{i}", items=3) for i in range(5)]
+    replies = run(loop, message, checked=True)  # cold
+    again = run(loop, writer, *others, wire.Score("warm", *[getattr(message, n) for n in ("prefix", "branches", "labels")]), shuffled)
+    results = {reply.id: reply for reply in replies + again if isinstance(reply, wire.Scored)}
+    assert_close(results["first"].logprobs, expected)
+    assert_close(results["warm"].logprobs, expected)
+    assert_close(results["shuffled"].logprobs, [expected[i] for i in order])
+    for other in others:
+        assert_close(results[other.id].logprobs, expected_scores(reference, other))
+    if not settings:
+        assert results["warm"].cached_tokens == len(message.prefix)
+
+
+@torch.inference_mode()
+def greedy(reference: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def test_greedy_generation_of_200_tokens(build, reference):
+    rng = random.Random(3)
+    prompts = [random_tokens(rng, 1, 90) for _ in range(3)]
+    sampling = wire.Sampling(max_tokens=200, temperature=0, ignore_eos=True)
+    messages = [wire.Generate(f"g{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+    replies = run(build(), *messages, make_score(rng, "beside"))
+    for message in messages:
+        assert tokens_of(replies, message.id) == greedy(reference, message.prompt, 200)
+
+
+def test_preempted_generations_go_on_unchanged(build, reference):
+    rng = random.Random(4)
+    prompts = [random_tokens(rng, 20, 30) for _ in range(4)]
+    sampling = wire.Sampling(max_tokens=60, temperature=0, ignore_eos=True)
+    messages = [wire.Generate(f"g{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+    loop = build(max_tokens_in_cache=128, token_budget=64)
+    replies = run(loop, *messages, checked=True)
+    for message in messages:
+        assert tokens_of(replies, message.id) == greedy(reference, message.prompt, 60)
+    assert loop.stats.computed_tokens > sum(len(prompt) + 59 for prompt in prompts)  # somebody was preempted
+
+
+@torch.inference_mode()
+def test_logprobs_of_output_and_prompt(build, reference):
+    rng = random.Random(5)
+    prompt = random_tokens(rng, 40, 40)
+    message = wire.Generate("g", prompt, wire.Sampling(max_tokens=12, seed=9, temperature=0.8), logprobs=5, prompt_logprobs=3)
+    replies = run(build(token_budget=16), message, make_score(rng, "beside"))
+    deltas = [reply for reply in replies if reply.id == "g"]
+    tokens = tokens_of(replies, "g")
+    logprobs = reference(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    for at, delta in enumerate(deltas):
+        row = logprobs[len(prompt) - 1 + at]
+        assert delta.logprobs.chosen[0] == pytest.approx(float(row[tokens[at]]), abs=1e-4)
+        assert delta.logprobs.top_tokens[0] == row.topk(5).indices.tolist()
+        assert delta.logprobs.top[0] == pytest.approx(row.topk(5).values.tolist(), abs=1e-4)
+    given = deltas[0].prompt_logprobs
+    assert len(given.chosen) == len(given.top) == len(given.top_tokens) == len(prompt)
+    assert given.chosen[0] is None
+    expected = logprobs[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])].tolist()
+    assert given.chosen[1:] == pytest.approx(expected, abs=1e-4)
+    assert given.top_tokens[1:] == logprobs[: len(prompt) - 1].topk(3).indices.tolist()
+
+
+def test_prompt_logprobs_alone(build):
+    reply = run(build(), wire.Generate("g", [5, 6, 7], wire.Sampling(max_tokens=0), prompt_logprobs=0))
+    assert len(reply) == 1
+    assert (reply[0].tokens, reply[0].finish, len(reply[0].prompt_logprobs.chosen)) == ([], "length", 3)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(build):
+    rng = random.Random(6)
+    message = wire.Generate("g", random_tokens(rng, 30, 30), wire.Sampling(max_tokens=40, seed=77, ignore_eos=True, n=3, top_p=0.9))
+    alone = run(build(), message)
+    company = [wire.Generate(f"c{i}", random_tokens(rng, 5, 30), wire.Sampling(max_tokens=30, seed=i)) for i in range(6)]
+    crowded = run(build(token_budget=20, max_tokens_in_cache=200), *company[:3], message, *company[3:], make_score(rng, "s"))
+    outputs = [tokens_of(alone, "g", index) for index in range(3)]
+    assert outputs == [tokens_of(crowded, "g", index) for index in range(3)]
+    assert len({tuple(output) for output in outputs}) == 3
+
+
+def test_a_resumed_generation_goes_on_as_the_first_would(build):
+    sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, frequency_penalty=1.0)
+    prompt = [9, 8, 7]
+    whole = tokens_of(run(build(), wire.Generate("g", prompt, sampling)), "g")
+    rest = run(build(), wire.Generate("g", prompt + whole[:11], sampling, resume_offset=11))
+    assert rest[0].offset == 11
+    assert tokens_of(rest, "g") == whole[11:]
+
+
+def test_sequences_end_at_stop_tokens_and_limits(build):
+    free = tokens_of(run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=20, seed=1, ignore_eos=True))), "g")
+    stop = free[6]
+    sampling = wire.Sampling(max_tokens=20, seed=1, ignore_eos=True, stop_token_ids=(stop,))
+    replies = run(build(), wire.Generate("g", [9, 8], sampling))
+    assert tokens_of(replies, "g") == free[: free.index(stop) + 1]
+    assert replies[-1].finish == "stop"
+    replies = run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=5, ignore_eos=True)))
+    assert (len(tokens_of(replies, "g")), replies[-1].finish) == (5, "length")
+
+
+def test_end_of_sequence_is_held_back_and_ignored_on_request(build):
+    bias = {2: 100.0}  # the checkpoint's end of turn
+    ended = run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=20, logit_bias=bias)))
+    assert (tokens_of(ended, "g"), ended[-1].finish) == ([2], "stop")
+    ended = run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=20, min_tokens=4, logit_bias=bias)))
+    assert len(tokens_of(ended, "g")) == 5
+    assert 2 not in tokens_of(ended, "g")[:4]
+    ended = run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=6, ignore_eos=True, logit_bias=bias)))
+    assert tokens_of(ended, "g") == [2] * 6
+
+
+def test_a_finished_answer_is_cached_for_the_next_turn(build):
+    loop = build()
+    prompt = list(range(10, 40))
+    output = tokens_of(run(loop, wire.Generate("a", prompt, wire.Sampling(max_tokens=10, ignore_eos=True))), "a")
+    replies = run(loop, wire.Generate("b", [*prompt, *output, 50, 51], wire.Sampling(max_tokens=2, ignore_eos=True)))
+    assert replies[0].cached_tokens == len(prompt) + len(output) - 1
+
+
+def test_abort_at_any_moment_ends_once_and_frees_all(build):
+    rng = random.Random(8)
+    loop = build(token_budget=24, max_tokens_in_cache=300)
+    names = itertools.count()
+    alive: set[str] = set()
+    ended: dict[str, int] = {}
+    sequences: dict[str, int] = {}
+
+    def note(replies: list[wire.Reply]) -> None:
+        for reply in replies:
+            if not isinstance(reply, wire.Delta) or reply.finish:
+                ended[reply.id] = ended.get(reply.id, 0) + 1
+                if ended[reply.id] == sequences[reply.id]:
+                    alive.discard(reply.id)
+
+    for _ in range(150):
+        if rng.random() < 0.6:
+            name = f"r{next(names)}"
+            n = rng.choice([1, 2])
+            if rng.random() < 0.5:
+                loop.submit(make_score(rng, name, items=5))
+                sequences[name] = 1
+            else:
+                loop.submit(wire.Generate(name, random_tokens(rng, 1, 40), wire.Sampling(max_tokens=20, n=n, seed=1)))
+                sequences[name] = n
+            alive.add(name)
+        if alive and rng.random() < 0.3:
+            loop.submit(wire.Abort(rng.choice(sorted(alive))))
+        note(loop.step())
+        check(loop._scheduler)
+    note(run(loop, checked=True))
+    assert ended == sequences
+    loop._scheduler.cache.clear()
+    assert loop.stats.slots_free == 300
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(build, monkeypatch):
+    loop = build()
+    whole = loop._runner._decoder.forward
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(loop._runner._decoder, "forward", fail)
+    replies = run(loop, wire.Score("s", [5, 6], [[7]], LABELS), wire.Generate("g", [5, 6], wire.Sampling()))
+    assert {(reply.id, reply.code, reply.retryable) for reply in replies} == {("s", "out_of_memory", True), ("g", "out_of_memory", True)}
+    monkeypatch.setattr(loop._runner._decoder, "forward", whole)
+    assert len(run(loop, wire.Score("s", [5, 6], [[7]], LABELS))[0].logprobs) == 1
+    check(loop._scheduler)
+
+
+INVALID = {
+    "no labels": wire.Score("x", [1], [[2]], []),
+    "label too large": wire.Score("x", [1], [[2]], [320]),
+    "negative label": wire.Score("x", [1], [[2]], [-1]),
+    "unknown prefix token": wire.Score("x", [1000], [[2]], [1]),
+    "unknown item token": wire.Score("x", [1], [[2], [320]], [1]),
+    "empty branch": wire.Score("x", [1], [[2], []], [1]),
+    "too long": wire.Score("x", [1] * 100, [[2] * 2000], [1]),
+    "empty prompt": wire.Generate("x", []),
+    "prompt and output too long": wire.Generate("x", [1], wire.Sampling(max_tokens=2048)),
+    "nan temperature": wire.Generate("x", [1], wire.Sampling(temperature=float("nan"))),
+    "negative temperature": wire.Generate("x", [1], wire.Sampling(temperature=-1)),
+    "top_p zero": wire.Generate("x", [1], wire.Sampling(top_p=0)),
+    "n zero": wire.Generate("x", [1], wire.Sampling(n=0)),
+    "bias of an unknown token": wire.Generate("x", [1], wire.Sampling(logit_bias={320: 1.0})),
+    "infinite bias": wire.Generate("x", [1], wire.Sampling(logit_bias={3: float("inf")})),
+    "too many logprobs": wire.Generate("x", [1], logprobs=21),
+    "resume beyond the prompt": wire.Generate("x", [1], resume_offset=1),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_messages_are_refused(build, name):
+    replies = run(build(), INVALID[name])
+    assert [(reply.id, reply.code) for reply in replies] == [("x", "invalid")]
+    assert replies[0].message.endswith(".")
+
+
+def test_the_queue_is_bounded_and_ids_are_unique(build):
+    loop = build(max_running=1, max_waiting=2)
+    for i in range(4):
+        loop.submit(wire.Score(f"s{i}", [5], [[6]], [1]))
+    loop.submit(wire.Score("s0", [5], [[6]], [1]))
+    failed = {reply.id: reply for reply in loop.step() if isinstance(reply, wire.Failed)}
+    assert (failed["s2"].code, failed["s2"].retryable, failed["s3"].code) == ("overloaded", True, "overloaded")
+    assert failed["s0"].code == "invalid"
+
+
+def test_no_branches_no_work(build):
+    assert run(build(), wire.Score("s", [5], [], [1])) == [wire.Scored("s", [], 0, 0)]

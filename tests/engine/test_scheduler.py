@@ -1,0 +1,232 @@
+"""The scheduler without a model: random requests, a check of every slot after every step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from engine import wire
+from engine.core import Branch, GenerateRequest, ScoreRequest
+from engine.memory.slots import SlotPool
+from engine.scheduler import Budget, Scheduler
+from tests.engine.integrity import SlotContents, check
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(slots: int = 256, tokens: int = 32, running: int = 8, clock: Clock | None = None) -> Scheduler:
+    return Scheduler(SlotPool(slots), Budget(tokens, running), clock or Clock())
+
+
+def score(name: str, prefix: list[int], *branches: list[int], **extra) -> ScoreRequest:
+    return ScoreRequest.of(wire.Score(name, prefix, list(branches), [1, 2], **extra), 0.0)
+
+
+def generate(name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, **extra) -> GenerateRequest:
+    return GenerateRequest.of(wire.Generate(name, prompt, wire.Sampling(max_tokens=max_tokens, n=n), **extra), 0.0)
+
+
+def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
+    """What the loop does with a step's results."""
+    done = []
+    for run in batch.runs:
+        if run.branch is None or not run.completes:
+            continue
+        if isinstance(run.request, GenerateRequest):
+            run.branch.tokens.extend([draw()])
+            if len(run.branch.outputs) < run.request.message.sampling.max_tokens:
+                continue
+        done.append(run.branch)
+        scheduler.finish(run.branch)
+    return done
+
+
+def drain(scheduler: Scheduler, draw=lambda: 7, contents: SlotContents | None = None) -> None:
+    contents = contents or SlotContents()
+    for _ in range(5000):
+        batch = scheduler.schedule()
+        if not batch.runs:
+            assert not scheduler.requests
+            return
+        contents.compute(batch)
+        settle(scheduler, batch, draw)
+        check(scheduler)
+    raise AssertionError("the requests never ended")
+
+
+def test_query_and_items_go_through_in_one_step():
+    scheduler = make(tokens=100)
+    scheduler.add(score("a", [1, 2, 3], [4, 5], [6], [7, 8]))
+    batch = scheduler.schedule()
+    assert [len(run.tokens) for run in batch.runs] == [3, 2, 1, 2]
+    assert [len(run.context) for run in batch.runs] == [3, 5, 4, 5]
+    SlotContents().compute(batch)
+    settle(scheduler, batch, None)
+    assert scheduler.pool.free == scheduler.pool.size - 3  # the items' slots are free at once, the query's are kept
+    check(scheduler)
+
+
+def test_a_known_query_is_not_computed_again():
+    scheduler, contents = make(tokens=100), SlotContents()
+    for name in "ab":
+        request = score(name, [1, 2, 3], [4, 5])
+        scheduler.add(request)
+        drain(scheduler, contents=contents)
+    assert request.cached_tokens == 3
+    assert request.computed_tokens == 2
+
+
+def test_requests_of_one_step_share_a_query():
+    scheduler = make(tokens=100)
+    first, second = score("a", [1, 2, 3, 4], [5]), score("b", [1, 2, 9], [5])
+    scheduler.add(first)
+    scheduler.add(second)
+    batch = scheduler.schedule()
+    assert (first.computed_tokens, second.cached_tokens, second.computed_tokens) == (5, 2, 2)
+    SlotContents().compute(batch)
+    check(scheduler)
+
+
+def test_n_sequences_share_the_prompt():
+    scheduler = make(tokens=100)
+    request = generate("a", list(range(20)), n=4)
+    scheduler.add(request)
+    assert scheduler.schedule().tokens == 19 + 4
+    assert request.reserve == 4
+
+
+def test_long_prompts_are_computed_in_chunks_beside_decoding():
+    scheduler = make(tokens=16)
+    scheduler.add(generate("short", [1, 2], max_tokens=20))
+    settle(scheduler, scheduler.schedule(), lambda: 5)
+    scheduler.add(generate("long", list(range(40))))
+    sizes = []
+    for _ in range(3):
+        batch = scheduler.schedule()
+        sizes.append({run.request.id: len(run.tokens) for run in batch.runs})
+        settle(scheduler, batch, lambda: 5)
+    assert sizes[:2] == [{"short": 1, "long": 15}] * 2
+    assert sizes[2]["short"] == 1
+
+
+def test_decoding_never_waits_for_room():
+    scheduler = make(tokens=4, running=16)
+    for i in range(8):
+        scheduler.add(generate(f"g{i}", [i + 1, 50 + i], max_tokens=30))
+    for _ in range(6):
+        settle(scheduler, scheduler.schedule(), lambda: 3)
+    assert len(scheduler.running) >= 4
+    batch = scheduler.schedule()
+    assert {run.request.id for run in batch.runs} >= {request.id for request in scheduler.running}
+
+
+def test_what_was_taken_is_computed_again():
+    scheduler = make(slots=40, tokens=64)
+    first, second = generate("a", [1] * 10, max_tokens=25), generate("b", [2] * 10, max_tokens=25)
+    scheduler.add(first)
+    scheduler.add(second)
+    drawn = itertools.count(100)
+    drain(scheduler, lambda: next(drawn))
+    assert second.computed_tokens > first.computed_tokens == 34
+
+
+def test_priority_then_arrival():
+    scheduler = make(tokens=1, running=1)
+    for name, priority in (("late", 1), ("first", 0), ("second", 0)):
+        scheduler.add(score(name, [], [1], priority=priority))
+    order = []
+    while scheduler.requests:
+        batch = scheduler.schedule()
+        order.append(batch.runs[0].request.id)
+        settle(scheduler, batch, None)
+    assert order == ["first", "second", "late"]
+
+
+def test_late_work_is_dropped_before_it_is_begun():
+    clock = Clock()
+    scheduler = make(tokens=2, clock=clock)
+    begun, late = score("begun", [1, 2, 3], [4], deadline=1.0), score("late", [5, 6], [7], deadline=1.0)
+    scheduler.add(begun)
+    scheduler.add(late)
+    scheduler.schedule()
+    clock.now = 2.0
+    assert scheduler.expire() == [late]
+    assert scheduler.requests == [begun]
+
+
+def test_a_failed_step_leaves_nothing_behind():
+    scheduler = make(tokens=8)
+    scheduler.add(generate("a", [1, 2, 3]))
+    settle(scheduler, scheduler.schedule(), lambda: 4)
+    scheduler.add(score("b", [1, 2, 9], [5]))
+    failed = scheduler.fail(scheduler.schedule())
+    assert [request.id for request in failed] == ["a", "b"]
+    assert scheduler.pool.free == scheduler.pool.size
+
+
+def random_request(rng: random.Random, name: str):
+    def some(low: int, high: int) -> list[int]:
+        return [rng.randrange(3) for _ in range(rng.randint(low, high))]  # a tiny alphabet: many common prefixes
+
+    kind = rng.random()
+    if kind < 0.5:
+        return score(name, some(0, 30), *(some(1, 20) for _ in range(rng.randint(1, 12))), priority=rng.choice([0, 0, 1]))
+    extra = {"prompt_logprobs": 0} if kind < 0.6 else {}
+    return generate(name, some(1, 40), max_tokens=rng.randint(0, 15), n=rng.choice([1, 1, 3]), **extra)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_requests_end_and_every_slot_has_one_owner(seed: int):
+    rng = random.Random(seed)
+    scheduler = make(slots=rng.choice([64, 90, 400]), tokens=rng.choice([5, 16, 64]), running=rng.choice([2, 8]))
+    contents = SlotContents()
+    names = itertools.count()
+    for step in range(400):
+        while step < 250 and rng.random() < 0.4:
+            scheduler.add(random_request(rng, f"r{next(names)}"))
+        if scheduler.requests and rng.random() < 0.05:
+            scheduler.remove(rng.choice(scheduler.requests))
+        batch = scheduler.schedule()
+        assert batch.tokens == sum(len(run.tokens) for run in batch.runs)
+        if rng.random() < 0.02:
+            scheduler.fail(batch)
+        else:
+            contents.compute(batch)
+            settle(scheduler, batch, lambda: rng.randrange(3))
+        check(scheduler)
+    drain(scheduler, lambda: rng.randrange(3), contents)
+    scheduler.cache.clear()
+    assert scheduler.pool.free == scheduler.pool.size
+
+
+def test_tree_is_exact_under_splits():
+    scheduler = make(slots=64)
+    cache, pool = scheduler.cache, scheduler.pool
+
+    def enter(tokens: list[int]):
+        array = np.array(tokens, np.int32)
+        node, known = cache.advance(cache.root, array)
+        if len(known) < len(array):
+            node = cache.extend(node, array[len(known) :], pool.allocate(len(array) - len(known)))
+        return node, known.tolist()
+
+    long, _ = enter([1, 2, 3, 4, 5])
+    short, known = enter([1, 2, 3])
+    assert len(known) == 3
+    fork, known = enter([1, 2, 9])
+    assert len(known) == 2
+    for node in (long, short, fork):
+        cache.release(node)
+    assert cache.evictable == 6
+    assert cache.evict(1) == 2  # the least recently used leaf is 4, 5
+    assert sorted(len(node.tokens) for node in cache.nodes()) == [1, 1, 2]
+    cache.clear()
+    assert pool.free == pool.size

@@ -57,7 +57,7 @@ def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    os.read(sys.stdin.fileno(), 1)  # unbuffered: a lock of sys.stdin's would hold up the interpreter's own exit
     os._exit(0)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from engine import wire
 from engine.build import build_loop
 from engine.loop import Loop
 from engine.settings import EngineSettings
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
 
@@ -115,7 +115,9 @@ def test_scores_do_not_depend_on_cache_chunks_company_or_order(build, reference,
     shuffled = wire.Score("shuffled", message.prefix, [message.branches[i] for i in order], LABELS)
     others = [make_score(rng, f"other{i}", items=3) for i in range(5)]
     replies = run(loop, message, checked=True)  # cold
-    again = run(loop, writer, *others, wire.Score("warm", *[getattr(message, n) for n in ("prefix", "branches", "labels")]), shuffled)
+    again = run(
+        loop, writer, *others, wire.Score("warm", *[getattr(message, n) for n in ("prefix", "branches", "labels")]), shuffled
+    )
     results = {reply.id: reply for reply in replies + again if isinstance(reply, wire.Scored)}
     assert_close(results["first"].logprobs, expected)
     assert_close(results["warm"].logprobs, expected)
@@ -280,7 +282,10 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(build, monkeypat
 
     monkeypatch.setattr(loop._runner._decoder, "forward", fail)
     replies = run(loop, wire.Score("s", [5, 6], [[7]], LABELS), wire.Generate("g", [5, 6], wire.Sampling()))
-    assert {(reply.id, reply.code, reply.retryable) for reply in replies} == {("s", "out_of_memory", True), ("g", "out_of_memory", True)}
+    assert {(reply.id, reply.code, reply.retryable) for reply in replies} == {
+        ("s", "out_of_memory", True),
+        ("g", "out_of_memory", True),
+    }
     monkeypatch.setattr(loop._runner._decoder, "forward", whole)
     assert len(run(loop, wire.Score("s", [5, 6], [[7]], LABELS))[0].logprobs) == 1
     check(loop._scheduler)
@@ -322,6 +327,15 @@ def test_the_queue_is_bounded_and_ids_are_unique(build):
     failed = {reply.id: reply for reply in loop.step() if isinstance(reply, wire.Failed)}
     assert (failed["s2"].code, failed["s2"].retryable, failed["s3"].code) == ("overloaded", True, "overloaded")
     assert failed["s0"].code == "invalid"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 2e-3)])
+def test_half_precision(build, reference, dtype, tolerance):
+    message = make_score(random.Random(10), "s")
+    (reply,) = run(build(dtype=dtype), message)
+    difference = torch.tensor(reply.logprobs).exp() - torch.tensor(expected_scores(reference, message)).exp()
+    assert difference.abs().max() < tolerance
+    assert run(build(dtype=dtype), wire.Generate("g", [5, 6], wire.Sampling(max_tokens=3, temperature=0)))[-1].finish
 
 
 def test_no_branches_no_work(build):

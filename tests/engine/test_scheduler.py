@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+
 from engine import wire
 from engine.core import Branch, GenerateRequest, ScoreRequest
 from engine.memory.slots import SlotPool

@@ -1,0 +1,277 @@
+"""What each sampling parameter means, and that a draw depends on (seed, index, position) alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.sampling import FIRST_LOOK, SamplingRow, gumbel, noise_key, sample, token_logprobs
+from engine.wire import Sampling
+
+EOS = 0
+
+
+def row(
+    *, index: int = 0, position: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params: Any
+) -> SamplingRow:
+    return SamplingRow(Sampling(**params), index, position, prompt, output, (EOS,))
+
+
+def draws(logits: list[float], count: int = 2000, **params: Any) -> torch.Tensor:
+    """Tokens drawn from one distribution at ``count`` positions."""
+    rows = [row(position=position, **params) for position in range(count)]
+    return sample(torch.tensor(logits).expand(count, -1), rows)
+
+
+def support(logits: list[float], **params: Any) -> set[int]:
+    """Every token that is ever drawn."""
+    return set(draws(logits, **params).tolist())
+
+
+def greedy(logits: list[float], **changes: Any) -> int:
+    return int(sample(torch.tensor([logits]), [row(temperature=0.0, **changes)]))
+
+
+def logs(*probabilities: float) -> list[float]:
+    return [math.log(p) for p in probabilities]
+
+
+def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Pearson's statistic in standard deviations above its mean."""
+    expected = probabilities * len(tokens)
+    observed = torch.bincount(tokens, minlength=len(probabilities))
+    degrees = len(probabilities) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float((statistic - degrees) / math.sqrt(2 * degrees))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_distribution(temperature: float) -> None:
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    tokens = draws(logits.tolist(), 200_000, temperature=temperature, seed=11)
+    assert chi_square(tokens, (logits / temperature).softmax(0)) < 4
+    assert chi_square(tokens, (logits / (temperature * 1.1)).softmax(0)) > 10  # the test can tell a wrong temperature
+
+
+def test_frequencies_follow_the_filtered_distribution() -> None:
+    logits = logs(0.3, 0.25, 0.2, 0.15, 0.06, 0.04)
+    tokens = draws(logits, 100_000, top_k=5, top_p=0.9)
+    assert chi_square(tokens[tokens < 4], torch.tensor([0.3, 0.25, 0.2, 0.15]) / 0.9) < 4
+    assert int(tokens.max()) == 3
+
+
+def test_frequencies_over_seeds_and_sequences() -> None:
+    """Fresh seeds, or the sequences of one seed, are as good a source of draws as successive positions."""
+    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    logits = probabilities.log().expand(20_000, -1)
+    by_seed = sample(logits, [row(seed=seed) for seed in range(20_000)])
+    by_index = sample(logits, [row(index=index) for index in range(20_000)])
+    assert chi_square(by_seed, probabilities) < 4
+    assert chi_square(by_index, probabilities) < 4
+
+
+def test_noise_is_uniform_and_independent() -> None:
+    ids = torch.arange(1_000_000)
+    streams = [noise_key(*key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 0, 0), (2**63, 0, 0))]
+    uniform = torch.exp(-torch.exp(-gumbel(streams, ids).double()))  # the Gumbel distribution function of the noise itself
+    for stream in uniform:
+        assert abs(chi_square((stream * 1000).long().clamp(max=999), torch.full((1000,), 1e-3))) < 5
+    correlations = torch.corrcoef(uniform) - torch.eye(len(streams))
+    assert correlations.abs().max() < 0.005
+    assert abs(float(torch.corrcoef(torch.stack([uniform[0, :-1], uniform[0, 1:]]))[0, 1])) < 0.005
+
+
+def test_noise_is_splitmix64() -> None:
+    """The published first outputs for state 1234567 (java.util.SplittableRandom's algorithm), through the same two logarithms."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    expected = [-math.log(-math.log1p(-((number >> 1) / 2**63))) for number in published]
+    torch.testing.assert_close(gumbel([1234567], torch.arange(5))[0], torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_noise_of_chosen_ids_is_that_of_the_whole_vocabulary() -> None:
+    keys = [noise_key(5, 0, 1), noise_key(6, 0, 2)]
+    ids = torch.tensor([[3, 99, 7], [0, 1, 98]])
+    assert torch.equal(gumbel(keys, ids), gumbel(keys, torch.arange(100)).gather(1, ids))
+
+
+def test_keys_do_not_collide() -> None:
+    keys = {noise_key(seed, index, position) for seed in range(20) for index in range(20) for position in range(50)}
+    assert len(keys) == 20_000
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 3.0]),
+        "top_k": st.sampled_from([0, 1, 5, 1000]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.3]),
+        "min_p": st.sampled_from([0.0, 0.1]),
+        "presence_penalty": st.sampled_from([0.0, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "logit_bias": st.sampled_from([{}, {3: 2.0, 7: -100.0}]),
+        "min_tokens": st.sampled_from([0, 9]),
+        "seed": st.integers(0, 2**64 - 1),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(params=st.lists(PARAMS, min_size=1, max_size=8), data=st.data())
+def test_a_row_does_not_depend_on_the_others(params: list[dict[str, Any]], data: st.DataObject) -> None:
+    rows = [row(index=at % 3, position=at % 5, prompt=(1, 2, 3), output=(3, 4, 4), **some) for at, some in enumerate(params)]
+    logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(len(rows)))
+    before = logits.clone()
+    together = sample(logits, rows)
+    order = data.draw(st.permutations(range(len(rows))))
+    assert torch.equal(sample(logits[order], [rows[at] for at in order]), together[order])
+    alone = torch.cat([sample(logits[at : at + 1], [rows[at]]) for at in range(len(rows))])
+    assert torch.equal(alone, together)
+    assert torch.equal(logits, before), "the caller's logits are left alone"
+
+
+def test_many_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(50, 100)
+    rows = [row(seed=seed, top_p=0.9) for seed in range(50)]
+    whole = sample(logits, rows)
+    monkeypatch.setattr("engine.sampling.CPU_CHUNK_ELEMENTS", 700)
+    assert torch.equal(sample(logits, rows), whole)
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    assert greedy([1.0, 3.0, 3.0, 2.0]) == 1
+
+
+def test_greedy_and_drawn_rows_mix() -> None:
+    logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, -math.inf], [9.0, 0.0, 0.0]])
+    tokens = sample(logits, [row(temperature=0.0), row(), row(temperature=0.0)])
+    assert tokens[0] == 1
+    assert tokens[1] in (0, 1)
+    assert tokens[2] == 0
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    assert support([100.0, 101.0, -1000.0], count=100, temperature=temperature) == {1}
+
+
+def test_huge_temperature_is_uniform() -> None:
+    assert chi_square(draws([10.0, 0.0, -10.0], 30_000, temperature=1e30), torch.full((3,), 1 / 3)) < 4
+
+
+def test_top_k() -> None:
+    logits = logs(0.1, 0.4, 0.2, 0.3)
+    assert support(logits, top_k=1) == {1}
+    assert support(logits, top_k=2) == {1, 3}
+    assert support(logits, top_k=4) == support(logits, top_k=99) == {0, 1, 2, 3}
+
+
+def test_top_k_keeps_equals_of_the_last() -> None:
+    assert support([2.0, 1.0, 1.0, 0.0], top_k=2) == {0, 1, 2}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    logits = logs(0.1, 0.4, 0.2, 0.3)
+    assert support(logits, top_p=1e-9) == {1}
+    assert support(logits, top_p=0.39) == {1}
+    assert support(logits, top_p=0.41) == {1, 3}
+    assert support(logits, top_p=0.71) == {1, 2, 3}
+    assert support(logits, top_p=0.91) == {0, 1, 2, 3}
+
+
+def test_top_p_counts_probability_within_top_k() -> None:
+    """0.4 of 0.7 is 0.57 of what top-k keeps: enough for 0.55, and of the whole distribution it would not be."""
+    logits = logs(0.1, 0.4, 0.2, 0.3)
+    assert support(logits, top_k=2, top_p=0.55) == {1}
+    assert support(logits, top_p=0.55) == {1, 3}
+
+
+@pytest.mark.parametrize("flatness", [0.01, 4.0])
+def test_top_p_over_a_large_vocabulary(flatness: float) -> None:
+    """Whether the first look at the largest logits suffices or not, the set is that of a plain sort."""
+    logits = torch.randn(3 * FIRST_LOOK, generator=torch.Generator().manual_seed(5)) * flatness
+    probabilities, order = logits.softmax(0).sort(descending=True)
+    kept = order[: int((probabilities.cumsum(0) < 0.6).sum()) + 1]
+    assert (len(kept) > FIRST_LOOK) == (flatness < 1)
+    masked = torch.full_like(logits, -math.inf)
+    masked[kept] = logits[kept]
+    rows = [row(seed=seed) for seed in range(300)]
+    filtered = [row(seed=seed, top_p=0.6) for seed in range(300)]
+    assert torch.equal(sample(logits.expand(300, -1), filtered), sample(masked.expand(300, -1), rows))
+
+
+def test_min_p_is_relative_to_the_most_probable() -> None:
+    logits = logs(0.1, 0.4, 0.2, 0.3)
+    assert support(logits, min_p=0.26) == {1, 2, 3}
+    assert support(logits, min_p=0.6) == {1, 3}
+    assert support([1.0, 1.0, 0.999], min_p=1.0) == {0, 1}
+
+
+def test_min_p_comes_after_temperature() -> None:
+    logits = logs(0.1, 0.4, 0.2, 0.3)
+    assert support(logits, min_p=0.6, temperature=2.0) == {1, 2, 3}
+
+
+def test_presence_penalty_counts_a_token_once() -> None:
+    logits = [0.0, 3.0, 2.5, 2.1]
+    assert greedy(logits, output=(1, 1, 1), presence_penalty=0.8) == 2
+    assert greedy(logits, output=(1, 1, 1), presence_penalty=0.4) == 1
+    assert greedy(logits, prompt=(1,), presence_penalty=2.0) == 1, "the prompt does not count"
+    assert greedy(logits, output=(3,), presence_penalty=-1.0) == 3
+
+
+def test_frequency_penalty_counts_every_time() -> None:
+    logits = [0.0, 3.0, 2.5]
+    assert greedy(logits, output=(1,), frequency_penalty=0.3) == 1
+    assert greedy(logits, output=(1, 1), frequency_penalty=0.3) == 2
+
+
+def test_repetition_penalty_covers_prompt_and_output() -> None:
+    assert greedy([0.0, 3.0, 2.0], prompt=(1,), repetition_penalty=2.0) == 2
+    assert greedy([0.0, 3.0, 2.0], output=(1, 1), repetition_penalty=1.4) == 1
+    assert greedy([-2.0, -1.0], output=(1,), repetition_penalty=3.0) == 0, "negative logits are multiplied"
+    assert greedy([2.0, 3.0], prompt=(0,), repetition_penalty=0.5) == 0
+
+
+def test_logit_bias() -> None:
+    assert greedy([0.0, 3.0, 2.0], logit_bias={0: 3.5}) == 0
+    assert greedy([0.0, 3.0, 2.0], logit_bias={1: -100.0}) == 2
+    assert support([0.0, 0.0, 0.0], logit_bias={0: -math.inf, 2: -math.inf}) == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_everything_excluded_still_gives_a_valid_token(temperature: float) -> None:
+    bias = dict.fromkeys(range(3), -math.inf)
+    for filters in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}):
+        (token,) = sample(torch.zeros(1, 3), [row(temperature=temperature, logit_bias=bias, **filters)]).tolist()
+        assert token in range(3)
+
+
+def test_min_tokens_excludes_every_end() -> None:
+    logits = [9.0, 8.0, 1.0]
+    ends = {"stop_token_ids": (1,), "min_tokens": 3}
+    assert greedy(logits, position=2, **ends) == 2
+    assert greedy(logits, position=3, **ends) == EOS
+    assert greedy(logits, position=2, ignore_eos=True, min_tokens=3) == 1
+
+
+def test_penalties_come_before_filters() -> None:
+    assert support([5.0, 4.0, 0.0], top_k=1, output=(0,), presence_penalty=2.0) == {1}
+
+
+@pytest.mark.parametrize("top_n", [0, 3])
+def test_token_logprobs_are_the_models_own(top_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sampling.CPU_CHUNK_ELEMENTS", 250)
+    logits = torch.randn(17, 100) * 5
+    chosen = torch.arange(17)
+    values, ids, top = token_logprobs(logits, chosen, top_n)
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(values, expected[chosen, chosen])
+    expected_top, expected_ids = expected.topk(top_n)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(top, expected_top)
+    assert top.shape == (17, top_n)

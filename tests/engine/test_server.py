@@ -1,0 +1,218 @@
+"""The pod as a real process: its HTTP face, its loop process, and how both end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from engine import wire
+from tests.checkpoints import make_checkpoint
+
+START_SECONDS = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Pod:
+    """An engine process and a client of it."""
+
+    def __init__(self, model: Path | str, *arguments: str, port: int | None = None) -> None:
+        self.port = port or free_port()
+        command = [sys.executable, "-m", "engine", "--model", str(model), "--port", str(self.port), *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+
+    def wait_ready(self) -> Pod:
+        wait_until(self._ready, START_SECONDS)
+        return self
+
+    def _ready(self) -> bool:
+        assert self.process.poll() is None, self.process.stderr.read()
+        try:
+            return self.client.get("/readyz").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def ask(self, path: str, message: msgspec.Struct) -> tuple[int, wire.Reply]:
+        response = self.client.post(path, content=wire.encode(message))
+        return response.status_code, msgspec.msgpack.decode(response.content, type=wire.Reply)
+
+    def read(self, path: str, kind: type):
+        return msgspec.msgpack.decode(self.client.get(path).raise_for_status().content, type=kind)
+
+    def stream(self, message: wire.Generate) -> list[wire.Reply]:
+        reader = wire.FrameReader()
+        with self.client.stream("POST", "/generate", content=wire.encode(message)) as response:
+            replies = [reply for chunk in response.iter_raw() for reply in reader.feed(chunk)]
+        assert reader.pending == 0
+        return replies
+
+    @property
+    def loop_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def close(self) -> None:
+        self.client.close()
+        self.process.kill()
+        self.process.wait()
+        self.process.stderr.close()
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def pod(model: Path) -> Iterator[Pod]:
+    pod = Pod(model, "--name", "tiny", "--max-tokens-in-cache", "4096")
+    yield pod.wait_ready()
+    pod.close()
+
+
+@pytest.fixture
+def own_pod(model: Path) -> Iterator[Pod]:
+    pod = Pod(model)
+    yield pod.wait_ready()
+    pod.close()
+
+
+def test_info_and_tokenizer(pod: Pod, model: Path):
+    info = pod.read("/info", wire.Info)
+    assert (info.model, info.vocab_size, info.max_context, info.eos_token_ids) == ("tiny", 320, 2048, [2])
+    assert info.limits.max_slots == 4096
+    files = pod.read("/tokenizer", wire.TokenizerFiles)
+    assert files.tokenizer_json == (model / "tokenizer.json").read_bytes()
+    assert "<|im_start|>" in files.chat_template
+    assert files.special_tokens["eos_token"] == "<|im_end|>"
+
+
+def test_score_and_generate(pod: Pod):
+    status, reply = pod.ask("/score", wire.Score("a", [5, 6], [[7], [8, 9]], [1, 2]))
+    assert status == 200
+    assert [len(row) for row in reply.logprobs] == [2, 2]
+    replies = pod.stream(wire.Generate("g", [5, 6], wire.Sampling(max_tokens=7, ignore_eos=True, n=2)))
+    assert sorted(reply.index for reply in replies if reply.finish) == [0, 1]
+    assert [reply.offset for reply in replies if reply.index == 1] == list(range(7))
+
+
+def test_refusals_have_their_status(pod: Pod):
+    assert pod.ask("/score", wire.Score("a", [5], [[7]], []))[0] == 400
+    assert pod.ask("/generate", wire.Generate("a", []))[1].code == "invalid"
+    response = pod.client.post("/score", content=b"\xff not msgpack")
+    assert response.status_code == 400
+    assert isinstance(msgspec.msgpack.decode(response.content, type=wire.Reply), wire.Failed)
+    assert pod.client.get("/nowhere").status_code == 404
+
+
+def test_a_client_that_leaves_ends_its_work(pod: Pod):
+    message = wire.Generate("leaver", [5, 6], wire.Sampling(max_tokens=2000, ignore_eos=True))
+    with pod.client.stream("POST", "/generate", content=wire.encode(message)) as response:
+        next(response.iter_raw())
+        assert pod.read("/stats", wire.Stats).running == 1
+    wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
+    assert pod.read("/stats", wire.Stats).computed_tokens < 2000
+
+
+def test_a_scoring_client_that_leaves_ends_its_work(pod: Pod):
+    items = [[i % 300, *range(3, 300)] for i in range(10_000)]
+    with pytest.raises(httpx.ReadTimeout):
+        pod.client.post("/score", content=wire.encode(wire.Score("big", [5], items, [1])), timeout=httpx.Timeout(30, read=0.5))
+    before = pod.read("/stats", wire.Stats).computed_tokens
+    wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
+    assert pod.read("/stats", wire.Stats).computed_tokens - before < 3_000_000
+
+
+def test_abort_ends_a_stream_with_its_last_word(pod: Pod):
+    message = wire.Generate("aborted", [5, 6], wire.Sampling(max_tokens=2000, ignore_eos=True))
+    reader, replies = wire.FrameReader(), []
+    with pod.client.stream("POST", "/generate", content=wire.encode(message)) as response:
+        for chunk in response.iter_raw():
+            if not replies:
+                assert httpx.post(f"{pod.client.base_url}/abort", content=wire.encode(wire.Abort("aborted"))).status_code == 204
+            replies += reader.feed(chunk)
+    assert replies[-1].finish == "abort"
+
+
+def test_metrics(pod: Pod):
+    text = pod.client.get("/metrics").text
+    assert "yardstick_engine_slots 4096.0" in text
+    assert "yardstick_engine_computed_tokens_total" in text
+
+
+def test_sigterm_ends_both_processes(own_pod: Pod):
+    loop_pid = own_pod.loop_pid
+    own_pod.process.send_signal(signal.SIGTERM)
+    assert own_pod.process.wait(10) in (0, -signal.SIGTERM)
+    wait_until(lambda: not alive(loop_pid))
+
+
+def test_a_killed_server_takes_its_loop_along(own_pod: Pod):
+    loop_pid = own_pod.loop_pid
+    own_pod.process.kill()
+    wait_until(lambda: not alive(loop_pid))
+
+
+def test_a_lost_loop_ends_the_pod(own_pod: Pod):
+    message = wire.Generate("g", [5, 6], wire.Sampling(max_tokens=2000, ignore_eos=True))
+    reader, replies = wire.FrameReader(), []
+    with own_pod.client.stream("POST", "/generate", content=wire.encode(message)) as response:
+        for chunk in response.iter_raw():
+            if not replies:
+                os.kill(own_pod.loop_pid, signal.SIGKILL)
+            replies += reader.feed(chunk)
+    assert (replies[-1].code, replies[-1].retryable) == ("internal", True)
+    assert own_pod.process.wait(40) == 1
+    assert own_pod.process.stderr.read().splitlines()[-1] == "engine: The engine's loop ended with exit code -9."
+
+
+@pytest.mark.parametrize("name", ["absent", "acme/absent"])
+def test_a_missing_model_is_one_line(name: str, tmp_path: Path):
+    command = [sys.executable, "-m", "engine", "--model", name, "--port", str(free_port())]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("engine: ")
+    assert "absent" in result.stderr
+
+
+def test_a_port_in_use_is_one_line(pod: Pod, model: Path):
+    second = Pod(model, port=pod.port)
+    assert second.process.wait(30) == 1
+    assert second.process.stderr.read().startswith(f"engine: cannot listen on 127.0.0.1 port {pod.port}")
+    second.close()
+
+
+def test_the_server_imports_no_torch():
+    code = "import sys, engine.server, engine.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.linear import linear
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits in memory at a time: 64 MiB of float32. Fewer rows a product would read the head's weights more often."""
 
@@ -19,6 +21,6 @@ def label_logprobs(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
     out = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
-        logits = torch.nn.functional.linear(hidden[part], head).float()
+        logits = linear(hidden[part], head).float()
         out[part] = logits.gather(1, labels[part]) - logits.logsumexp(1, keepdim=True)
     return out

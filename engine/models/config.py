@@ -138,6 +138,7 @@ def _refuse_unsupported(keys: Keys) -> None:
         raise keys.error("hidden_act", "is not supported; only silu is")
     if keys.present("quantization_config"):
         raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
+    _refuse_partial_rotation(keys)
     sliding = keys.flag("use_sliding_window", False) and keys.present("sliding_window")
     if keys.present("layer_types"):
         sliding = any(kind != "full_attention" for kind in keys.strings("layer_types"))
@@ -146,14 +147,20 @@ def _refuse_unsupported(keys: Keys) -> None:
         raise keys.error(key, "asks for sliding-window attention, which is not supported; use a model with full attention")
 
 
+def _refuse_partial_rotation(keys: Keys) -> None:
+    if keys.number("partial_rotary_factor", 1.0) != 1.0:
+        raise keys.error("partial_rotary_factor", "is not 1, and rotating a part of each head is not supported; use another model")
+
+
 def _parse_rope(keys: Keys) -> Rope:
     """From ``rope_parameters``, or from the older ``rope_scaling`` beside ``rope_theta``."""
     inner = keys.section("rope_parameters") or keys.section("rope_scaling")
     if inner is None:
         return Rope(keys.number("rope_theta", DEFAULT_THETA))
+    if (nested := inner.first_object()) is not None:
+        raise inner.error(nested, "gives some layers a rotary embedding of their own, which is not supported; use another model")
     theta = inner.number("rope_theta", keys.number("rope_theta", DEFAULT_THETA))
-    if inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise inner.error("partial_rotary_factor", "is not supported unless it is 1")
+    _refuse_partial_rotation(inner)
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind == "default":
         return Rope(theta)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
+from kernels.linear import linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
@@ -25,6 +26,10 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]"""
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -136,7 +141,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, vocab]"""
-        return nn.functional.linear(hidden, self.head_weight)
+        return linear(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:
@@ -178,7 +183,7 @@ def _layer_views(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tenso
         ("mlp.gate_proj mlp.up_proj", mlp.gate_up_proj, [config.intermediate_size] * 2),
         ("mlp.down_proj", mlp.down_proj, [config.hidden_size]),
     )
-    for names, linear, sizes in fused:
-        for kind, parameter in linear.named_parameters():
+    for names, projection, sizes in fused:
+        for kind, parameter in projection.named_parameters():
             for name, view in zip(names.split(), torch.split(parameter, sizes), strict=True):
                 yield f"{name}.{kind}", view

@@ -73,6 +73,10 @@ class Keys:
             raise self._wrong(key, value, "an object")
         return Keys(value, f"{key} of {self._file}") if value else None
 
+    def first_object(self) -> str | None:
+        """The first key whose value is itself an object."""
+        return next((key for key, value in self._raw.items() if isinstance(value, dict)), None)
+
     def _get(self, key: str, default: Any) -> Any:
         value = self._raw.get(key)
         if value is None:

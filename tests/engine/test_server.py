@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,75 +15,7 @@ import pytest
 
 from engine import wire
 from tests.checkpoints import make_checkpoint
-
-START_SECONDS = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Pod:
-    """An engine process and a client of it."""
-
-    def __init__(self, model: Path | str, *arguments: str, port: int | None = None) -> None:
-        self.port = port or free_port()
-        command = [sys.executable, "-m", "engine", "--model", str(model), "--port", str(self.port), *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
-
-    def wait_ready(self) -> Pod:
-        wait_until(self._ready, START_SECONDS)
-        return self
-
-    def _ready(self) -> bool:
-        assert self.process.poll() is None, self.process.stderr.read()
-        try:
-            return self.client.get("/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def ask(self, path: str, message: msgspec.Struct) -> tuple[int, wire.Reply]:
-        response = self.client.post(path, content=wire.encode(message))
-        return response.status_code, msgspec.msgpack.decode(response.content, type=wire.Reply)
-
-    def read(self, path: str, kind: type):
-        return msgspec.msgpack.decode(self.client.get(path).raise_for_status().content, type=kind)
-
-    def stream(self, message: wire.Generate) -> list[wire.Reply]:
-        reader = wire.FrameReader()
-        with self.client.stream("POST", "/generate", content=wire.encode(message)) as response:
-            replies = [reply for chunk in response.iter_raw() for reply in reader.feed(chunk)]
-        assert reader.pending == 0
-        return replies
-
-    @property
-    def loop_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
-
-    def close(self) -> None:
-        self.client.close()
-        self.process.kill()
-        self.process.wait()
-        self.process.stderr.close()
-
-
-def wait_until(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+from tests.processes import Pod, alive, free_port, wait_until
 
 
 @pytest.fixture(scope="module")

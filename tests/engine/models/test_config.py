@@ -1,0 +1,174 @@
+"""What ``config.json`` may say, and what the errors say when it says something else."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.models.config import ModelConfig, config_json, load_config, parse_config
+from engine.models.errors import ModelError
+from engine.models.rope import Llama3Rope, Rope, YarnRope
+
+BASE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def parse(**changes: Any) -> ModelConfig:
+    return parse_config({**BASE, **changes})
+
+
+def test_what_is_left_out_is_derived() -> None:
+    config = parse(num_key_value_heads=None)
+    assert config.head_dim == 16
+    assert config.num_kv_heads == 4
+    assert config.rope == Rope(10000.0)
+    assert config.norm_eps == 1e-6
+    assert not config.tied
+    assert config.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention_bias", "expected"),
+    [
+        ("Qwen2ForCausalLM", False, (True, False, False)),
+        ("Qwen3ForCausalLM", False, (False, False, True)),
+        ("Qwen3ForCausalLM", True, (True, True, True)),
+        ("LlamaForCausalLM", False, (False, False, False)),
+        ("LlamaForCausalLM", True, (True, True, False)),
+    ],
+)
+def test_flags_of_a_family(architecture: str, attention_bias: bool, expected: tuple[bool, bool, bool]) -> None:
+    config = parse(architectures=[architecture], attention_bias=attention_bias)
+    assert (config.qkv_bias, config.o_bias, config.qk_norm) == expected
+
+
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_old_and_new_rope_layouts_mean_the_same(name: str) -> None:
+    scaling = {name: "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    old = parse(rope_theta=500.0, rope_scaling=scaling)
+    assert old == parse(rope_parameters={**scaling, "rope_theta": 500.0})
+    assert isinstance(old.rope, YarnRope)
+    assert old.rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_yarn_gives_the_scaled_context() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert parse(rope_scaling=scaling).max_context == 2048
+    assert parse(rope_scaling=scaling, max_position_embeddings=4096).max_context == 4096
+    assert parse(rope_scaling=LLAMA3).max_context == 512
+
+
+@pytest.mark.parametrize(
+    "rope_parameters",
+    [
+        {"rope_type": "default"},
+        LLAMA3,
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "truncate": False, "beta_fast": 16.0},
+    ],
+)
+def test_frequencies_equal_transformers(rope_parameters: dict[str, Any]) -> None:
+    rope_parameters = {"rope_theta": 1e6, **rope_parameters}
+    reference = Qwen3Config(head_dim=128, max_position_embeddings=131072, rope_parameters=dict(rope_parameters))
+    own = parse(head_dim=128, max_position_embeddings=131072, rope_parameters=rope_parameters).rope
+    if rope_parameters["rope_type"] == "default":
+        expected, amplitude = 1e6 ** -(torch.arange(0, 128, 2) / 128), 1.0
+    else:
+        expected, amplitude = ROPE_INIT_FUNCTIONS[rope_parameters["rope_type"]](reference)
+    torch.testing.assert_close(own.inverse_frequencies(128), expected, rtol=1e-6, atol=0)
+    assert own.amplitude == pytest.approx(amplitude)
+
+
+def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
+    assert parse_config({**BASE, "eos_token_id": 5}, {"eos_token_id": [7, 5, 5000]}).eos_token_ids == (7, 5)
+    assert parse_config({**BASE, "eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": None, "use_sliding_window": True},
+        {"sliding_window": 4096, "use_sliding_window": True, "layer_types": ["full_attention"] * 2},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        {"an_unknown_key": {"of": "no importance"}},
+    ],
+)
+def test_accepted(changes: dict[str, Any]) -> None:
+    assert parse(**changes).hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel in config.json is not supported; use a model with one of"),
+        ({"architectures": None}, "architectures is missing"),
+        ({"architectures": []}, "architectures in config.json is"),
+        ({"hidden_size": None}, "hidden_size is missing from config.json"),
+        ({"hidden_size": "64"}, "hidden_size in config.json is '64', but must be a whole number"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"hidden_size": 64.0}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) in config.json is not a multiple"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window in config.json asks for sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": "yarn"}, "rope_scaling in config.json is 'yarn', but must be an object"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type in rope_scaling of config.json \(longrope\)"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing from rope_scaling of config.json"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor in config.json"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention in rope_parameters of config.json"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": [-1]}, "eos_token_id"),
+    ],
+)
+def test_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        parse(**changes)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe"])
+def test_unreadable_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(123.0),
+        Llama3Rope(1e4, 8.0, 1.0, 4.0, 128),
+        YarnRope(1e4, 4.0, 128, 1.2, beta_fast=30.0, beta_slow=2.0, truncate=False),
+    ],
+)
+def test_written_config_reads_back(rope: Rope) -> None:
+    config = ModelConfig("LlamaForCausalLM", 100, 64, 96, 2, 4, 2, 32, 4096, rope, 1e-5, True, False, True, True, True, (3, 4))
+    assert parse_config(config_json(config)) == config

@@ -1,0 +1,150 @@
+"""The decoder against Hugging Face transformers, on random weights that the tests write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model, save_model
+from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.engine.models.causal import causal, causal_rows
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+SHAPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tied": {"tie_word_embeddings": True},
+    "one layer": {"num_hidden_layers": 1},
+    "all heads": {"num_key_value_heads": 4},
+    "gqa 8": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 8},
+    "wide": {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32},
+    "epsilon": {"rms_norm_eps": 0.1},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
+    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
+    "yarn exact bounds": {"rope_parameters": YARN | {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}},
+    "yarn attention factor": {"rope_parameters": YARN | {"attention_factor": 1.7}},
+    "yarn mscale": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+def reference_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """transformers' logits in float32. [tokens, vocab]"""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(tokens[None]).logits[0]
+
+
+def own_logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return decoder.logits(decoder(tokens, torch.arange(len(tokens)), causal))
+
+
+def some_tokens(count: int = 150) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(tmp_path: Path, family: str, shape: str) -> None:
+    directory = make_checkpoint(tmp_path, family, **SHAPES[shape])
+    expected = reference_logits(directory, some_tokens())
+    assert expected.std() > 0.3  # random enough to tell right from wrong
+    torch.testing.assert_close(own_logits(load_model(directory), some_tokens()), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("llama", BIASED), ("qwen3", {"attention_bias": True})])
+def test_biases_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, bool]) -> None:
+    directory = make_checkpoint(tmp_path, family, **overrides)
+    expected = reference_logits(directory, some_tokens())
+    torch.testing.assert_close(own_logits(load_model(directory), some_tokens()), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_weights_are_widened(tmp_path: Path, family: str, stored: torch.dtype) -> None:
+    directory = make_checkpoint(tmp_path, family, dtype=stored)
+    expected = reference_logits(directory, some_tokens())
+    torch.testing.assert_close(own_logits(load_model(directory), some_tokens()), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.3), (torch.float16, 0.03)])
+def test_half_precision_runs_near_float32(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
+    directory = make_checkpoint(tmp_path, "qwen3", rope_parameters=YARN)
+    decoder = load_model(directory, dtype)
+    logits = own_logits(decoder, some_tokens())
+    assert logits.dtype == dtype
+    assert decoder.inverse_frequencies.dtype == torch.float32
+    expected = own_logits(load_model(directory), some_tokens())
+    torch.testing.assert_close(logits.float(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_load_like_one_file(tmp_path: Path, family: str) -> None:
+    whole = load_model(make_checkpoint(tmp_path / "whole", family))
+    sharded = make_checkpoint(tmp_path / "sharded", family, max_shard_size="60KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    assert torch.equal(own_logits(load_model(sharded), some_tokens()), own_logits(whole, some_tokens()))
+
+
+@pytest.mark.parametrize("shape", ["default", "tied", "llama3", "yarn mscale"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_model_is_read_by_transformers(tmp_path: Path, family: str, shape: str) -> None:
+    decoder = load_model(make_checkpoint(tmp_path / "first", family, **SHAPES[shape]))
+    save_model(decoder, decoder.config, tmp_path / "second")
+    again = load_model(tmp_path / "second")
+    assert again.config == decoder.config
+    assert torch.equal(own_logits(again, some_tokens()), own_logits(decoder, some_tokens()))
+    expected = reference_logits(tmp_path / "second", some_tokens())
+    torch.testing.assert_close(own_logits(decoder, some_tokens()), expected, atol=1e-4, rtol=0)
+
+
+def test_saved_dtype_is_the_one_asked_for(tmp_path: Path) -> None:
+    decoder = load_model(make_checkpoint(tmp_path / "first", "llama", **BIASED))
+    save_model(decoder, decoder.config, tmp_path / "half", torch.float16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert model.dtype == torch.float16
+    torch.testing.assert_close(
+        own_logits(load_model(tmp_path / "half"), some_tokens()), own_logits(decoder, some_tokens()), atol=0.05, rtol=0
+    )
+
+
+def test_positions_are_relative(tmp_path: Path) -> None:
+    """Rotary attention sees distances only: shifting every position changes nothing but rounding."""
+    decoder = load_model(make_checkpoint(tmp_path, "qwen3"))
+    tokens = some_tokens(40)
+    with torch.no_grad():
+        here, there = (decoder(tokens, torch.arange(40) + shift, causal) for shift in (0, 500))
+    torch.testing.assert_close(here, there, atol=1e-3, rtol=0)
+
+
+def test_gradients_equal_transformers(tmp_path: Path) -> None:
+    """Training uses the same module: a loss over two sequences gives every parameter the reference's gradient."""
+    directory = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
+    batch = some_tokens(60).view(2, 30)
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    model(batch, labels=batch).loss.backward()
+
+    decoder = load_model(directory)
+    positions = torch.arange(30).repeat(2)
+    logits = decoder.logits(decoder(batch.flatten(), positions, causal_rows(2))).view(2, 30, -1)
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
+
+    for parameter in decoder.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad  # so that the views under their Hugging Face names are of the gradients
+    for name, gradient in decoder.checkpoint_views().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=1e-5, rtol=1e-3)

@@ -1,0 +1,126 @@
+"""The plain PyTorch references against their formulas in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+from kernels.label_logprobs import label_logprobs
+from kernels.linear import linear
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rope import rope
+from kernels.silu_mul import silu_mul
+
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 3, 32, dtype=dtype), torch.randn(32, dtype=dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
+    found = rms_norm(x, weight, 1e-3)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+def test_rms_norm_sums_in_float32() -> None:
+    """Squares of 1000 overflow float16."""
+    assert torch.equal(rms_norm(torch.full((1, 64), 1000.0).half(), torch.ones(64).half(), 1e-6), torch.ones(1, 64).half())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm(dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(5, 32, dtype=dtype), torch.randn(5, 32, dtype=dtype), torch.randn(32, dtype=dtype)
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    gate_up = torch.randn(5, 64, dtype=dtype)
+    gate, up = gate_up[:, :32].double(), gate_up[:, 32:].double()
+    found = silu_mul(gate_up)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), gate / (1 + torch.exp(-gate)) * up, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_is_a_rotation_of_pairs(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 3, 16, dtype=dtype)
+    angles = torch.randn(6, 8)
+    pairs = torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(
+        torch.ones(6, 1, 8).double(), angles[:, None].double()
+    )
+    found = rope(x, angles.cos(), angles.sin())
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), torch.cat((pairs.real, pairs.imag), -1), atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 33])
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear(rows: int, biased: bool, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, 48, dtype=dtype), torch.randn(20, 48, dtype=dtype) / 7
+    bias = torch.randn(20, dtype=dtype) if biased else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    found = linear(x, weight, bias)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+def test_linear_of_parts_of_larger_tensors() -> None:
+    x, weight = torch.randn(9, 100)[:, 10:58], torch.randn(48, 20).t()
+    torch.testing.assert_close(linear(x, weight).double(), x.double() @ weight.double().T, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("reduce", [torch.sum, lambda y: y.square().mean()], ids=["expanded gradient", "dense gradient"])
+def test_linear_gradients(biased: bool, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((33, 48), (20, 48), (20,))[: 3 if biased else 2]]
+    found = torch.autograd.grad(reduce(linear(*inputs)), inputs)
+    expected = torch.autograd.grad(reduce(torch.nn.functional.linear(*inputs)), inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_linear_computes_only_the_gradients_that_are_needed() -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8)
+    linear(x, weight).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None
+
+
+def test_gradients() -> None:
+    """Training goes through all of them."""
+    gate_up, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 8), (8,)))
+    heads = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn(2, 3, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(silu_mul, gate_up)
+    assert torch.autograd.gradcheck(lambda x, w: add_rms_norm(x, x * 2, w, 1e-3), (gate_up, weight))
+    assert torch.autograd.gradcheck(lambda x: rope(x, cos, sin), heads)
+
+
+@pytest.mark.parametrize("chunk", [1, 250, 1 << 24])
+def test_label_logprobs(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.label_logprobs.CHUNK_ELEMENTS", chunk)
+    hidden, head, labels = torch.randn(9, 16), torch.randn(100, 16), torch.randint(0, 100, (9, 3))
+    expected = (hidden.double() @ head.double().T).log_softmax(-1).gather(1, labels)
+    torch.testing.assert_close(label_logprobs(hidden, head, labels).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_label_logprobs_of_large_logits() -> None:
+    hidden, head = torch.full((1, 4), 100.0), torch.eye(4) * 100
+    found = label_logprobs(hidden, head, torch.tensor([[0, 3]]))
+    torch.testing.assert_close(found, torch.full((1, 2), 0.25).log(), atol=2e-3, rtol=0)
+
+
+def test_package_stays_empty() -> None:
+    """transformers probes for a package of this name; what it finds must do nothing."""
+    assert kernels.__file__ is not None
+    assert Path(kernels.__file__).read_text() == ""

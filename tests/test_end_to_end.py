@@ -1,0 +1,152 @@
+"""Gateway and engine as the processes they are, driven as clients do, compared with Hugging Face transformers on the same text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine import wire
+from tests.checkpoints import make_checkpoint
+from tests.processes import Pod, Program, wait_until
+
+TOUR = Path(__file__).parent / "gateway" / "sdk_tour.py"
+SDK_2 = Path(sys.prefix) / "openai-2"
+"""Where `make setup` puts version 2 of the OpenAI SDK."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def pod(model: Path) -> Iterator[Pod]:
+    pod = Pod(model, "--name", "tiny")
+    yield pod.wait_ready()
+    pod.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(pod: Pod) -> Iterator[Program]:
+    gateway = Program("gateway", "--engine", pod.url)
+    yield gateway.wait_ready()
+    gateway.close()
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(model)
+
+
+@torch.inference_mode()
+def probabilities(reference, text: str) -> torch.Tensor:
+    decoder, tokenizer = reference
+    return decoder(torch.tensor([tokenizer(text).input_ids])).logits[0, -1].softmax(-1)
+
+
+def post(gateway: Program, path: str, **body):
+    response = gateway.client.post(path, json={"model": "tiny"} | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("item_first", [False, True])
+@pytest.mark.parametrize("apply_softmax", [False, True])
+def test_scores_are_those_of_each_concatenated_prompt(gateway: Program, reference, item_first: bool, apply_softmax: bool):
+    query, items = "Is the red", ["shoes blue?", "", " Yes the", "Yés 👟", "d"]  # the last joins a token with the query's end
+    answer = post(
+        gateway, "/v1/score", query=query, items=items, labels=["Yes", " No"], item_first=item_first, apply_softmax=apply_softmax
+    )
+    labels = [reference[1]("Yes").input_ids[0], reference[1](" No").input_ids[0]]
+    for item, scores in zip(items, answer["scores"], strict=True):
+        expected = probabilities(reference, item + query if item_first else query + item)[labels]
+        expected = expected / expected.sum() if apply_softmax else expected
+        assert scores == pytest.approx(expected.tolist(), abs=1e-5)
+    tokens = sum(len(reference[1](query + item).input_ids) for item in items)
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == tokens
+
+
+def test_ten_thousand_items(gateway: Program, reference):
+    items = [f"item {number}" for number in range(10_000)]
+    answer = post(gateway, "/v1/score", query="the query ", items=items, labels=["Yes"])
+    assert len(answer["scores"]) == len(items)
+    for number in (0, 4_321, 9_999):
+        expected = float(probabilities(reference, f"the query item {number}")[reference[1]("Yes").input_ids[0]])
+        assert answer["scores"][number] == pytest.approx([expected], abs=1e-5)
+
+
+@torch.inference_mode()
+def test_chat_is_what_transformers_writes(gateway: Program, reference):
+    decoder, tokenizer = reference
+    messages = [{"role": "user", "content": "the red shoes"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    output = decoder.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    answer = post(gateway, "/v1/chat/completions", messages=messages, temperature=0, max_tokens=40)
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
+@torch.inference_mode()
+def test_likelihoods_as_lm_eval_asks_for_them(gateway: Program, reference):
+    decoder, tokenizer = reference
+    text = "the red shoes, the blue shoes"
+    answer = post(gateway, "/v1/completions", prompt=text, echo=True, logprobs=1, max_tokens=0, temperature=0)
+    ids = tokenizer(text).input_ids
+    rows = decoder(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [float(rows[at, token]) for at, token in enumerate(ids[1:])]
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    assert "".join(logprobs["tokens"]) == answer["choices"][0]["text"] == text
+    greedy = [row.argmax().item() == token for row, token in zip(rows, ids[1:], strict=False)]
+    tops = [max(top, key=top.get) for top in logprobs["top_logprobs"][1:]]
+    assert [top == token for top, token in zip(tops, logprobs["tokens"][1:], strict=True)] == greedy
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_the_openai_sdk_on_a_real_engine(gateway: Program, version: int):
+    path = {"PYTHONPATH": str(SDK_2)} if version == 2 else {}
+    command = [sys.executable, "-W", "ignore", str(TOUR), f"{gateway.url}/v1", "tiny"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=path | {"PATH": ""})
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told["version"].startswith(f"{version}.")
+    assert told["completions"]["texts"] == told["completions"]["streamed"]
+    assert told["chat"]["text"] == told["chat"]["streamed"] == told["async"]["helped"]
+    assert told["chat"]["logprobs"] == pytest.approx(told["chat"]["streamed_logprobs"], abs=1e-5)
+    assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]
+    assert {error["status"] for error in told["errors"].values()} == {400, 404}
+
+
+def test_a_client_that_leaves_ends_the_work_in_the_engine(gateway: Program, pod: Pod):
+    body = {"model": "tiny", "prompt": "the", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with gateway.client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        assert pod.read("/stats", wire.Stats).running == 1
+    wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
+    with pytest.raises(httpx.ReadTimeout):
+        gateway.client.post("/v1/completions", json=body | {"stream": False}, timeout=httpx.Timeout(30, read=0.3))
+    wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
+
+
+def test_a_lost_engine_is_a_503_with_retry_after(model: Path):
+    pod = Pod(model).wait_ready()
+    gateway = Program("gateway", "--engine", pod.url).wait_ready()
+    try:
+        pod.close()
+        wait_until(lambda: gateway.client.get("/readyz").status_code == 503)
+        response = gateway.client.post("/v1/completions", json={"model": pod.process.args[4], "prompt": "the"})
+        assert response.status_code in (404, 503), response.text
+        response = gateway.client.post("/v1/score", json={"query": "a", "items": ["b"], "labels": ["Yes"]})
+        assert (response.status_code, int(response.headers["retry-after"]) > 0) == (503, True)
+        assert gateway.client.get("/livez").status_code == 200
+    finally:
+        gateway.close()

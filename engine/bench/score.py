@@ -33,7 +33,8 @@ from engine.models.loader import save_model
 from engine.models.rope import Rope
 from engine.settings import EngineSettings
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-4
+"""Of a log-probability."""
 SIZES = (5, 10, 20, 50, 100, 200, 500)
 """Items a request of the sweep."""
 CONFIG = ModelConfig(
@@ -162,8 +163,8 @@ def compare(engine: Engine, peer: Transformers, repeats: int, console: Console) 
 
 
 def difference(engine: Engine, peer: Transformers, message: wire.Score) -> float:
-    """Between the probabilities of one request, at most."""
-    return float(np.abs(np.exp(engine.score(message)) - np.exp(peer.score(message))).max())
+    """Between the log-probabilities of one request, at most."""
+    return float(np.abs(np.subtract(engine.score(message), peer.score(message))).max())
 
 
 def sweep(engine: Engine, repeats: int, console: Console) -> dict[int, float]:
@@ -200,7 +201,7 @@ def _print(comparison: dict[str, float], per_item: dict[int, float]) -> None:
     table.add_row("transformers, one batch", f"{comparison['transformers_items_per_s']:.1f}", "1")
     console.print(table)
     console.print(f"outside the decoder's layers (the head among it): {comparison['outside_decoder']:.1%} of the time")
-    console.print(f"largest difference of a probability: {comparison['largest_difference']:.1e}")
+    console.print(f"largest difference of a log-probability: {comparison['largest_difference']:.1e}")
     sizes = Table("items a request", *(str(size) for size in per_item))
     sizes.add_row("ms an item", *(f"{value:.2f}" for value in per_item.values()))
     tokens = {size: Workload(items=size).tokens / size for size in per_item}

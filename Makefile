@@ -1,0 +1,65 @@
+# `make help` lists what there is. Everything runs in .venv, which is made when it is missing or its pins have changed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+# Where no NVIDIA GPU is found, torch comes without CUDA, at a tenth of the size. TORCH_INDEX= takes PyPI's build.
+TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+
+# The tests drive the API with this version of the OpenAI SDK too, kept apart from the one in pyproject.toml.
+SDK_2 := openai==2.54.0 distro==1.9.0
+
+# Only what is given on make's command line is passed on: a shell may well have a HOST of its own.
+given = $(if $(filter command,$(firstword $(origin $(1)))),--$(2) $($(1)))
+SERVE := $(call given,MODEL,model) $(call given,HOST,host) $(call given,PORT,port) $(call given,DTYPE,dtype) $(FLAGS)
+
+too_old = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || echo yes)
+version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/dev/null || echo missing)
+complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-all check lint types imports format bench
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: $(READY) ## Make .venv with everything in it
+
+serve: $(READY) ## Serve the demo model, or MODEL=directory-or-hub-id, at HOST= PORT= DTYPE=, with any other FLAGS=
+	@$(BIN)/yardstick serve $(SERVE)
+
+test: $(READY) ## Run the quick tests
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+test-all: $(READY) ## Run all tests that need no GPU
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+check: lint types imports test-all ## Run all checks, as CI does
+
+lint: $(READY) ## Check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## Check types
+	$(BIN)/mypy
+
+imports: $(READY) ## Check who imports whom
+	$(BIN)/lint-imports
+
+format: $(READY) ## Put the code in format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Measure the engine on this machine
+	$(BIN)/python -m engine.bench score
+
+$(READY): pyproject.toml constraints.txt
+	$(if $(too_old),$(complain))
+	@echo "Making .venv; the first time takes some minutes."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,dev]'
+	@$(BIN)/python -m pip install --quiet --no-deps --target .venv/openai-2 $(SDK_2)
+	@touch $@

@@ -1,0 +1,126 @@
+"""``yardstick``: one command for everything. Only what a subcommand needs is imported, when it runs, so that help is quick."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.commands.errors import CommandError
+
+app = typer.Typer(
+    help="Score lists of items with a language model, and write with one, behind an OpenAI-compatible gateway.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+keys = typer.Typer(help="Manage the API keys of a gateway.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+class Dtype(StrEnum):
+    """Number formats of weights, keys and values."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Format(StrEnum):
+    """How ``yardstick score`` writes its results."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+
+
+def main() -> None:
+    """The entry point: runs a subcommand; what it cannot do is one line and exit code 1."""
+    try:
+        app()
+    except CommandError as error:
+        print(f"yardstick: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="Model directory or hub id; without it, the demo model.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback, --api-keys-file is needed.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of weights, keys and values.")] = Dtype.FLOAT32,
+    max_tokens_in_cache: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
+    api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
+) -> None:
+    """Serve a model on this machine, until Ctrl-C."""
+    from gateway.commands.serve import ServeOptions, serve
+
+    serve(ServeOptions(model, host, port, dtype.value, max_tokens_in_cache, api_keys_file))
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Run a gateway alone, in front of engines."""
+    from gateway.commands.launch import become
+
+    become("gateway", context.args)
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def engine(context: typer.Context) -> None:
+    """Run an engine alone."""
+    from gateway.commands.launch import become
+
+    become("engine", context.args)
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure the engine on this machine."""
+    from gateway.commands.launch import become
+
+    become("engine.bench", context.args)
+
+
+@app.command()
+def score(
+    query: Annotated[str, typer.Option(help="Text that all prompts share.")],
+    items: Annotated[typer.FileText, typer.Option(encoding="utf-8", help="File of items, one a line; - reads standard input.")],
+    labels: Annotated[str, typer.Option(help="Tokens whose probability is asked for, separated by commas: Yes,No")],
+    url: Annotated[str, typer.Option(help="Where the gateway listens.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="YARDSTICK_API_KEY", help="Key, where the gateway asks for one.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model, where several are served.")] = None,
+    apply_softmax: Annotated[bool, typer.Option("--apply-softmax", help="Scale the scores of an item to a sum of 1.")] = False,
+    item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
+    sort: Annotated[bool, typer.Option("--sort", help="Order by the first label, best first.")] = False,
+    batch: Annotated[int, typer.Option(min=1, max=10_000, help="Items a request.")] = 200,
+    format: Annotated[Format, typer.Option(help="How to write the results.")] = Format.TABLE,
+    output: Annotated[Path | None, typer.Option(help="File to write to, instead of standard output.")] = None,
+) -> None:
+    """Score items against a query on a running server. An item's prompt is the query and the item, joined as they are."""
+    from gateway.commands.results import write
+    from gateway.commands.score import ScoreJob, run
+
+    job = ScoreJob(query, tuple(labels.split(",")), url, api_key, model, apply_softmax, item_first, batch)
+    write(run(job, items), format.value, output, by_first_label=sort)
+
+
+@keys.command("new")
+def new_key(
+    name: Annotated[str, typer.Argument(help="Who will use the key.")],
+    file: Annotated[Path, typer.Option(help="File of keys, made where there is none.")],
+) -> None:
+    """Make an API key: it is printed once, and the file keeps its hash only."""
+    from gateway.commands.keys import new
+
+    new(name, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the subcommands of ``yardstick`` do. Each is imported only when it runs."""

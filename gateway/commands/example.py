@@ -1,0 +1,58 @@
+"""What ``yardstick serve`` shows once it is ready: a list scored by the demo model, and the calls to go on with."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from gateway.commands.results import Results, as_table
+from gateway.commands.score import ScoreJob, score_items
+
+QUERY = "red running shoes"
+ITEMS = ("blue running shoes", "crimson jogging sneakers", "red wool scarf", "scarlet running trainers", "green canvas tent")
+LABELS = (" Yes", " No")
+KEY_VARIABLE = "YARDSTICK_API_KEY"
+
+SDK = """\
+from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key={key})
+print(client.post("/score", cast_to=object, body={body}))
+chat = client.chat.completions.create(model={model!r}, messages=[{{"role": "user", "content": "Describe: {query}"}}])
+print(chat.choices[0].message.content)"""
+
+
+def show_example(console: Console, url: str, model: str) -> None:
+    """Score the example on the demo model and print it, best first. Raises :class:`CommandError`."""
+    results = score_example(url, model)
+    console.print(f'\nHow well does each item answer "{QUERY}"? POST {url}/v1/score says:', soft_wrap=True)
+    console.print(as_table(results.by_first_label()))
+
+
+def score_example(url: str, model: str) -> Results:
+    """The example's scores, with the plain items in place of their prompts."""
+    body = example_body(model)
+    job = ScoreJob(body["query"], LABELS, url, None, model, apply_softmax=True, item_first=False, batch=len(ITEMS))
+    return replace(score_items(job, body["items"]), items=ITEMS)
+
+
+def show_calls(console: Console, url: str, model: str, *, with_key: bool) -> None:
+    """Print the curl line and the OpenAI SDK lines that score the example, exactly as they can be pasted."""
+    body = example_body(model)
+    authorization = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if with_key else ""
+    curl = f"curl {url}/v1/score -H 'content-type: application/json'{authorization} -d {shlex.quote(json.dumps(body))}"
+    key = f'os.environ["{KEY_VARIABLE}"]' if with_key else '"none"'
+    sdk = ("import os\n" if with_key else "") + SDK.format(url=url, key=key, body=body, model=model, query=QUERY)
+    for title, text in (("With curl:", curl), ("With the OpenAI SDK:", sdk)):
+        console.print(f"\n{title}\n", style="bold")
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def example_body(model: str) -> dict[str, Any]:
+    """The example as a request; docs/demo-models.md has the format of its prompts."""
+    items = [f"{item}\nRelevant:" for item in ITEMS]
+    return {"model": model, "query": f"Query: {QUERY}\nItem: ", "items": items, "labels": list(LABELS), "apply_softmax": True}

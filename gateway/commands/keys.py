@@ -1,0 +1,48 @@
+"""``yardstick keys``: the file of API keys that ``--api-keys-file`` names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sys
+from pathlib import Path
+
+import msgspec
+
+from gateway.auth import ApiKey, KeyFile
+from gateway.commands.errors import CommandError
+
+_RANDOM_BYTES = 32
+
+
+def new(name: str, file: Path) -> None:
+    """Add a key to ``file`` and print it to standard output, once. Raises :class:`CommandError`."""
+    known = _read(file)
+    if any(key.name == name for key in known):
+        raise CommandError(f"{file} has a key named {name} already; choose another name, or remove that entry first")
+    key = f"ys-{secrets.token_urlsafe(_RANDOM_BYTES)}"
+    _write(file, KeyFile([*known, ApiKey(name, hashlib.sha256(key.encode()).hexdigest())]))
+    print(key)
+    print(f"This is the only time the key is shown; {file} keeps its hash. Serve with --api-keys-file {file}", file=sys.stderr)
+
+
+def _read(file: Path) -> list[ApiKey]:
+    if not file.exists():
+        return []
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=KeyFile).keys
+    except (OSError, msgspec.DecodeError) as error:
+        raise CommandError(f"{file} is not a file of API keys ({error}); name another one") from None
+
+
+def _write(file: Path, content: KeyFile) -> None:
+    """Replace the file in one step, readable by its owner only."""
+    text = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(text)
+        draft.replace(file)
+    except OSError as error:
+        raise CommandError(f"cannot write {file}: {(error.strerror or str(error)).lower()}") from None

@@ -1,0 +1,85 @@
+"""Scores of a list of items, written for a person, for a program, or for a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gateway.commands.errors import CommandError
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was scored, in the order of the items."""
+
+    model: str
+    labels: Sequence[str]
+    items: Sequence[str]
+    scores: Sequence[Sequence[float]]
+    """[item][label], probabilities."""
+    total_tokens: int
+
+    def by_first_label(self) -> Results:
+        """The same, best first; equal ones keep their order."""
+        order = sorted(range(len(self.items)), key=lambda index: -self.scores[index][0])
+        items, scores = [self.items[index] for index in order], [self.scores[index] for index in order]
+        return Results(self.model, self.labels, items, scores, self.total_tokens)
+
+
+def write(results: Results, format: str, output: Path | None, *, by_first_label: bool = False) -> None:
+    """Write ``results`` as ``table``, ``json`` or ``csv``, to ``output`` or standard output. Raises :class:`CommandError`."""
+    results = results.by_first_label() if by_first_label else results
+    if format == "table" and output is None:
+        Console().print(as_table(results))
+        return
+    text = {"table": _table_text, "json": _json_text, "csv": _csv_text}[format](results)
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise CommandError(f"cannot write {output}: {(error.strerror or str(error)).lower()}") from None
+
+
+def as_table(results: Results) -> Table:
+    """A row for each item."""
+    table = Table(caption=f"{results.model}, {results.total_tokens} tokens", caption_justify="left")
+    table.add_column("Item", overflow="fold")
+    for label in results.labels:
+        table.add_column(Text(f"P({label.strip() or repr(label)})"), justify="right")
+    for item, scores in zip(results.items, results.scores, strict=True):
+        table.add_row(Text(item), *(f"{score:.4f}" for score in scores))
+    return table
+
+
+def _table_text(results: Results) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as capture:
+        console.print(as_table(results))
+    return capture.get()
+
+
+def _json_text(results: Results) -> str:
+    rows = [
+        {"item": item, "scores": dict(zip(results.labels, scores, strict=True))}
+        for item, scores in zip(results.items, results.scores, strict=True)
+    ]
+    document = {"model": results.model, "labels": results.labels, "results": rows, "total_tokens": results.total_tokens}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
+
+
+def _csv_text(results: Results) -> str:
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(["item", *results.labels])
+    writer.writerows([item, *scores] for item, scores in zip(results.items, results.scores, strict=True))
+    return lines.getvalue()

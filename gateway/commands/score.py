@@ -1,0 +1,112 @@
+"""``yardstick score``: a list of items to a running gateway, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gateway.commands.errors import CommandError
+from gateway.commands.results import Results
+from gateway.errors import ErrorBody
+from gateway.schemas.score import ScoreResponse
+
+_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
+
+
+@dataclass(frozen=True)
+class ScoreJob:
+    """The command line."""
+
+    query: str
+    labels: tuple[str, ...]
+    url: str
+    api_key: str | None
+    model: str | None
+    apply_softmax: bool
+    item_first: bool
+    batch: int
+
+
+def run(job: ScoreJob, lines: Iterable[str]) -> Results:
+    """Score each line of ``lines`` that is not empty, with a progress bar on standard error. Raises :class:`CommandError`."""
+    return score_items(job, _read(lines))
+
+
+def score_items(job: ScoreJob, items: list[str]) -> Results:
+    """Score ``items``, which may have several lines each. Raises :class:`CommandError`."""
+    scores: list[list[float]] = []
+    model, tokens = job.model or "", 0
+    with _client(job) as client, _progress() as progress:
+        task = progress.add_task("Scoring", total=len(items))
+        for batch in _batches(items, job.batch):
+            answer = _score(client, job, batch)
+            scores += answer.scores
+            model, tokens = answer.model, tokens + answer.usage.total_tokens
+            progress.advance(task, len(batch))
+    return Results(model, job.labels, items, scores, tokens)
+
+
+def _client(job: ScoreJob) -> httpx.Client:
+    headers = {"authorization": f"Bearer {job.api_key}"} if job.api_key else {}
+    try:
+        return httpx.Client(base_url=job.url, headers=headers, timeout=_TIMEOUT)
+    except (httpx.InvalidURL, UnicodeEncodeError) as error:
+        raise CommandError(f"--url or --api-key cannot be used ({error}); check for typing errors") from None
+
+
+def _read(lines: Iterable[str]) -> list[str]:
+    try:
+        items = [item for line in lines if (item := line.rstrip("\r\n"))]
+    except UnicodeDecodeError as error:
+        raise CommandError(f"the items are not UTF-8 text (byte {error.start}); convert the file first") from None
+    if not items:
+        raise CommandError("there are no items to score; give a file with one item a line")
+    return items
+
+
+def _batches(items: list[str], size: int) -> Iterator[list[str]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _score(client: httpx.Client, job: ScoreJob, items: list[str]) -> ScoreResponse:
+    body: dict[str, Any] = {
+        "query": job.query,
+        "items": items,
+        "labels": job.labels,
+        "apply_softmax": job.apply_softmax,
+        "item_first": job.item_first,
+    }
+    if job.model is not None:
+        body["model"] = job.model
+    try:
+        response = client.post("/v1/score", json=body)
+    except httpx.TransportError as error:
+        reason = str(error) or type(error).__name__
+        raise CommandError(f"no answer from {job.url} ({reason}); check --url, or start a server with `yardstick serve`") from None
+    if not response.is_success:
+        raise CommandError(_refusal(response))
+    try:
+        return msgspec.json.decode(response.content, type=ScoreResponse)
+    except msgspec.DecodeError:
+        raise CommandError(f"{job.url} did not answer as a Yardstick gateway does; check --url") from None
+
+
+def _refusal(response: httpx.Response) -> str:
+    hint = " Here it goes in --api-key or in YARDSTICK_API_KEY." if response.status_code == 401 else ""
+    try:
+        message = msgspec.json.decode(response.content, type=ErrorBody).error.message
+    except msgspec.DecodeError:
+        message = f"HTTP status {response.status_code}"
+    return f"the server refused: {message}{hint}"
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

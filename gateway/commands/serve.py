@@ -1,0 +1,240 @@
+"""``yardstick serve``: an engine and a gateway on this machine, watched until one ends or we are told to stop."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import httpx
+from rich.console import Console
+from rich.status import Status
+
+from gateway.commands.errors import CommandError
+from gateway.commands.example import show_calls, show_example
+from gateway.commands.launch import Child, require_engine
+from gateway.settings import is_loopback
+
+_DEMO_NAME = "yardstick-demo"
+_POLL_SECONDS = 0.1
+_PATIENCE_SECONDS = 10.0
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to find ourselves when listening everywhere
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The command line."""
+
+    model: str | None
+    host: str
+    port: int
+    dtype: str
+    max_tokens_in_cache: int | None
+    api_keys_file: Path | None
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches the gateway."""
+        return _url(_WILDCARDS.get(self.host, self.host), self.port)
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return _DEMO_NAME if self.model is None else Path(self.model).resolve().name
+
+
+class _Stop(Exception):
+    """We were told to end."""
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until Ctrl-C or SIGTERM. Raises :class:`CommandError` where it cannot start or a process ends by itself."""
+    require_engine()
+    _check_exposure(options)
+    _check_port(options)
+    model = options.model or str(_demo_model())
+    try:
+        with _told_to_stop(), _children(options, model) as supervisor:
+            supervisor.wait_until_ready(options)
+            supervisor.say_ready(options)
+            supervisor.watch()
+    except _Stop:
+        return
+
+
+class _Supervisor:
+    """The engine and the gateway in front of it."""
+
+    def __init__(self, engine: Child, gateway: Child) -> None:
+        self._children = {child.name: child for child in (engine, gateway)}
+        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._latest = {child.name: "" for child in (engine, gateway)}
+        self._talkative = False
+        for child in (engine, gateway):
+            child.follow(partial(self._on_line, child.name))
+
+    def wait_until_ready(self, options: ServeOptions) -> None:
+        """Return when the gateway is, which needs the engine. Raises :class:`CommandError` where one ends."""
+        started = time.monotonic()
+        what = options.model or "the demo model"
+        self._console.print(f"Loading {what} …")
+        with self._console.status("") as status, httpx.Client(trust_env=False) as client:
+            while not _answers(client, f"{options.url}/readyz"):
+                self._check_running()
+                self._show_progress(status, time.monotonic() - started)
+                time.sleep(_POLL_SECONDS)
+        self._talkative = True
+        self._console.print(f"Ready after {time.monotonic() - started:.1f} s: {options.url}/v1")
+
+    def say_ready(self, options: ServeOptions) -> None:
+        """Show what can be done now, and on the demo model what comes of it."""
+        out = Console(highlight=False)
+        with_key = options.api_keys_file is not None
+        if options.model is None and not with_key:
+            show_example(out, options.url, options.name)
+        show_calls(out, options.url, options.name, with_key=with_key)
+        self._console.print("\nServing; press Ctrl-C to stop.")
+
+    def watch(self) -> None:
+        """Return never; raises :class:`CommandError` when a process ends, :class:`_Stop` when we are told to."""
+        while True:
+            self._check_running()
+            time.sleep(_POLL_SECONDS)
+
+    def say_stopping(self) -> None:
+        """Show that we end, and nothing of what the programs say about it."""
+        self._talkative = False
+        self._console.print("Stopping …")
+
+    def _check_running(self) -> None:
+        for child in self._children.values():
+            if not child.running:
+                child.read_to_the_end()
+                raise CommandError(f"the {child.name} has ended: {self._why(child)}")
+
+    def _why(self, child: Child) -> str:
+        line, prefix = self._latest[child.name], f"{child.name}: "
+        if line.startswith(prefix):
+            return line.removeprefix(prefix)
+        return f"{child.ending}; its last words: {line}" if line else child.ending
+
+    def _show_progress(self, status: Status, seconds: float) -> None:
+        status.update(f"{seconds:.0f} s  {self._latest['engine'][:100]}")
+
+    def _on_line(self, name: str, line: str) -> None:
+        """Called from a child's reader thread. A line that begins with the program's name is its reason to end, so it stays."""
+        prefix = f"{name}: "
+        if not line:
+            return
+        if line.startswith(prefix) or not self._latest[name].startswith(prefix):
+            self._latest[name] = line
+        if self._talkative:
+            self._console.print(f"{prefix}{line.removeprefix(prefix)}", soft_wrap=True)
+
+
+@contextmanager
+def _children(options: ServeOptions, model: str) -> Iterator[_Supervisor]:
+    """Both programs, started; whatever happens, both are ended, the gateway first so that it can finish its answers."""
+    engine_port = _free_port()
+    engine = Child("engine", _engine_arguments(options, model, engine_port))
+    gateway = Child("gateway", _gateway_arguments(options, engine_port))
+    supervisor = _Supervisor(engine, gateway)
+    try:
+        yield supervisor
+    except _Stop:
+        supervisor.say_stopping()
+        raise
+    finally:
+        try:
+            gateway.stop(_PATIENCE_SECONDS)
+            engine.stop(_PATIENCE_SECONDS)
+        finally:  # told a second time: no more patience
+            gateway.kill()
+            engine.kill()
+
+
+def _engine_arguments(options: ServeOptions, model: str, port: int) -> list[str]:
+    arguments = ["engine", "--model", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype]
+    arguments += ["--name", options.name]
+    if options.max_tokens_in_cache is not None:
+        arguments += ["--max-tokens-in-cache", str(options.max_tokens_in_cache)]
+    return arguments
+
+
+def _gateway_arguments(options: ServeOptions, engine_port: int) -> list[str]:
+    arguments = ["gateway", "--engine", _url("127.0.0.1", engine_port), "--host", options.host, "--port", str(options.port)]
+    if options.api_keys_file is not None:
+        arguments += ["--api-keys-file", str(options.api_keys_file)]
+    return arguments
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """Turn the signals that ask a program to end into :class:`_Stop`."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise _Stop
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _check_exposure(options: ServeOptions) -> None:
+    if options.api_keys_file is None and not is_loopback(options.host):
+        raise CommandError(
+            f"{options.host} can be reached from other machines, so API keys are needed; make one with "
+            "`yardstick keys new NAME --file keys.json` and add --api-keys-file keys.json"
+        )
+
+
+def _check_port(options: ServeOptions) -> None:
+    """Before anything is loaded: find out whether the gateway will be able to listen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        used = error.errno == errno.EADDRINUSE
+        remedy = "stop what uses it, or choose another with --port" if used else "check --host and --port"
+        reason = (error.strerror or str(error)).lower()
+        raise CommandError(f"cannot listen on {options.host} port {options.port} ({reason}); {remedy}") from None
+
+
+def _demo_model() -> Path:
+    spec = importlib.util.find_spec("engine")
+    roots = spec.submodule_search_locations if spec is not None else None
+    path = Path(next(iter(roots or [])), "demo", "models", "base")
+    if not path.is_dir():
+        raise CommandError("the demo model is missing from this installation; name a model with --model")
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,153 @@
+"""Chat messages to a prompt, with the model's own Jinja template in Jinja's sandbox.
+
+A template comes with a model, often from a stranger: it runs without access to anything but its variables, and what it writes
+and repeats is bounded. What templates may use beyond plain Jinja is what the transformers documentation promises to their authors:
+``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, ``break`` and ``continue``, ``{% generation %}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+
+MAX_PROMPT_CHARACTERS = 1 << 26
+"""Far beyond any context; ends a template that repeats itself."""
+_MAX_POWER = 1024
+_PROBE = "probe"
+
+
+class ChatTemplateError(ValueError):
+    """These messages cannot be made into a prompt. The text is for the client, and may be the template's own."""
+
+
+class ChatTemplate:
+    """One model's template. Nothing is compiled before the first ``render``, so a model without a usable one can still score."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        """``special_tokens`` are variables of the template: ``bos_token``, ``eos_token``, ..."""
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """The prompt. Special tokens are in it, so tokenise it without adding any.
+
+        Content in parts (``[{"type": "text", "text": ...}]``) reaches templates that understand it as it is, and others as one
+        text, a line for each part. ``extra`` are more variables. Raises :class:`ChatTemplateError`.
+        """
+        if not self._understands_parts:
+            messages = [_with_plain_content(message) for message in messages]
+        return self._run(messages, {"add_generation_prompt": add_generation_prompt, "tools": tools, **extra})
+
+    def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        template = self._template
+        pieces, room = [], MAX_PROMPT_CHARACTERS
+        try:
+            for piece in template.generate(messages=messages, documents=None, **{**self._special_tokens, **variables}):
+                room -= len(piece)
+                if room < 0:
+                    raise ChatTemplateError(f"the model's chat template wrote more than {MAX_PROMPT_CHARACTERS} characters")
+                pieces.append(piece)
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # a template is foreign code and may raise anything
+            raise ChatTemplateError(f"the model's chat template refused these messages: {error}") from error
+        return "".join(pieces)
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        if self._source is None:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions, or serve a model that has one")
+        try:
+            return _environment().from_string(self._source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"the model's chat template is broken: line {error.lineno}: {error.message}") from error
+
+    @cached_property
+    def _understands_parts(self) -> bool:
+        """Whether a text in one part renders as that text does."""
+        plain = {"role": "user", "content": _PROBE}
+        in_parts = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+        variables = {"add_generation_prompt": True, "tools": None}
+        try:
+            return self._run([plain], variables) == self._run([in_parts], variables)
+        except ChatTemplateError:
+            return False
+
+
+def _with_plain_content(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ChatTemplateError(f'content[{index}]: this model reads text only; give parts as {{"type": "text", "text": ...}}')
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks what a trainer should learn from; for a prompt it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, where repetition and powers are limited too: with them a short template could fill the memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """``left * right`` or ``left ** right``, unless the result would be huge."""
+        if operator == "**":
+            too_large = max(abs(left), abs(right)) > _MAX_POWER
+        else:
+            too_large = _extent(left) * _extent(right) > MAX_PROMPT_CHARACTERS
+        if too_large:
+            raise jinja2.TemplateRuntimeError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _extent(value: Any) -> float:
+    return abs(value) if isinstance(value, int | float) else len(value)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateRuntimeError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

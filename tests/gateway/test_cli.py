@@ -1,0 +1,100 @@
+"""The command line where it needs no server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.auth import KeyRing
+
+HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = f"""
+import sys
+from gateway import cli
+sys.argv = ["yardstick", "--help"]
+try:
+    cli.main()
+except SystemExit as end:
+    assert end.code == 0
+print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1].strip() == "imported:"
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "engine", "score", "keys"])
+def test_every_subcommand_explains_itself(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout.lower()
+    assert command in run("--help").stdout
+
+
+def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
+    assert "--token-budget" in run("engine", "--help").stdout
+    assert run("engine", "--no-such-flag").returncode == 2
+    assert "no engine is named" in run("gateway", "--port", "0").stderr
+
+
+def test_a_wrong_value_names_the_option() -> None:
+    done = run("serve", "--dtype", "int4")
+    assert done.returncode == 2
+    assert "--dtype" in done.stderr
+    assert "bfloat16" in done.stderr
+
+
+def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    done = run("keys", "new", "first", "--file", str(file))
+    key = done.stdout.strip()
+    assert len(key) > 40
+    assert key not in done.stderr
+    assert json.loads(file.read_text()) == {"keys": [{"name": "first", "sha256": hashlib.sha256(key.encode()).hexdigest()}]}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    second = run("keys", "new", "second", "--file", str(file)).stdout.strip()
+    ring = KeyRing.from_file(file)
+    assert [ring.opens(candidate) for candidate in (key, second, key + "x", "")] == [True, True, False, False]
+    assert list(tmp_path.iterdir()) == [file], "no draft is left behind"
+
+
+def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    run("keys", "new", "me", "--file", str(file))
+    before = file.read_text()
+    done = run("keys", "new", "me", "--file", str(file))
+    assert done.returncode == 1
+    assert done.stderr.startswith("yardstick: ")
+    assert "me already" in done.stderr
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"keys": 3}'])
+def test_a_file_that_holds_no_keys_is_left_alone(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "notes.json"
+    file.write_text(content)
+    done = run("keys", "new", "me", "--file", str(file))
+    assert done.returncode == 1
+    assert "not a file of API keys" in done.stderr
+    assert file.read_text() == content
+
+
+def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = run("keys", "new", "me", "--file", str(tmp_path / "nowhere" / "keys.json"))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "no such file or directory" in done.stderr

@@ -1,0 +1,292 @@
+"""``yardstick serve`` and ``yardstick score``, as real processes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.commands.example import ITEMS as ITEMS_SHOWN
+from gateway.commands.example import example_body
+from tests.checkpoints import make_checkpoint
+
+YARDSTICK = [sys.executable, "-m", "gateway.cli"]
+START_SECONDS = 60
+END_SECONDS = 20
+
+
+@dataclass
+class Served:
+    """A running ``yardstick serve``; its standard output and error are files."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    out: Path
+    err: Path
+
+    @property
+    def descendants(self) -> set[int]:
+        """Process ids of all that it started, and that those started."""
+        found, new = set[int](), {self.process.pid}
+        while new:
+            parents, new = new, set[int]()
+            for stat in Path("/proc").glob("[0-9]*/stat"):
+                if (status := process_status(stat)) and status[1] in parents:
+                    new.add(int(stat.parent.name))
+            found |= new
+        return found
+
+
+def process_status(stat: Path) -> tuple[str, int] | None:
+    """State and parent of a process; None where it is gone."""
+    try:
+        state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return state, int(parent)
+
+
+def alive(pids: set[int]) -> set[int]:
+    statuses = {pid: process_status(Path(f"/proc/{pid}/stat")) for pid in pids}
+    return {pid for pid, status in statuses.items() if status is not None and status[0] != "Z"}
+
+
+def wait_until_gone(pids: set[int]) -> None:
+    ends = time.monotonic() + END_SECONDS
+    while left := alive(pids):
+        assert time.monotonic() < ends, f"still running: {left}"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(directory: Path, *arguments: str) -> Served:
+    """Start serving in ``directory`` and return when it serves."""
+    port = free_port()
+    out, err = directory / "out.txt", directory / "err.txt"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        command = [*YARDSTICK, "serve", "--port", str(port), *arguments]
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ends = time.monotonic() + START_SECONDS
+    while "Serving; press Ctrl-C" not in err.read_text():
+        assert process.poll() is None, err.read_text()
+        assert time.monotonic() < ends, err.read_text()
+        time.sleep(0.05)
+    return Served(process, f"http://127.0.0.1:{port}", out, err)
+
+
+def run(*arguments: str, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*YARDSTICK, *arguments]
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=60, env=os.environ | environment, check=False
+    )
+
+
+def the_one_line(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command that fails says."""
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("Loading ")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = start(tmp_path_factory.mktemp("served"), "--model", str(model))
+    yield served
+    served.process.terminate()
+    assert served.process.wait(END_SECONDS) == 0
+
+
+def test_the_curl_line_that_is_shown_works(served: Served) -> None:
+    (line,) = [line for line in served.out.read_text().splitlines() if line.startswith("curl ")]
+    done = subprocess.run(shlex.split(line), capture_output=True, check=True, timeout=30)
+    answer = json.loads(done.stdout)
+    assert len(answer["scores"]) == len(example_body("")["items"])
+    assert all(sum(scores) == pytest.approx(1) for scores in answer["scores"])
+
+
+def test_the_openai_lines_that_are_shown_work(served: Served) -> None:
+    text = served.out.read_text()
+    program = text[text.index("from openai import") :]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "'object': 'scoring'" in done.stdout
+
+
+def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(tmp_path: Path) -> None:
+    served = start(tmp_path)
+    served.process.terminate()
+    assert served.process.wait(END_SECONDS) == 0
+    (seconds,) = re.findall(r"Ready after ([\d.]+) s", served.err.read_text())
+    assert float(seconds) < 10
+    rows = re.findall(r"^│ ([a-z ]+?) +│ +([\d.]+) │ +([\d.]+) │$", served.out.read_text(), flags=re.M)
+    assert {item for item, *_ in rows} == set(ITEMS_SHOWN)
+    assert all(float(yes) + float(no) == pytest.approx(1, abs=1e-3) for _, yes, no in rows)
+    assert [yes for _, yes, _ in rows] == sorted((yes for _, yes, _ in rows), reverse=True)
+    assert {item for item, *_ in rows[:2]} == {"crimson jogging sneakers", "scarlet running trainers"}
+
+
+def direct(served: Served, items: list[str]) -> list[list[float]]:
+    body = {"query": "the red", "items": items, "labels": [" Yes", " No"]}
+    return httpx.post(f"{served.url}/v1/score", json=body, timeout=30).raise_for_status().json()["scores"]
+
+
+ITEMS = [f" shoes {number}" for number in range(7)]
+SCORE = ["score", "--query", "the red", "--labels", " Yes, No", "--items", "-", "--batch", "3"]
+
+
+def test_scores_come_as_json_in_the_order_of_the_items(served: Served) -> None:
+    done = run(*SCORE, "--url", served.url, "--format", "json", text="\n".join(ITEMS) + "\n\n")
+    document = json.loads(done.stdout)
+    assert document["model"] == "tiny"
+    assert document["labels"] == [" Yes", " No"]
+    assert [row["item"] for row in document["results"]] == ITEMS
+    found = [list(row["scores"].values()) for row in document["results"]]
+    for scores, expected in zip(found, direct(served, ITEMS), strict=True):
+        assert scores == pytest.approx(expected, rel=1e-4)
+
+
+def test_scores_come_as_csv_into_a_file(served: Served, tmp_path: Path) -> None:
+    items, output = tmp_path / "items.txt", tmp_path / "scores.csv"
+    items.write_text('red, "quoted"\r\n東京\r\n', encoding="utf-8", newline="")
+    query = ["score", "--query", "the ", "--labels", "Yes,No", "--items", str(items), "--url", served.url]
+    done = run(*query, "--format", "csv", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.reader(io.StringIO(output.read_text(encoding="utf-8"))))
+    assert rows[0] == ["item", "Yes", "No"]
+    assert [row[0] for row in rows[1:]] == ['red, "quoted"', "東京"]
+    assert all(0 < float(score) < 1 for row in rows[1:] for score in row[1:])
+
+
+def test_the_table_can_be_sorted(served: Served) -> None:
+    done = run(*SCORE, "--url", served.url, "--sort", text="\n".join(ITEMS))
+    rows = re.findall(r"shoes (\d) +│ +(\d\.\d+)", done.stdout)
+    assert len(rows) == len(ITEMS)
+    best_first = [score for _, score in rows]
+    assert best_first == sorted(best_first, reverse=True)
+    assert [number for number, _ in rows] != sorted(number for number, _ in rows)
+
+
+def test_softmax_and_item_first_reach_the_server(served: Served) -> None:
+    plain, softmax, first = (
+        json.loads(run(*SCORE, *flags, "--url", served.url, "--format", "json", text=" shoes").stdout)["results"][0]["scores"]
+        for flags in ([], ["--apply-softmax"], ["--item-first"])
+    )
+    assert sum(softmax.values()) == pytest.approx(1)
+    assert sum(plain.values()) < 0.9
+    assert first != plain
+
+
+def test_a_refusal_is_the_servers_own_word(served: Served) -> None:
+    done = run("score", "--query", "x", "--labels", "shoebox", "--items", "-", "--url", served.url, text="a")
+    assert "the server refused" in the_one_line(done)
+    assert "shoebox" in the_one_line(done)
+    done = run(*SCORE, "--url", served.url, "--model", "other", text="a")
+    assert "other" in the_one_line(done)
+
+
+def test_items_must_be_text_and_there_must_be_some(served: Served, tmp_path: Path) -> None:
+    assert "no items" in the_one_line(run(*SCORE, "--url", served.url, text="\n\n"))
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"caf\xe9\n")
+    done = run("score", "--query", "x", "--labels", "Yes", "--items", str(bad), "--url", served.url)
+    assert "not UTF-8" in the_one_line(done)
+
+
+def test_nobody_answering_is_one_line() -> None:
+    assert "no answer from http://127.0.0.1:9" in the_one_line(run(*SCORE, "--url", "http://127.0.0.1:9", text="a"))
+    assert "--url" in the_one_line(run(*SCORE, "--url", "127.0.0.1:8000", text="a"))
+    assert "--url" in the_one_line(run(*SCORE, "--url", "http://[bad", text="a"))
+    assert "--api-key" in the_one_line(run(*SCORE, "--api-key", "ключ", text="a"))
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        done = run("serve", "--port", port, "--model", "/no/such/model")
+    assert f"cannot listen on 127.0.0.1 port {port} (address already in use)" in the_one_line(done)
+
+
+def test_a_missing_model_is_the_engines_one_line(tmp_path: Path) -> None:
+    done = run("serve", "--port", str(free_port()), "--model", str(tmp_path / "nowhere"))
+    assert "nowhere is not a directory; give a model directory or a hub id" in the_one_line(done)
+
+
+def test_a_broken_file_of_keys_is_the_gateways_one_line(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text("{}")
+    done = run("serve", "--port", str(free_port()), "--model", str(model), "--api-keys-file", str(file))
+    assert "not a file of API keys" in the_one_line(done)
+
+
+def test_beyond_loopback_it_wants_keys() -> None:
+    line = the_one_line(run("serve", "--host", "0.0.0.0", "--port", str(free_port())))
+    assert "yardstick keys new NAME --file keys.json" in line
+
+
+def test_with_keys_only_their_owners_score(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    key = run("keys", "new", "me", "--file", str(file)).stdout.strip()
+    served = start(tmp_path, "--model", str(model), "--api-keys-file", str(file))
+    try:
+        assert run(*SCORE, "--url", served.url, "--api-key", key, text="a").returncode == 0
+        assert run(*SCORE, "--url", served.url, text="a", YARDSTICK_API_KEY=key).returncode == 0
+        assert "--api-key" in the_one_line(run(*SCORE, "--url", served.url, text="a"))
+        line = next(line for line in served.out.read_text().splitlines() if line.startswith("curl "))
+        environment = os.environ | {"YARDSTICK_API_KEY": key}
+        done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, check=True, timeout=30)
+        assert json.loads(done.stdout)["object"] == "scoring"
+    finally:
+        served.process.terminate()
+        served.process.wait(END_SECONDS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; other kernels have no death signal")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)], ids=["ctrl-c", "kill"])
+def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number: int, code: int) -> None:
+    served = start(tmp_path, "--model", str(model))
+    descendants = served.descendants
+    assert len(descendants) >= 3, "gateway, engine, and the engine's loop"
+    served.process.send_signal(number)
+    assert served.process.wait(END_SECONDS) == code
+    wait_until_gone(descendants)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", int(served.url.rpartition(":")[2])))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_engine_that_dies_ends_the_rest_with_a_word(model: Path, tmp_path: Path) -> None:
+    served = start(tmp_path, "--model", str(model))
+    descendants = served.descendants
+    (engine,) = [pid for pid in descendants if b"-m\0engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(engine, signal.SIGKILL)
+    assert served.process.wait(END_SECONDS) == 1
+    assert "the engine has ended: killed by SIGKILL" in served.err.read_text().splitlines()[-1]
+    wait_until_gone(descendants)

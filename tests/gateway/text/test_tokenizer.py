@@ -1,0 +1,125 @@
+"""Tokens to bytes and back, against the library's own decoding."""
+
+import json
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models
+
+from engine.wire import TokenizerFiles
+from gateway.text.tokenizer import Tokenizer, TokenizerError
+
+TEXT = st.text(st.one_of(st.sampled_from("ab re w😀é東 \n▁Ġ"), st.characters(codec="utf-8")), max_size=40)
+
+
+def from_library(library: Library) -> Tokenizer:
+    return Tokenizer.from_files(TokenizerFiles(library.to_str().encode(), None, {}))
+
+
+@given(text=TEXT)
+def test_encoding_is_the_librarys(library: Library, tokenizer: Tokenizer, text: str) -> None:
+    for special in (True, False):
+        expected = library.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, add_special_tokens=special) == expected
+
+
+@given(text=TEXT.filter(lambda text: "▁" not in text and not text.startswith(" ")))
+def test_decoding_is_the_librarys_where_the_bytes_are_text(library: Library, tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    for skip in (True, False):
+        expected = library.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+
+
+@given(text=TEXT.filter(lambda text: "▁" not in text and not text.startswith(" ")))
+def test_decoding_undoes_encoding(tokenizer: Tokenizer, text: str) -> None:
+    normal = text if tokenizer.strips_leading_space else unicodedata.normalize("NFC", text)
+    assert tokenizer.decode(tokenizer.encode(text)) == normal
+
+
+@pytest.mark.parametrize("text", ["😀", "東京", "ñ", "\x00"])
+def test_the_bytes_of_tokens_are_exact(tokenizer: Tokenizer, text: str) -> None:
+    ids = [id for id in tokenizer.encode(text, add_special_tokens=False) if tokenizer.token_bytes(id) != b" "]
+    assert b"".join(tokenizer.token_bytes(id) for id in ids) == text.encode()
+
+
+def test_a_part_of_a_character_shows_as_replacement(byte_tokenizer: Tokenizer, space_tokenizer: Tokenizer) -> None:
+    for tokenizer in (byte_tokenizer, space_tokenizer):
+        first = next(id for id in tokenizer.encode("𓀀", add_special_tokens=False) if tokenizer.token_bytes(id) == b"\xf0")
+        assert tokenizer.token_text(first) == "\ufffd"
+
+
+def test_added_tokens_spell_themselves(byte_library: Library, byte_tokenizer: Tokenizer) -> None:
+    tokenizer = byte_tokenizer
+    id = byte_library.token_to_id("<｜tool▁call｜>")
+    assert tokenizer.token_text(id) == "<｜tool▁call｜>"
+    assert tokenizer.decode([id]) == "<｜tool▁call｜>"
+
+
+def test_an_added_token_is_text_even_where_its_characters_could_stand_for_bytes(byte_library: Library) -> None:
+    library = Library.from_str(byte_library.to_str())
+    library.add_tokens(["Ġé"])
+    tokenizer = from_library(library)
+    assert tokenizer.token_text(library.token_to_id("Ġé")) == "Ġé"
+    assert tokenizer.decode(tokenizer.encode("red Ġé!")) == "red Ġé!"
+
+
+def test_byte_tokens_are_bytes_only_where_the_tokeniser_falls_back_to_them() -> None:
+    library = Library(models.BPE(vocab={"<0xE2>": 0, "▁a": 1}, merges=[]))
+    library.decoder = decoders.Metaspace(prepend_scheme="never")
+    assert from_library(library).token_bytes(0) == b"<0xE2>"
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
+    assert from_library(library).token_bytes(0) == b"\xe2"
+    assert from_library(library).decode([1]) == " a"
+
+
+def test_special_tokens_are_skipped_on_request_only(byte_tokenizer: Tokenizer) -> None:
+    tokenizer = byte_tokenizer
+    ids = tokenizer.encode("<|im_start|>red<think><|im_end|>")
+    assert tokenizer.decode(ids) == "red<think>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>red<think><|im_end|>"
+    assert {tokenizer.token_text(id) for id in tokenizer.special_ids} == {"<s>", "</s>", "<|im_start|>", "<|im_end|>"}
+
+
+def test_the_vocabulary_counts_added_tokens_and_no_padding(byte_library: Library, byte_tokenizer: Tokenizer) -> None:
+    tokenizer = byte_tokenizer
+    assert tokenizer.vocab_size == byte_library.get_vocab_size(with_added_tokens=True)
+    assert tokenizer.has_token(tokenizer.vocab_size - 1)
+    for id in (tokenizer.vocab_size, -1, 2**31, 2**70):
+        assert not tokenizer.has_token(id)
+        assert tokenizer.token_bytes(id) == b""
+        assert tokenizer.token_text(id) == ""
+
+
+def test_a_hole_in_the_vocabulary_is_no_token() -> None:
+    library = Library(models.BPE(vocab={"a": 0, "b": 7}, merges=[]))
+    library.decoder = decoders.ByteLevel()
+    tokenizer = from_library(library)
+    assert tokenizer.vocab_size == 8
+    assert [id for id in range(9) if tokenizer.has_token(id)] == [0, 7]
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(byte_library: Library, byte_tokenizer: Tokenizer) -> None:
+    library = Library.from_str(byte_library.to_str())
+    library.enable_truncation(3)
+    library.enable_padding(length=50)
+    text = "red running shoes, wooden table"
+    assert from_library(library).encode(text) == byte_tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff\xfe", b"[]"])
+def test_a_broken_file_is_a_typed_error(content: bytes) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_files(TokenizerFiles(content, None, {}))
+
+
+def test_an_empty_or_unknown_kind_of_tokeniser_is_refused(byte_library: Library) -> None:
+    with pytest.raises(TokenizerError, match="no tokens"):
+        from_library(Library(models.BPE()))
+    document = json.loads(byte_library.to_str())
+    document["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    with pytest.raises(TokenizerError, match="WordPiece"):
+        Tokenizer.from_files(TokenizerFiles(json.dumps(document).encode(), None, {}))

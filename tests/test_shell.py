@@ -1,0 +1,92 @@
+"""The Makefile, the pins and CI's script."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def make(*arguments: str, directory: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(command, cwd=directory, env=clean | environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def serve_line(*arguments: str, **environment: str) -> str:
+    (line,) = [line for line in make("-n", "serve", *arguments, **environment).stdout.splitlines() if "yardstick serve" in line]
+    return " ".join(line.split())
+
+
+def test_help_lists_every_target() -> None:
+    listed = set(re.findall(r"^  make ([a-z-]+) ", make("help").stdout, flags=re.M))
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert phony
+    assert listed == set(phony[1].split())
+
+
+def test_serve_passes_on_what_was_given() -> None:
+    assert serve_line() == ".venv/bin/yardstick serve"
+    assert serve_line("PORT=9000", "MODEL=Qwen/Qwen3-0.6B") == ".venv/bin/yardstick serve --model Qwen/Qwen3-0.6B --port 9000"
+    assert serve_line("FLAGS=--max-tokens-in-cache 5") == ".venv/bin/yardstick serve --max-tokens-in-cache 5"
+
+
+def test_serve_takes_no_host_from_the_shell() -> None:
+    assert serve_line(HOST="laptop", PORT="1") == ".venv/bin/yardstick serve"
+
+
+@pytest.mark.parametrize(("version", "found"), [("(3, 10)", "3.10.4"), (None, "missing")])
+def test_a_python_too_old_is_one_line(tmp_path: Path, version: str | None, found: str) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    if version is not None:
+        python.write_text(f'#!/bin/sh\ncase "$2" in *print*) echo {found};; *) exit 1;; esac\n')
+        python.chmod(0o755)
+    done = make("setup", f"PYTHON={python}", directory=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1
+    assert f"needs Python 3.11 or newer, and {python} is {found}" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_second_start_installs_nothing(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".ready").touch()
+    assert "pip install" not in make("-n", "serve", directory=tmp_path).stdout
+    (tmp_path / "constraints.txt").touch()
+    os.utime(tmp_path / ".venv" / ".ready", (0, 0))
+    assert "pip install" in make("-n", "serve", directory=tmp_path).stdout, "new pins are installed"
+
+
+def pins(lines: list[str]) -> dict[str, str]:
+    found = (re.match(r"([\w.-]+)==([\w.]+)", line) for line in lines)
+    return {re.sub(r"[-_.]+", "-", match[1]).lower(): match[2] for match in found if match}
+
+
+def test_the_pins_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    direct = pins([*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)])
+    constraints = pins((ROOT / "constraints.txt").read_text().splitlines())
+    assert "torch" not in constraints
+    assert {name: version for name, version in direct.items() if name != "torch"}.items() <= constraints.items()
+    assert "+" not in (ROOT / "constraints.txt").read_text(), "a local version cannot be installed elsewhere"
+
+
+def test_ci_runs_what_everybody_runs() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert script.read_text().rstrip().endswith("make check")
+    checks = make("-n", "check").stdout
+    for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports", "pytest"):
+        assert tool in checks

@@ -98,16 +98,17 @@ def score(
     model: Annotated[str | None, typer.Option(help="Name of the model, where several are served.")] = None,
     apply_softmax: Annotated[bool, typer.Option("--apply-softmax", help="Scale the scores of an item to a sum of 1.")] = False,
     item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
+    suffix: Annotated[str, typer.Option(help="Text added to each item, such as the question to answer about it.")] = "",
     sort: Annotated[bool, typer.Option("--sort", help="Order by the first label, best first.")] = False,
     batch: Annotated[int, typer.Option(min=1, max=10_000, help="Items a request.")] = 200,
     format: Annotated[Format, typer.Option(help="How to write the results.")] = Format.TABLE,
     output: Annotated[Path | None, typer.Option(help="File to write to, instead of standard output.")] = None,
 ) -> None:
-    """Score items against a query on a running server. An item's prompt is the query and the item, joined as they are."""
+    """Score items against a query on a running server. An item's prompt is query, item and suffix, joined as they are."""
     from gateway.commands.results import write
     from gateway.commands.score import ScoreJob, run
 
-    job = ScoreJob(query, tuple(labels.split(",")), url, api_key, model, apply_softmax, item_first, batch)
+    job = ScoreJob(query, tuple(labels.split(",")), url, api_key, model, apply_softmax, item_first, batch, suffix)
     write(run(job, items), format.value, output, by_first_label=sort)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from gateway.commands.score import ScoreJob, score_items
 QUERY = "red running shoes"
 ITEMS = ("blue running shoes", "crimson jogging sneakers", "red wool scarf", "scarlet running trainers", "green canvas tent")
 LABELS = (" Yes", " No")
+PROMPT, SUFFIX = f"Query: {QUERY}\nItem: ", "\nRelevant:"
 KEY_VARIABLE = "YARDSTICK_API_KEY"
 
 SDK = """\
@@ -34,10 +34,9 @@ def show_example(console: Console, url: str, model: str) -> None:
 
 
 def score_example(url: str, model: str) -> Results:
-    """The example's scores, with the plain items in place of their prompts."""
-    body = example_body(model)
-    job = ScoreJob(body["query"], LABELS, url, None, model, apply_softmax=True, item_first=False, batch=len(ITEMS))
-    return replace(score_items(job, body["items"]), items=ITEMS)
+    """The example's scores."""
+    job = ScoreJob(PROMPT, LABELS, url, None, model, apply_softmax=True, item_first=False, batch=len(ITEMS), suffix=SUFFIX)
+    return score_items(job, list(ITEMS))
 
 
 def show_calls(console: Console, url: str, model: str, *, with_key: bool) -> None:
@@ -54,5 +53,5 @@ def show_calls(console: Console, url: str, model: str, *, with_key: bool) -> Non
 
 def example_body(model: str) -> dict[str, Any]:
     """The example as a request; docs/demo-models.md has the format of its prompts."""
-    items = [f"{item}\nRelevant:" for item in ITEMS]
-    return {"model": model, "query": f"Query: {QUERY}\nItem: ", "items": items, "labels": list(LABELS), "apply_softmax": True}
+    items = [item + SUFFIX for item in ITEMS]
+    return {"model": model, "query": PROMPT, "items": items, "labels": list(LABELS), "apply_softmax": True}

@@ -31,6 +31,8 @@ class ScoreJob:
     apply_softmax: bool
     item_first: bool
     batch: int
+    suffix: str = ""
+    """Text that ends every prompt, such as a question about the item."""
 
 
 def run(job: ScoreJob, lines: Iterable[str]) -> Results:
@@ -39,7 +41,7 @@ def run(job: ScoreJob, lines: Iterable[str]) -> Results:
 
 
 def score_items(job: ScoreJob, items: list[str]) -> Results:
-    """Score ``items``, which may have several lines each. Raises :class:`CommandError`."""
+    """Score ``items``, which may have several lines each; results name them without suffix. Raises :class:`CommandError`."""
     scores: list[list[float]] = []
     model, tokens = job.model or "", 0
     with _client(job) as client, _progress() as progress:
@@ -77,7 +79,7 @@ def _batches(items: list[str], size: int) -> Iterator[list[str]]:
 def _score(client: httpx.Client, job: ScoreJob, items: list[str]) -> ScoreResponse:
     body: dict[str, Any] = {
         "query": job.query,
-        "items": items,
+        "items": [item + job.suffix for item in items],
         "labels": job.labels,
         "apply_softmax": job.apply_softmax,
         "item_first": job.item_first,

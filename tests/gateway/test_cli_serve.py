@@ -191,14 +191,14 @@ def test_the_table_can_be_sorted(served: Served) -> None:
     assert [number for number, _ in rows] != sorted(number for number, _ in rows)
 
 
-def test_softmax_and_item_first_reach_the_server(served: Served) -> None:
-    plain, softmax, first = (
+def test_softmax_suffix_and_item_first_reach_the_server(served: Served) -> None:
+    plain, softmax, first, suffixed = (
         json.loads(run(*SCORE, *flags, "--url", served.url, "--format", "json", text=" shoes").stdout)["results"][0]["scores"]
-        for flags in ([], ["--apply-softmax"], ["--item-first"])
+        for flags in ([], ["--apply-softmax"], ["--item-first"], ["--suffix", "?"])
     )
     assert sum(softmax.values()) == pytest.approx(1)
     assert sum(plain.values()) < 0.9
-    assert first != plain
+    assert len({tuple(scores.values()) for scores in (plain, first, suffixed)}) == 3
 
 
 def test_a_refusal_is_the_servers_own_word(served: Served) -> None:

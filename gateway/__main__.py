@@ -1,0 +1,72 @@
+"""``python -m gateway``: the gateway as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import uvicorn
+
+from gateway.app import create_app
+from gateway.settings import Settings, SettingsError, load_settings
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 30
+"""Time that requests have to finish after SIGTERM."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM. Returns the process's exit status: 1, after one line on stderr, where it cannot start."""
+    parser = argparse.ArgumentParser(prog="gateway", description="Serve the OpenAI-compatible API in front of engines.")
+    parser.add_argument("--engine", action="append", dest="engines", metavar="URL", help="an engine's base URL; repeat for more")
+    parser.add_argument("--host", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", help="TCP port to listen on (8000); 0 takes a free one")
+    parser.add_argument("--api-keys-file", metavar="FILE", help="JSON file of the API keys' hashes")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        settings = load_settings(os.environ, vars(parser.parse_args(arguments)))
+        return serve(settings)
+    except SettingsError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 1
+
+
+def serve(settings: Settings) -> int:
+    """Serve with ``settings``; returns the exit status. Raises :class:`SettingsError`."""
+    config = uvicorn.Config(
+        create_app(settings),
+        loop="uvloop",
+        http="httptools",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+    server = uvicorn.Server(config)
+    with bind(settings.host, settings.port) as listener:
+        host, port = listener.getsockname()[:2]
+        logger.info("listening at http://%s:%s", f"[{host}]" if ":" in host else host, port)
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly end
+            server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises :class:`SettingsError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
+        raise SettingsError(f"cannot listen on port {port} of {host}: {reason}; choose another with --port or --host") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

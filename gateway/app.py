@@ -1,0 +1,117 @@
+"""The composition root: settings to an application. Nothing here does work of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from litestar import Litestar, Request, Response, Router
+from litestar.exceptions import HTTPException, ValidationException
+
+from gateway.auth import KeyRing
+from gateway.cache.base import ResultCache
+from gateway.cache.memory import MemoryCache
+from gateway.errors import ClientGone, GatewayError, from_status
+from gateway.exchange import Exchange, exchange
+from gateway.limits import Admission
+from gateway.openapi import DocumentedStructs, asset_route, openapi_config
+from gateway.pool.client import EngineClient, open_transport
+from gateway.pool.dispatch import Dispatcher
+from gateway.pool.pool import Pool
+from gateway.routes.chat import chat_route
+from gateway.routes.completions import completion_route
+from gateway.routes.generating import Generator
+from gateway.routes.health import health_routes
+from gateway.routes.models import model_routes
+from gateway.routes.score import score_route
+from gateway.scoring.scorer import Scorer
+from gateway.settings import Settings
+from gateway.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+_LEFT = "client disconnected prematurely"
+"""What the framework says when a request is broken off."""
+
+
+def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Litestar:
+    """The gateway. ``cache`` None: the embedded one. Raises :class:`SettingsError` for a bad file of keys."""
+    telemetry = Telemetry()
+    transport = open_transport()
+    clients = [
+        EngineClient(url, transport, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds)
+        for url in settings.engines
+    ]
+    pool = Pool(clients, telemetry, probe_seconds=settings.probe_seconds)
+    dispatcher = Dispatcher(telemetry)
+    scorer = Scorer(cache or MemoryCache(settings.cache_entries, settings.cache_bytes), dispatcher)
+    generator = Generator(dispatcher, telemetry)
+
+    @asynccontextmanager
+    async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        pool.start()
+        try:
+            yield
+        finally:
+            await pool.stop()
+            await transport.aclose()
+
+    v1 = Router(
+        path="",
+        route_handlers=[
+            score_route(pool, scorer, telemetry),
+            completion_route(pool, generator),
+            chat_route(pool, generator),
+            *model_routes(pool),
+        ],
+        guards=[KeyRing.from_file(settings.api_keys_file).guard] if settings.api_keys_file else [],
+        middleware=[Admission(settings.max_in_flight)],
+    )
+    return Gateway(
+        telemetry,
+        route_handlers=[v1, *health_routes(pool, telemetry), asset_route()],
+        lifespan=[lifespan],
+        request_max_body_size=settings.max_body_bytes,
+        exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},
+        openapi_config=openapi_config(),
+        plugins=[DocumentedStructs()],
+        logging_config=None,
+    )
+
+
+class Gateway(Litestar):
+    """Every request is an exchange, also one that no route takes."""
+
+    def __init__(self, telemetry: Telemetry, **options: Any) -> None:
+        super().__init__(**options)
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """The ASGI application."""
+        if scope["type"] == "http":
+            await exchange(super().__call__, self._telemetry, scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def _answer_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
+    return Response(error.body, status_code=error.status, headers=error.headers)
+
+
+def _answer_refusal(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
+    """The framework's own refusals. Of bodies it refuses only an empty one; ``routes/body.py`` reads the others."""
+    detail = "The request body is empty; send a JSON object." if isinstance(error, ValidationException) else error.detail
+    if error.detail == _LEFT:
+        return _answer_error(request, ClientGone("The client left before its request was read."))
+    if error.status_code >= 500:
+        return _answer_fault(request, error)
+    answer = _answer_error(request, from_status(error.status_code, detail))
+    answer.headers |= error.headers or {}
+    return answer
+
+
+def _answer_fault(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
+    logger.error("request %s failed", Exchange.of(request).id.decode(), exc_info=error)
+    return _answer_error(request, from_status(500, ""))

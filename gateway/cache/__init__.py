@@ -1,0 +1,1 @@
+"""Results that were computed before, and results that are being computed right now."""

@@ -1,0 +1,48 @@
+"""The embedded cache: in this process, bounded, least recently used first out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from gateway.cache.base import Logprobs
+
+ENTRY_BYTES = 250
+"""Measured with CPython 3.11: a 16-byte key, its place in the ordered dictionary, and an empty tuple."""
+LABEL_BYTES = 32
+"""A float and the reference to it."""
+
+
+class MemoryCache:
+    """Holds at most ``max_entries`` results that take at most about ``max_bytes``; 0 of either holds nothing."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._results: OrderedDict[bytes, Logprobs] = OrderedDict()  # least recently used first
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    async def get_many(self, keys: Sequence[bytes]) -> list[Logprobs | None]:
+        """Found keys count as used."""
+        results = [self._results.get(key) for key in keys]
+        for key, result in zip(keys, results, strict=True):
+            if result is not None:
+                self._results.move_to_end(key)
+        return results
+
+    async def put_many(self, results: Mapping[bytes, Logprobs]) -> None:
+        """The least recently used ones make room."""
+        for key, logprobs in results.items():
+            if key in self._results:
+                continue
+            self._results[key] = logprobs
+            self.bytes += _size(logprobs)
+        while len(self._results) > self._max_entries or self.bytes > self._max_bytes:
+            self.bytes -= _size(self._results.popitem(last=False)[1])
+
+
+def _size(logprobs: Logprobs) -> int:
+    return ENTRY_BYTES + LABEL_BYTES * len(logprobs)

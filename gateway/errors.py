@@ -1,0 +1,187 @@
+"""What can go wrong, and the one map from it to OpenAI's error bodies and HTTP status codes.
+
+::
+
+    GatewayError
+    ├── InvalidRequest          400  what the client sent cannot be answered; ``param`` says where
+    │   └── ContextExceeded     400  a prompt is longer than the model's context
+    ├── Unauthorized            401  an API key is missing or unknown
+    ├── NotFound                404  no such path
+    │   └── ModelNotFound       404  no engine serves this model
+    ├── MethodNotAllowed        405
+    ├── BodyTooLarge            413
+    ├── Overloaded              429  gateway or engine is full; comes with Retry-After
+    ├── ClientGone              499  nobody reads the answer
+    ├── InternalError           500  a fault of ours or of the engine's
+    ├── EngineLost              502  the engine went away, or spoke nonsense, in the middle of a request
+    ├── NotReady                503  no replica of the model is ready; comes with Retry-After
+    ├── OutOfMemory             503  the engine has no memory for this request
+    └── DeadlineExceeded        504  the engine gave up on time
+
+A message is for a person: what was wrong and what to do. It carries no path, no traceback and no secret.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import msgspec
+
+from engine import wire
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    message: str
+    """For a person: what was wrong and what to do about it."""
+    type: str
+    """The family of the error, for example `invalid_request_error`."""
+    param: str | None
+    """The field of the request that is to blame, for example `items[3]`."""
+    code: str | None
+    """A fixed word for programs, for example `model_not_found`."""
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every answer that is not a success, and of the event that ends a broken stream."""
+
+    error: ErrorDetail
+
+
+class GatewayError(Exception):
+    """Base of all errors that a client sees."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: float | None = None, retryable: bool = False
+    ) -> None:
+        """``retry_after`` in seconds, for the client; ``retryable``: another replica may answer the same request."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+        self.retryable = retryable
+
+    @property
+    def body(self) -> ErrorBody:
+        """The error in OpenAI's shape."""
+        return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """``Retry-After`` in whole seconds, where waiting may help."""
+        return {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
+
+
+class InvalidRequest(GatewayError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(GatewayError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class NotFound(GatewayError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(GatewayError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(GatewayError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class Overloaded(GatewayError):
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class ClientGone(GatewayError):
+    status = 499
+    type = "invalid_request_error"
+    code = "client_closed_request"
+
+
+class InternalError(GatewayError):
+    code = "internal_error"
+
+
+class EngineLost(GatewayError):
+    status = 502
+    code = "engine_lost"
+
+
+class NotReady(GatewayError):
+    status = 503
+    code = "not_ready"
+
+
+class OutOfMemory(GatewayError):
+    status = 503
+    code = "out_of_memory"
+
+
+class DeadlineExceeded(GatewayError):
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+_ERROR_OF_CODE: dict[wire.ErrorCode, type[GatewayError]] = {
+    "invalid": InvalidRequest,
+    "overloaded": Overloaded,
+    "not_ready": NotReady,
+    "deadline": DeadlineExceeded,
+    "aborted": EngineLost,
+    "out_of_memory": OutOfMemory,
+    "internal": InternalError,
+}
+
+
+def from_engine(failed: wire.Failed) -> GatewayError:
+    """The client's view of an engine's refusal. ``aborted`` is not the client's doing here: a client that left reads nothing."""
+    error = _ERROR_OF_CODE[failed.code]
+    waits = error in (Overloaded, NotReady)
+    return error(failed.message, retry_after=failed.retry_after or 1.0 if waits else None, retryable=failed.retryable)
+
+
+def from_status(status: int, detail: str) -> GatewayError:
+    """The same tree for what the web framework refuses by itself (routing, body size)."""
+    if status == 404:
+        return NotFound("There is nothing at this path. The endpoints are listed at /schema.")
+    if status == 405:
+        return MethodNotAllowed("This path does not answer to this method. The endpoints are listed at /schema.")
+    if status == 413:
+        return BodyTooLarge("The request body is larger than this server accepts. Send the items in several requests.")
+    if 400 <= status < 500:
+        return InvalidRequest(detail or "The request is not valid.")
+    return InternalError("Something failed inside the server. Quote the x-request-id of this answer when you report it.")

@@ -1,0 +1,66 @@
+"""One request and its answer, from the first byte to the last: its id, its extra headers, its time."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from litestar.connection import ASGIConnection
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.telemetry import Telemetry
+
+_KEY = "yardstick.exchange"
+_SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
+_SANE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+MAX_NAMES = 32
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What is known about the request being answered."""
+
+    id: bytes
+    began: float = field(default_factory=time.perf_counter)
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Of the answer, whatever it will be."""
+    status: int = 499
+    """Until the answer begins, it is that of a client that left."""
+    first_byte: float | None = None
+
+    @staticmethod
+    def of(connection: ASGIConnection) -> Exchange:  # type: ignore[type-arg]
+        """The exchange that ``connection`` belongs to."""
+        exchange: Exchange = connection.scope[_KEY]  # type: ignore[literal-required]
+        return exchange
+
+    def name_ignored(self, fields: list[str]) -> None:
+        """Tell the client which fields of its request had no effect."""
+        names = [name if _SANE_NAME.fullmatch(name) else "?" for name in fields[:MAX_NAMES]]
+        if names:
+            self.headers.append((b"x-yardstick-ignored", ", ".join(names).encode()))
+
+
+async def exchange(app: ASGIApp, telemetry: Telemetry, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer and count it."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    state = Exchange(given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode())
+    scope[_KEY] = state  # type: ignore[literal-required]
+
+    async def send_marked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            state.status = message["status"]
+            state.first_byte = time.perf_counter()
+            message["headers"] = [*message["headers"], (b"x-request-id", state.id), *state.headers]
+        await send(message)
+
+    telemetry.in_flight.inc()
+    try:
+        await app(scope, receive, send_marked)
+    finally:
+        telemetry.in_flight.dec()
+        now = time.perf_counter()
+        route = scope.get("path_template", "none")
+        telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)

@@ -1,0 +1,1 @@
+"""Generating: prompts to engines, deltas to pieces of text."""

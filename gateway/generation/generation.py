@@ -1,0 +1,108 @@
+"""Prompts to engines, and what comes back as pieces in the order they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from engine import wire
+from gateway.errors import EngineLost
+from gateway.generation.sequence import Piece, Sequence, TextOptions, prompt_tokens
+from gateway.pool.dispatch import Dispatcher
+from gateway.pool.replica import ServedModel
+
+CONCURRENT_PROMPTS = 64
+"""Of one request; the others wait here and not in the engine's queue."""
+
+
+class Generation:
+    """One prompt on its way: the request for the engine, its ``n`` sequences, its counts."""
+
+    def __init__(
+        self, model: ServedModel, request: wire.Generate, options: TextOptions, *, first_index: int = 0, echo: str | None = None
+    ) -> None:
+        """``first_index``: the number of its first choice in the answer. ``echo``: the prompt's text, to be told first."""
+        self.model = model
+        self.request = request
+        self.cached_tokens = 0
+        self._logprobs = options.logprobs
+        self._echo = echo
+        prompt = request.prompt
+        offset = len(echo or "")
+        self.sequences = [
+            Sequence(first_index + index, model.tokenizer, prompt, options, offset=offset) for index in range(request.sampling.n)
+        ]
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all sequences, so far."""
+        return sum(sequence.completion_tokens for sequence in self.sequences)
+
+    async def pieces(self, dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
+        """As many at a time as have arrived, until every sequence has ended. Raises :class:`GatewayError`."""
+        early: list[wire.Delta] = []  # of sequences that overtook the prompt's log-probabilities
+        echoed = self._echo is None
+        async with aclosing(dispatcher.generate(self.model, self.request)) as batches:
+            async for batch in batches:
+                pieces: list[Piece] = []
+                self.cached_tokens += sum(delta.cached_tokens for delta in batch)
+                if not echoed:
+                    early += batch
+                    first = next((delta for delta in early if delta.prompt_logprobs or not self._logprobs), None)
+                    if first is None:
+                        continue
+                    echoed, batch = True, early
+                    pieces += self._echoes(first.prompt_logprobs)
+                pieces += [self._sequence(delta.index).push(delta) for delta in batch]
+                yield [piece for piece in pieces if piece.text or piece.tokens or piece.finish]
+                if all(sequence.finish for sequence in self.sequences):
+                    return
+        raise EngineLost("The engine's answer ended too early; try again.")
+
+    def _sequence(self, index: int) -> Sequence:
+        if index >= len(self.sequences):
+            raise EngineLost("The engine sent a sequence that was not asked for.")
+        return self.sequences[index]
+
+    def _echoes(self, logprobs: wire.Logprobs | None) -> list[Piece]:
+        """The prompt, once for each sequence."""
+        text = self._echo or ""
+        tokens = prompt_tokens(self.model.tokenizer, self.request.prompt, text, logprobs) if self._logprobs else []
+        return [Piece(sequence.index, text, tokens) for sequence in self.sequences]
+
+
+async def run_all(generations: list[Generation], dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
+    """The pieces of all prompts. The first failure ends them all; closing the iterator does too."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].pieces(dispatcher)) as pieces:
+            async for batch in pieces:
+                yield batch
+        return
+    arrived: asyncio.Queue[list[Piece] | Exception | None] = asyncio.Queue(maxsize=2 * CONCURRENT_PROMPTS)
+    gate = asyncio.Semaphore(CONCURRENT_PROMPTS)
+
+    async def run(generation: Generation) -> None:
+        try:
+            async with gate, aclosing(generation.pieces(dispatcher)) as pieces:
+                async for batch in pieces:
+                    await arrived.put(batch)
+            await arrived.put(None)
+        except Exception as error:  # handed to the one who reads
+            await arrived.put(error)
+
+    runs = [asyncio.create_task(run(generation)) for generation in generations]
+    try:
+        unfinished = len(runs)
+        while unfinished:
+            news = await arrived.get()
+            if isinstance(news, Exception):
+                raise news
+            if news is None:
+                unfinished -= 1
+            else:
+                yield news
+    finally:
+        for task in runs:
+            task.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)

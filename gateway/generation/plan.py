@@ -1,0 +1,74 @@
+"""A validated request and a prompt's tokens to a :class:`Generation`."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Iterable
+
+from engine import wire
+from gateway.errors import InvalidRequest
+from gateway.generation.generation import Generation
+from gateway.generation.sequence import TextOptions
+from gateway.pool.replica import ServedModel
+from gateway.schemas.generation import GenerationRequest
+
+
+def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> None:
+    """Raise :class:`InvalidRequest` for what this model cannot do."""
+    limits = model.info.limits
+    if "generate" not in model.info.capabilities:
+        raise InvalidRequest(f"The model {model.name!r} only scores; use /v1/score.", param="model")
+    if fields.sequences > limits.max_sequences:
+        raise InvalidRequest(f"`n` is at most {limits.max_sequences} with this model.", param="n")
+    if logprobs is not None and logprobs > limits.max_logprobs:
+        raise InvalidRequest(f"This model gives at most {limits.max_logprobs} log-probabilities a token.", param="logprobs")
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest("`stream_options` is only for streams; set `stream` to true.", param="stream_options")
+    _check_tokens(model, fields.logit_bias or (), "logit_bias")
+    _check_tokens(model, fields.stop_token_ids or (), "stop_token_ids")
+
+
+def _check_tokens(model: ServedModel, ids: Iterable[int], param: str) -> None:
+    unknown = next((id for id in ids if not model.tokenizer.has_token(id)), None)
+    if unknown is not None:
+        raise InvalidRequest(f"`{param}`: {unknown} is not a token of {model.name!r}.", param=param)
+
+
+def plan(
+    model: ServedModel,
+    fields: GenerationRequest,
+    prompt: list[int],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    first_index: int = 0,
+    echo: str | None = None,
+    param: str,
+) -> Generation:
+    """``max_tokens`` None: as many as the context holds; it is the limit in any case. ``param`` is where the prompt came from."""
+    if not prompt:
+        raise InvalidRequest(f"`{param}` is empty; there is nothing to continue.", param=param)
+    model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
+    room = model.context - len(prompt)
+    limit = room if max_tokens is None else min(max_tokens, room)
+    if (fields.min_tokens or 0) > limit:
+        raise InvalidRequest(f"`min_tokens` is more than the {limit} tokens that may be generated.", param="min_tokens")
+    seed = secrets.randbits(63) if fields.seed is None else fields.seed & (2**63 - 1)
+    request = wire.Generate(
+        id=uuid.uuid4().hex,
+        prompt=prompt,
+        sampling=fields.sampling(max_tokens=limit, seed=seed),
+        logprobs=logprobs,
+        # without output tokens the engine has nothing else to do, so it is always asked for these
+        prompt_logprobs=None if echo is None else logprobs if logprobs is not None else 0 if limit == 0 else None,
+        priority=fields.priority or 0,
+    )
+    options = TextOptions(
+        logprobs=logprobs is not None,
+        stops=fields.stops,
+        min_tokens=fields.min_tokens or 0,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        keeps_stop=bool(fields.include_stop_str_in_output),
+    )
+    return Generation(model, request, options, first_index=first_index, echo=echo)

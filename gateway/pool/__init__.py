@@ -1,0 +1,1 @@
+"""Engine pods as the gateway sees them: finding them, talking to them, choosing one."""

@@ -1,0 +1,149 @@
+"""One engine pod over HTTP, as ``engine/wire.py`` describes it. Leaving a call closes its connection, which aborts it there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TypeVar
+
+import aiohttp
+import httpx
+import msgspec
+from httpx_aiohttp import AiohttpTransport
+
+from engine import wire
+from gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady, from_engine
+
+PROBE_SECONDS = 5.0
+"""Longest wait for an answer to a probe; the tokeniser's file may take longer, and has ``engine_seconds``."""
+KEEPALIVE_SECONDS = 2.0
+"""Idle connections go before the engine's server closes them (5 s in uvicorn), so that no request meets a closed one."""
+
+T = TypeVar("T")
+
+_MSGPACK = {"content-type": "application/msgpack"}
+_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_scored = msgspec.msgpack.Decoder(wire.Scored)
+_failed = msgspec.msgpack.Decoder(wire.Failed)
+_info = msgspec.msgpack.Decoder(wire.Info)
+_tokenizer = msgspec.msgpack.Decoder(wire.TokenizerFiles)
+
+
+def open_transport() -> AiohttpTransport:
+    """Connections to engines. aiohttp's cost a tenth of httpx's own; 0 means that their number is bounded by admission alone."""
+    return AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=KEEPALIVE_SECONDS), trust_env=False)
+
+
+class EngineClient:
+    """Speaks to the pod at ``url``. Every method raises :class:`GatewayError` where the pod refuses or cannot be reached."""
+
+    def __init__(self, url: str, transport: httpx.AsyncBaseTransport, *, connect_seconds: float, engine_seconds: float) -> None:
+        self.url = url
+        self._transport = transport
+        self._timeout = httpx.Timeout(engine_seconds, connect=connect_seconds).as_dict()
+        self._probe_timeout = httpx.Timeout(PROBE_SECONDS, connect=connect_seconds).as_dict()
+        self._score_url = httpx.URL(f"{url}/score")
+        self._generate_url = httpx.URL(f"{url}/generate")
+
+    async def ready(self) -> bool:
+        """Whether the pod takes requests."""
+        request = httpx.Request("GET", f"{self.url}/readyz", extensions={"timeout": self._probe_timeout})
+        try:
+            return (await self._fetch(request)).status_code == 200
+        except GatewayError:
+            return False
+
+    async def info(self) -> wire.Info:
+        """What the pod serves."""
+        request = httpx.Request("GET", f"{self.url}/info", extensions={"timeout": self._probe_timeout})
+        return _read(_info, await self._fetch(request))
+
+    async def tokenizer(self) -> wire.TokenizerFiles:
+        """The text side of its model."""
+        request = httpx.Request("GET", f"{self.url}/tokenizer", extensions={"timeout": self._timeout})
+        return _read(_tokenizer, await self._fetch(request))
+
+    async def score(self, score: wire.Score) -> wire.Scored:
+        """One sub-batch."""
+        return _read(_scored, await self._fetch(self._post(self._score_url, score)))
+
+    async def generate(self, generate: wire.Generate) -> AsyncGenerator[list[wire.Delta], None]:
+        """The deltas of all sequences, as many at a time as have arrived. Close the iterator to abort."""
+        with _engine_errors():
+            response = await self._transport.handle_async_request(self._post(self._generate_url, generate))
+        try:
+            if response.status_code != 200:
+                with _engine_errors():
+                    await response.aread()
+                raise from_engine(_failure(response))
+            async with aclosing(_deltas(response)) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            await response.aclose()
+
+    def _post(self, url: httpx.URL, message: wire.Score | wire.Generate) -> httpx.Request:
+        return httpx.Request("POST", url, headers=_MSGPACK, content=wire.encode(message), extensions={"timeout": self._timeout})
+
+    async def _fetch(self, request: httpx.Request) -> httpx.Response:
+        with _engine_errors():
+            response = await self._transport.handle_async_request(request)
+            try:
+                await response.aread()
+            finally:
+                await response.aclose()
+        return response
+
+
+async def _deltas(response: httpx.Response) -> AsyncGenerator[list[wire.Delta], None]:
+    reader = wire.FrameReader()
+    with _engine_errors():
+        async for chunk in response.aiter_raw():
+            batch: list[wire.Delta] = []
+            failed: wire.Failed | None = None
+            for reply in reader.feed(chunk):
+                if isinstance(reply, wire.Delta):
+                    batch.append(reply)
+                else:
+                    failed = reply if isinstance(reply, wire.Failed) else _nonsense()
+            if batch:
+                yield batch
+            if failed:
+                raise from_engine(failed)
+        if reader.pending:
+            raise EngineLost("The engine broke off in the middle of a message.", retryable=True)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], response: httpx.Response) -> T:
+    if response.status_code != 200:
+        raise from_engine(_failure(response))
+    with _engine_errors():
+        return decoder.decode(response.content)
+
+
+def _failure(response: httpx.Response) -> wire.Failed:
+    try:
+        return _failed.decode(response.content)
+    except msgspec.DecodeError:  # not the engine's own words: it crashed, or something else listens there
+        message = f"The engine failed with status {response.status_code} and gave no reason; try again."
+        return wire.Failed("", "internal", message, retryable=response.status_code >= 500)
+
+
+def _nonsense() -> wire.Failed:
+    return wire.Failed("", "internal", "The engine answered a generation with a message of another kind.")
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    """What can go wrong on the way to an engine, as errors that a client may see."""
+    try:
+        yield
+    except httpx.ReadTimeout:
+        raise DeadlineExceeded("The engine was silent for too long; try again, or ask for less at once.") from None
+    except httpx.TransportError as error:
+        # the transport gives a refused connection and a broken one the same class; their causes differ
+        if isinstance(error.__cause__, _UNREACHABLE):
+            raise NotReady("The model's engine cannot be reached; try again soon.", retry_after=1, retryable=True) from None
+        raise EngineLost("The connection to the engine broke; try again.", retryable=True) from None
+    except (msgspec.DecodeError, aiohttp.ClientError):  # the latter for what is not even HTTP
+        raise EngineLost("The engine's answer cannot be read; its version may not match the gateway's.") from None

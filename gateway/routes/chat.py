@@ -1,0 +1,150 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+from litestar import Request, Response
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import JSONBody
+
+from gateway.errors import InvalidRequest
+from gateway.generation.plan import check, plan
+from gateway.generation.sequence import Piece
+from gateway.pool.pool import Pool
+from gateway.pool.replica import ServedModel
+from gateway.routes.body import post_json
+from gateway.routes.generating import Answer, Generator
+from gateway.schemas.chat import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatRequest,
+    TokenLogprob,
+    TopLogprob,
+)
+from gateway.schemas.usage import Usage
+from gateway.text.chat_template import ChatTemplateError
+
+
+def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
+    """The endpoint."""
+
+    @post_json("/v1/chat/completions", ChatRequest, "generation")
+    async def chat(request: Request[Any, Any, Any], data: JSONBody[ChatRequest]) -> Response[ChatCompletion]:
+        """Answer a conversation.
+
+        With `stream` the answer is a stream of server-sent events, each with the `delta` of an answer, and `[DONE]` at the end.
+        """
+        model = pool.model(data.model)
+        logprobs = (data.top_logprobs or 0) if data.logprobs else None
+        _check(model, data, logprobs)
+        prompt = await asyncio.to_thread(_prompt, model, data)
+        generation = plan(model, data, prompt, max_tokens=_max_tokens(data), logprobs=logprobs, param="messages")
+        answer = ChatAnswer(model, logprobs=logprobs is not None)
+        return await generator.respond(request, [generation], answer, stream=bool(data.stream), includes_usage=data.includes_usage)
+
+    return chat
+
+
+def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
+    check(model, data, logprobs=logprobs)
+    if data.top_logprobs and not data.logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+    if data.response_format is not None and data.response_format.type != "text":
+        raise InvalidRequest("`response_format` other than text is not supported.", param="response_format")
+    if data.tools:
+        raise InvalidRequest("`tools` are not supported.", param="tools")
+    if data.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest("`tool_choice` is not supported: there are no tools.", param="tool_choice")
+
+
+def _max_tokens(data: ChatRequest) -> int | None:
+    limit = data.max_tokens if data.max_completion_tokens is None else data.max_completion_tokens
+    if limit == 0:
+        raise InvalidRequest("`max_completion_tokens` is 0; ask for at least one token.", param="max_completion_tokens")
+    return limit
+
+
+def _prompt(model: ServedModel, data: ChatRequest) -> list[int]:
+    messages = [message.for_template() for message in data.messages]
+    try:
+        text = model.template.render(messages, **_template_variables(data))
+    except ChatTemplateError as error:
+        raise InvalidRequest(f"{error}.", param="messages") from None
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _template_variables(data: ChatRequest) -> dict[str, Any]:
+    """The client's variables, none of which may take the place of our own."""
+    variables = data.chat_template_kwargs or {}
+    taken = {"messages", "tools", "documents", "self"} & variables.keys()
+    if taken:
+        raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
+    return variables
+
+
+class ChatAnswer(Answer):
+    """Bodies of this endpoint."""
+
+    def __init__(self, model: ServedModel, *, logprobs: bool) -> None:
+        self._model = model
+        self._logprobs = logprobs
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def whole(self, choices: list[Piece], usage: Usage) -> ChatCompletion:
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            choices=[
+                ChatChoice(
+                    index=piece.index,
+                    message=AssistantMessage(content=piece.text),
+                    logprobs=self._logprobs_of(piece),
+                    finish_reason=piece.finish or "stop",
+                )
+                for piece in choices
+            ],
+            usage=usage,
+        )
+
+    def chunk(self, piece: Piece) -> ChatChunk:
+        delta = ChatDelta(content=piece.text or None)
+        return self._chunk(
+            [ChatChunkChoice(index=piece.index, delta=delta, logprobs=self._logprobs_of(piece), finish_reason=piece.finish)]
+        )
+
+    def opening(self, index: int, /) -> ChatChunk:
+        return self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))])
+
+    def closing(self, usage: Usage) -> ChatChunk:
+        return self._chunk([], usage)
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(id=self._id, created=self._created, model=self._model.name, choices=choices, usage=usage)
+
+    def _logprobs_of(self, piece: Piece) -> ChatLogprobs | None:
+        if not self._logprobs:
+            return None
+        return ChatLogprobs(
+            [
+                TokenLogprob(**self._entry(token.id, token.logprob or 0.0), top_logprobs=[self._top(*top) for top in token.top])
+                for token in piece.tokens
+            ]
+        )
+
+    def _top(self, id: int, logprob: float) -> TopLogprob:
+        return TopLogprob(**self._entry(id, logprob))
+
+    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
+        tokenizer = self._model.tokenizer
+        return {"token": tokenizer.token_text(id), "logprob": logprob, "bytes": list(tokenizer.token_bytes(id))}

@@ -1,0 +1,103 @@
+"""What both generating endpoints do once their prompts are planned: run them, and answer whole or as a stream."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+
+from gateway.generation.generation import Generation, run_all
+from gateway.generation.sequence import Piece
+from gateway.pool.dispatch import Dispatcher
+from gateway.schemas.usage import PromptTokensDetails, Usage
+from gateway.streams import DONE, EventStream, sse, while_connected
+from gateway.telemetry import Telemetry
+
+
+class Answer(ABC):
+    """Turns pieces into the bodies of one endpoint."""
+
+    @abstractmethod
+    def whole(self, choices: list[Piece], usage: Usage) -> msgspec.Struct:
+        """The body of an answer that is not streamed."""
+
+    @abstractmethod
+    def chunk(self, piece: Piece) -> msgspec.Struct:
+        """An event with what is new of one choice."""
+
+    @abstractmethod
+    def opening(self, index: int, /) -> msgspec.Struct | None:
+        """The event that introduces a choice, if there is one."""
+
+    @abstractmethod
+    def closing(self, usage: Usage) -> msgspec.Struct:
+        """The event with the token counts."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Runs generations against engines."""
+
+    dispatcher: Dispatcher
+    telemetry: Telemetry
+
+    async def respond(
+        self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, *, stream: bool, includes_usage: bool
+    ) -> Response[Any]:
+        """Raises :class:`GatewayError` for what goes wrong before the first event."""
+        if stream:
+            return await EventStream.primed(self._events(generations, answer, includes_usage=includes_usage), request.receive)
+        async with while_connected(request.receive), aclosing(self._run(generations)) as batches:
+            choices = joined([piece async for batch in batches for piece in batch])
+        return Response(answer.whole(sorted(choices, key=lambda piece: piece.index), usage_of(generations)))
+
+    async def _events(self, generations: list[Generation], answer: Answer, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:
+        opened = False
+        async with aclosing(self._run(generations)) as batches:
+            async for batch in batches:
+                chunks = [answer.chunk(piece) for piece in joined(batch)]
+                if not opened:
+                    opened = True
+                    indices = [sequence.index for generation in generations for sequence in generation.sequences]
+                    chunks = [opening for index in indices if (opening := answer.opening(index))] + chunks
+                if chunks:
+                    yield b"".join(map(sse, chunks))
+        if includes_usage:
+            yield sse(answer.closing(usage_of(generations)))
+        yield DONE
+
+    async def _run(self, generations: list[Generation]) -> AsyncGenerator[list[Piece], None]:
+        """All pieces; however it ends, the tokens are counted."""
+        try:
+            async with aclosing(run_all(generations, self.dispatcher)) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            for generation in generations:
+                self.telemetry.generated(
+                    generation.model.name, len(generation.request.prompt), generation.cached_tokens, generation.completion_tokens
+                )
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """One piece for each choice, in the order in which choices first appear."""
+    parts: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        parts.setdefault(piece.index, []).append(piece)
+    return [
+        Piece(index, "".join(part.text for part in of_one), [token for part in of_one for token in part.tokens], of_one[-1].finish)
+        for index, of_one in parts.items()
+    ]
+
+
+def usage_of(generations: list[Generation]) -> Usage:
+    """The token counts of a whole answer. A prompt counts once, however many completions it has."""
+    prompt = sum(len(generation.request.prompt) for generation in generations)
+    completion = sum(generation.completion_tokens for generation in generations)
+    cached = sum(generation.cached_tokens for generation in generations)
+    return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached))

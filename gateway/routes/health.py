@@ -1,0 +1,34 @@
+"""``GET /livez``, ``/readyz`` and ``/metrics``."""
+
+from __future__ import annotations
+
+from litestar import Response, get
+from litestar.handlers import HTTPRouteHandler
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from gateway.errors import NotReady
+from gateway.pool.pool import Pool
+from gateway.telemetry import Telemetry
+
+
+def health_routes(pool: Pool, telemetry: Telemetry) -> list[HTTPRouteHandler]:
+    """The endpoints; they need no key."""
+
+    @get("/livez", media_type="text/plain", tags=["operation"])
+    async def livez() -> str:
+        """Tell whether the process runs."""
+        return "ok"
+
+    @get("/readyz", media_type="text/plain", tags=["operation"])
+    async def readyz() -> str:
+        """Tell whether any model can be asked."""
+        if not pool.ready:
+            raise NotReady("No engine is ready; try again soon.", retry_after=1)
+        return "ok"
+
+    @get("/metrics", media_type="text/plain", tags=["operation"])
+    async def metrics() -> Response[bytes]:
+        """Report the metrics in Prometheus's text format."""
+        return Response(telemetry.exposition(), media_type=CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8"))
+
+    return [livez, readyz, metrics]

@@ -1,0 +1,145 @@
+"""Bodies of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest
+from gateway.schemas.usage import Usage
+
+
+class TextPart(msgspec.Struct):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    """Only text is supported."""
+    text: str
+
+
+class ChatMessage(msgspec.Struct):
+    """One turn of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who speaks; `developer` is the same as `system`."""
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    """Of an earlier answer; handed to the model's chat template."""
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it: absent fields left out."""
+        content = msgspec.to_builtins(self.content) if self.content is not None else ""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        extras = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return message | {key: value for key, value in extras.items() if value is not None}
+
+
+class ResponseFormat(msgspec.Struct):
+    """The form of the answer."""
+
+    type: str
+    """Only `text` is supported."""
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """Answer a conversation."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    max_tokens: Count | None = None
+    """The older name of `max_completion_tokens`."""
+    max_completion_tokens: Count | None = None
+    """Tokens of each answer at most; up to the end of the context unless given."""
+    logprobs: bool | None = False
+    """Return the log-probability of each token of the answer."""
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And of this many most probable ones at its place; only with `logprobs`."""
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    """Not supported."""
+    tool_choice: Any = None
+    """Not supported, except `none` and `auto`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More variables for the model's chat template."""
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token and its log-probability."""
+
+    token: str
+    """As text; one that is only a part of a character reads like `bytes:\\xe2\\x82`."""
+    logprob: float
+    bytes: list[int]
+    """Its UTF-8 bytes."""
+
+
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
+    """A token of the answer, and the most probable ones at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of the answer's tokens, over the whole vocabulary at temperature 1."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new of an answer."""
+
+    role: Literal["assistant"] | None = None
+    """Only in the first chunk of an answer."""
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
+    """`stop`: the model or a stop text ended it; `length`: the limit or the context is reached."""
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    """Seconds since 1970."""
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """A piece of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None

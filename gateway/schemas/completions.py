@@ -1,0 +1,65 @@
+"""Bodies of ``/v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest
+from gateway.schemas.usage import Usage
+
+MAX_PROMPTS = 1024
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Continue one or several prompts."""
+
+    prompt: str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1, max_length=1 << 20)]
+    """A text, several texts, one list of token ids, or several such lists."""
+    max_tokens: Count | None = None
+    """Tokens of each completion at most; 16 unless given. The context ends it earlier. 0 only with `echo`."""
+    best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Must equal `n`: choosing the best of several completions is not supported."""
+    echo: bool | None = False
+    """Put the prompt before the completion."""
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Return the log-probability of each token, and of this many most probable ones at its place."""
+    suffix: str | None = None
+    """Not supported."""
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Log-probabilities of a run of tokens, over the whole vocabulary at temperature 1. The lists are of one length."""
+
+    tokens: list[str] = []
+    """Each token as text; one that is only a part of a character reads like `bytes:\\xe2\\x82`."""
+    token_logprobs: list[float | None] = []
+    """Null for the first token of a prompt, which nothing precedes."""
+    top_logprobs: list[dict[str, float] | None] = []
+    """The most probable tokens at each place, and the token itself."""
+    text_offset: list[int] = []
+    """Where each token starts in the text, in characters."""
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One completion, or one piece of it in a stream."""
+
+    index: int
+    """Number of the completion: `n` of the first prompt, then `n` of the second."""
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    """`stop`: the model or a stop text ended it; `length`: `max_tokens` or the context is reached."""
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Completions; in a stream, what is new of them."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    """Seconds since 1970."""
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

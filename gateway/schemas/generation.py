@@ -1,0 +1,110 @@
+"""What completions and chat completions have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from engine import wire
+from gateway.schemas.score import Priority
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+
+StopText = Annotated[str, msgspec.Meta(min_length=1)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = False
+    """Send one more chunk with the token counts before the end."""
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields that both generating endpoints know. Null always means the default."""
+
+    model: str | None = None
+    """The model's name; may be left out where only one is served."""
+    n: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    """Completions of each prompt; 1 unless given."""
+    stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    """Up to 16 texts that end the completion; they are not part of it."""
+    stream: bool | None = False
+    """Send the completion piece by piece as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    seed: int | None = None
+    """The same seed, prompt and settings give the same tokens; drawn at random unless given."""
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    """1 draws from the model's own probabilities, which is the default; 0 always takes the most probable token."""
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    """Draw from the most probable tokens whose probabilities sum to this; 1 unless given."""
+    presence_penalty: Penalty | None = None
+    """Makes tokens that already occurred less probable."""
+    frequency_penalty: Penalty | None = None
+    """Makes tokens less probable with each time they occurred."""
+    logit_bias: dict[int, Bias] | None = None
+    """Token ids, and what is added to their logits."""
+    user: str | None = None
+    """Accepted for compatibility and not used."""
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
+    """Draw from this many most probable tokens; 0 or -1 means all."""
+    min_p: Fraction | None = None
+    """Draw only tokens at least this fraction as probable as the most probable one."""
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    """Divides the logits of tokens in prompt or output; 1 changes nothing."""
+    min_tokens: Count | None = None
+    """Do not end before this many tokens."""
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=256)] | None = None
+    """Token ids that end the completion."""
+    ignore_eos: bool | None = False
+    """Go on when the model would end by itself."""
+    skip_special_tokens: bool | None = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool | None = False
+    """Keep the text that ended the completion."""
+    priority: Priority | None = None
+    """Lower runs earlier; 0 unless given."""
+
+    @property
+    def sequences(self) -> int:
+        """``n`` with its default."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def stops(self) -> list[str]:
+        """``stop`` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, *, max_tokens: int, seed: int) -> wire.Sampling:
+        """The engine's view of these fields."""
+        given = {
+            "temperature": self.temperature,
+            "top_k": None if self.top_k is None else max(0, self.top_k),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "min_tokens": self.min_tokens,
+        }
+        return wire.Sampling(
+            max_tokens=max_tokens,
+            seed=seed,
+            n=self.sequences,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )

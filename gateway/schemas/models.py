@@ -1,0 +1,29 @@
+"""Bodies of ``/v1/models``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that engines serve."""
+
+    id: str
+    """The name to send as `model`."""
+    object: Literal["model"] = "model"
+    created: int
+    """When the gateway first saw it, in seconds since 1970."""
+    owned_by: str = "yardstick"
+    max_model_len: int
+    """Longest prompt and completion together, in tokens."""
+    capabilities: list[str]
+    """What it can do: `score`, `generate`."""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """All models that engines serve."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]

@@ -1,0 +1,49 @@
+"""Bodies of ``/v1/score``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from gateway.schemas.usage import Usage
+
+MAX_ITEMS = 10_000
+
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+
+
+class ScoreRequest(msgspec.Struct, kw_only=True):
+    """Score every item against one query: how probable is each label as the next token after query and item?"""
+
+    query: str | list[int]
+    """The common part of all prompts, as text or token ids."""
+    items: str | Annotated[list[str | list[int]], msgspec.Meta(max_length=MAX_ITEMS)]
+    """What is scored, of the same kind as the query: texts, or lists of token ids; one text stands for a list of one."""
+    label_token_ids: list[int] | None = None
+    """Token ids whose probability is asked for. Give these or `labels`."""
+    labels: list[str] | None = None
+    """The same as text; each must be one token of the model."""
+    apply_softmax: bool | None = False
+    """Scale the scores of an item so that they sum to 1 over the labels, instead of over the whole vocabulary."""
+    item_first: bool | None = False
+    """Put the item before the query in the prompt."""
+    model: str | None = None
+    """The model's name; may be left out where only one is served."""
+    priority: Priority | None = None
+    """Lower runs earlier; 0 unless given."""
+    user: str | None = None
+    """Accepted for compatibility and not used."""
+
+
+class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores in the order of the items."""
+
+    id: str
+    object: Literal["scoring"] = "scoring"
+    created: int
+    """Seconds since 1970."""
+    model: str
+    scores: list[list[float]]
+    """One list an item, one number a label: its probability."""
+    usage: Usage

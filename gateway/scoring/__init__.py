@@ -1,0 +1,1 @@
+"""Scoring: cache lookup, sub-batches, ordered merge."""

@@ -1,0 +1,133 @@
+"""Label log-probabilities of many prompts: each distinct one is looked up, waited for, or computed, once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Coroutine
+from itertools import pairwise
+
+import msgspec
+
+from engine import wire
+from gateway.cache.base import Logprobs, ResultCache
+from gateway.cache.flights import Flights
+from gateway.cache.policy import CachePolicy
+from gateway.errors import InternalError
+from gateway.pool.dispatch import Dispatcher
+from gateway.pool.replica import ServedModel
+from gateway.scoring.keys import result_keys
+
+SUB_BATCHES_PER_REPLICA = 2
+"""Of one request, at a time: one that runs and one that waits, so that a large request leaves room for others in the queue."""
+
+
+class Prompts(msgspec.Struct, frozen=True):
+    """What a score request asks, as tokens."""
+
+    prefix: list[int]
+    branches: list[list[int]]
+    labels: list[int]
+    priority: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(self.prefix) + len(branch) for branch in self.branches]
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """The answer, and where it came from."""
+
+    logprobs: list[Logprobs]
+    """[branch][label]"""
+    hits: int
+    """Branches whose result was in the cache or on its way already."""
+    cached_tokens: int
+    """Tokens of the hits' prompts, and tokens of the others that engines found in their prefix caches."""
+
+
+class Scorer:
+    """Owns the lookups in ``cache`` and the flights of this process."""
+
+    def __init__(self, cache: ResultCache, dispatcher: Dispatcher) -> None:
+        self._cache = cache
+        self._dispatcher = dispatcher
+        self._flights = Flights()
+
+    async def score(self, model: ServedModel, prompts: Prompts, policy: CachePolicy) -> Scores:
+        """Raises :class:`GatewayError` where an engine fails; what it computed before is kept."""
+        keys = result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches)
+        branch_of = dict(zip(keys, prompts.branches, strict=True))
+        results: dict[bytes, Logprobs] = {}
+        if policy.read:
+            found = await self._cache.get_many(list(branch_of))
+            results = {key: result for key, result in zip(branch_of, found, strict=True) if result is not None}
+        hits = set(results)
+        cached_tokens = 0
+        while missing := [key for key in branch_of if key not in results]:
+            flights = self._flights.find(missing) if policy.read else {}
+            mine = {key: branch_of[key] for key in missing if key not in flights}
+            cached_tokens += await self._compute(model, prompts, mine, policy, results)
+            results |= (theirs := await self._flights.wait(flights))
+            hits |= set(theirs)
+        cached_tokens += sum(length for key, length in zip(keys, prompts.lengths, strict=True) if key in hits)
+        return Scores([results[key] for key in keys], sum(key in hits for key in keys), cached_tokens)
+
+    async def _compute(
+        self,
+        model: ServedModel,
+        prompts: Prompts,
+        branch_of: dict[bytes, list[int]],
+        policy: CachePolicy,
+        results: dict[bytes, Logprobs],
+    ) -> int:
+        """Add the results of ``branch_of`` to ``results``, for others who wait too; return the tokens engines had cached."""
+        if not branch_of:
+            return 0
+        gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready)))
+
+        async def run(keys: list[bytes]) -> int:
+            async with gate:
+                scored = await self._ask(model, prompts, [branch_of[key] for key in keys])
+            results.update(zip(keys, map(tuple, scored.logprobs), strict=True))
+            return scored.cached_tokens
+
+        if policy.read:
+            self._flights.begin(branch_of)
+        try:
+            return sum(await _all_or_cancel([run(keys) for keys in cut(list(branch_of), model.info.limits.max_branches)]))
+        finally:
+            if policy.read:
+                self._flights.end(branch_of, results)
+            if policy.write:
+                await self._cache.put_many({key: results[key] for key in branch_of if key in results})
+
+    async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[list[int]]) -> wire.Scored:
+        request = wire.Score(uuid.uuid4().hex, prompts.prefix, branches, prompts.labels, prompts.priority)
+        scored = await self._dispatcher.score(model, request)
+        shape = [len(row) for row in scored.logprobs]
+        if shape != [len(prompts.labels)] * len(branches) or any(math.isnan(sum(row)) for row in scored.logprobs):
+            raise InternalError("The engine's scores are incomplete or not numbers; its model may be broken.")
+        return scored
+
+
+def cut(keys: list[bytes], longest: int) -> list[list[bytes]]:
+    """``keys`` in order, as few runs as possible of at most ``longest``, of even length."""
+    count = math.ceil(len(keys) / longest)
+    bounds = [len(keys) * part // count for part in range(count + 1)]
+    return [keys[start:end] for start, end in pairwise(bounds)]
+
+
+async def _all_or_cancel(runs: list[Coroutine[None, None, int]]) -> list[int]:
+    """Run all at once; the first failure, or being cancelled, ends the others before it is passed on."""
+    if len(runs) == 1:
+        return [await runs[0]]
+    tasks = [asyncio.ensure_future(run) for run in runs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,109 @@
+"""The gateway's settings: frozen, strict, parsed once at the edge from the environment and the command line."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+
+PREFIX = "YARDSTICK_"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, missing or wrong; the message is one line that names it and the remedy."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be chosen about a gateway. In the environment a setting is ``YARDSTICK_`` and its name in capitals."""
+
+    engines: tuple[str, ...]
+    """Base URLs of the engine pods, such as ``http://127.0.0.1:8100``; separated by commas in the environment."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Beyond loopback, ``api_keys_file`` is required."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    """TCP port to listen on; 0 takes a free one."""
+    api_keys_file: Path | None = None
+    """JSON file with the API keys' hashes, see ``gateway/auth.py``. None: every caller is welcome."""
+    max_body_bytes: Positive = 32 << 20
+    """Longest request body, in bytes."""
+    max_in_flight: Positive = 1024
+    """Requests to ``/v1`` that are worked on at a time; more are answered 429."""
+    cache_entries: Count = 100_000
+    """Results that the in-memory cache holds at most; 0 switches it off."""
+    cache_bytes: Count = 64 << 20
+    """Memory that the cached results take at most, in bytes."""
+    probe_seconds: Seconds = 1.0
+    """Time between two looks at an engine's readiness."""
+    connect_seconds: Seconds = 2.0
+    """Longest wait for a connection to an engine."""
+    engine_seconds: Seconds = 600.0
+    """Longest silence of an engine within a request before it counts as lost."""
+
+    def __post_init__(self) -> None:
+        if not self.engines:
+            raise SettingsError(_remedy("engines", "no engine is named", "give at least one URL, such as http://127.0.0.1:8100"))
+        for url in self.engines:
+            _check_url(url)
+        if self.api_keys_file is None and not is_loopback(self.host):
+            problem = f"{self.host} can be reached from other machines and no API keys are set"
+            raise SettingsError(_remedy("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1"))
+
+
+def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
+    """Merge ``environment`` (names that begin with ``YARDSTICK_``) and ``flags`` (by attribute; None means not given; flags win).
+
+    Raises :class:`SettingsError`.
+    """
+    known = Settings.__struct_fields__
+    given: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable[len(PREFIX) :].lower()
+        if name not in known:
+            choices = ", ".join(PREFIX + field.upper() for field in known)
+            raise SettingsError(f"{variable}: there is no such setting; unset it, or use one of {choices}")
+        given[name] = [url.strip() for url in text.split(",") if url.strip()] if name == "engines" else text
+    given |= {name: value for name, value in flags.items() if value is not None}
+    types = get_type_hints(Settings, include_extras=True)
+    return Settings(**{"engines": ()} | {name: _convert(name, value, types[name]) for name, value in given.items()})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _convert(name: str, value: object, kind: object) -> Any:
+    """``value`` as the type of the setting ``name``, also from text."""
+    try:
+        return msgspec.convert(value, kind, strict=False, dec_hook=lambda to, text: to(text))
+    except msgspec.ValidationError as error:
+        raise SettingsError(_remedy(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:])) from None
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError(_remedy("engines", f"{url!r} is not a URL of an engine", "write it like http://127.0.0.1:8100"))
+
+
+def _remedy(name: str, problem: str, remedy: str) -> str:
+    flag = _FLAGS.get(name)
+    return f"{PREFIX}{name.upper()}{f' ({flag})' if flag else ''}: {problem}; {remedy}"
+
+
+_FLAGS = {"engines": "--engine", "host": "--host", "port": "--port", "api_keys_file": "--api-keys-file"}

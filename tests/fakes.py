@@ -1,0 +1,329 @@
+"""A fake engine: a real server on a real socket that speaks ``engine/wire.py``, whose "model" is arithmetic on the tokens.
+
+What it answers depends on the tokens alone, as a real engine's answers do, so the gateway's merging, caching and retrying can be
+compared with :func:`logprobs_after`. It can be slow, refuse, break off and be not ready, and it remembers what it was asked and
+which requests were left by their caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import msgspec
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from engine import wire
+
+EOS = "<|im_end|>"
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = ["Is it relevant? Yes or No. red running shoes, blue table, the quick brown fox jumps over the lazy dog"] * 3
+
+
+LIMITS = wire.Limits(max_branches=64, max_slots=2048, max_logprobs=20, max_labels=16, max_sequences=8)
+
+
+@cache
+def library() -> tokenizers.Tokenizer:
+    """A byte-level BPE of some 300 tokens; " Yes" and " No" are one token each, an emoji is four."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|im_start|>", EOS]
+    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def ids(text: str) -> list[int]:
+    """The token ids of ``text``."""
+    return library().encode(text, add_special_tokens=False).ids
+
+
+def logprobs_after(tokens: list[int], vocab_size: int) -> list[float]:
+    """[vocab_size]: the fake model's log-probabilities of the next token; they sum to 1 as probabilities."""
+    noise = random.Random(hashlib.blake2b(repr(tokens).encode()).digest())
+    logits = [8 * noise.random() for _ in range(vocab_size)]
+    norm = math.log(sum(map(math.exp, logits)))
+    return [logit - norm for logit in logits]
+
+
+@dataclass
+class Faults:
+    """How the engine misbehaves; may be changed while it runs."""
+
+    delay: float = 0.0
+    """Seconds before a score's answer, and before each message of a generation."""
+    fail: wire.Failed | None = None
+    """The answer to every request."""
+    fail_after: int | None = None
+    """Messages of a generation after which it fails, with ``internal``."""
+    break_after: int | None = None
+    """Messages of a generation after which the connection breaks; a score's at once."""
+    skip_after: int | None = None
+    """Messages of a generation after which one token is lost."""
+    garbage: bool = False
+    """The answer is no msgpack."""
+
+
+@dataclass
+class FakeEngine:
+    """An ASGI application, and what happened to it."""
+
+    model: str = "fake"
+    fingerprint: str = "fake-1"
+    ready: bool = True
+    limits: wire.Limits = LIMITS
+    max_context: int = 2048
+    padding: int = 12
+    """Rows of the head beyond the tokeniser's vocabulary."""
+    capabilities: tuple[str, ...] = ("score", "generate")
+    tokens_per_delta: int = 1
+    says: list[int] | None = None
+    """Tokens that every generation consists of, before it ends by itself; None: drawn from the model."""
+    faults: Faults = field(default_factory=Faults)
+    scores: list[wire.Score] = field(default_factory=list)
+    generates: list[wire.Generate] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Requests whose caller closed the connection before their end."""
+    url: str = ""
+
+    @property
+    def vocab_size(self) -> int:
+        return library().get_vocab_size() + self.padding
+
+    @property
+    def eos(self) -> int:
+        return library().token_to_id(EOS)
+
+    def info(self) -> wire.Info:
+        return wire.Info(
+            self.model, self.fingerprint, self.vocab_size, self.max_context, [self.eos], list(self.capabilities), self.limits
+        )
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await _Call(self, scope, receive, send).answer()
+
+
+class _Call:
+    """One request to the engine."""
+
+    def __init__(self, engine: FakeEngine, scope: Any, receive: Any, send: Any) -> None:
+        self.engine, self.scope, self.receive, self.send = engine, scope, receive, send
+
+    async def answer(self) -> None:
+        path = self.scope["path"]
+        if path == "/readyz":
+            await self._reply(200 if self.engine.ready else 503, b"")
+        elif path == "/info":
+            await self._reply(200, wire.encode(self.engine.info()))
+        elif path == "/tokenizer":
+            await self._reply(200, wire.encode(wire.TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})))
+        elif path == "/score":
+            request = msgspec.msgpack.decode(await self._body(), type=wire.Score)
+            self.engine.scores.append(request)
+            await self._unless_left(request.id, self._score(request))
+        elif path == "/generate":
+            generate = msgspec.msgpack.decode(await self._body(), type=wire.Generate)
+            self.engine.generates.append(generate)
+            await self._unless_left(generate.id, self._generate(generate))
+        else:
+            await self._reply(404, b"")
+
+    async def _unless_left(self, id: str, work: Awaitable[None]) -> None:
+        """Do ``work`` until it is done or the caller has closed the connection."""
+
+        async def gone() -> None:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            self.engine.left.append(id)
+        with suppress(asyncio.CancelledError):
+            await working
+
+    async def _body(self) -> bytes:
+        body, more = b"", True
+        while more:
+            message = await self.receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        return body
+
+    async def _reply(self, status: int, body: bytes) -> None:
+        await self.send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def _refuse(self, failed: wire.Failed) -> None:
+        await self._reply(wire.STATUS_OF_CODE[failed.code], wire.encode(failed))
+
+    async def _score(self, request: wire.Score) -> None:
+        engine, faults = self.engine, self.engine.faults
+        await asyncio.sleep(faults.delay)
+        longest = len(request.prefix) + max(map(len, request.branches))
+        if failed := faults.fail or _refusal(engine, request.id, longest, len(request.branches)):
+            await self._refuse(failed)
+        elif faults.break_after is not None:
+            await self.send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
+            await self.send({"type": "http.response.body", "body": b"\x84", "more_body": True})
+            raise ConnectionError("the engine breaks off, as it was told")
+        elif faults.garbage:
+            await self._reply(200, b"\xc1 this is no msgpack")
+        else:
+            rows = [logprobs_after(request.prefix + branch, engine.vocab_size) for branch in request.branches]
+            picked = [[row[label] for label in request.labels] for row in rows]
+            computed = len(request.prefix) + sum(map(len, request.branches))
+            await self._reply(200, wire.encode(wire.Scored(request.id, picked, 0, computed)))
+
+    async def _generate(self, request: wire.Generate) -> None:
+        engine, faults = self.engine, self.engine.faults
+        if failed := faults.fail or _refusal(engine, request.id, len(request.prompt) + request.sampling.max_tokens, 1):
+            await asyncio.sleep(faults.delay)
+            await self._refuse(failed)
+            return
+        await self.send({"type": "http.response.start", "status": 200, "headers": []})
+        sequences = [list(sequence_deltas(engine, request, index)) for index in range(request.sampling.n)]
+        for sent, delta in enumerate(interleaved(sequences)):
+            await asyncio.sleep(faults.delay)
+            if sent == faults.fail_after:
+                failure = wire.Failed(request.id, "internal", "the engine failed, as it was told")
+                await self.send({"type": "http.response.body", "body": wire.pack_frame(failure), "more_body": True})
+                break
+            if sent == faults.break_after:
+                raise ConnectionError("the engine breaks off, as it was told")
+            if faults.skip_after is not None and sent >= faults.skip_after:
+                delta = msgspec.structs.replace(delta, offset=delta.offset + 1)
+            frame = b"\x04\0\0\0\xc1\xc1\xc1\xc1" if faults.garbage else wire.pack_frame(delta)
+            await self.send({"type": "http.response.body", "body": frame, "more_body": True})
+        await self.send({"type": "http.response.body", "body": b""})
+
+
+def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Failed | None:
+    """What a real engine would refuse: the gateway must not let it come so far."""
+    if tokens > min(engine.max_context, engine.limits.max_slots) or branches > engine.limits.max_branches:
+        return wire.Failed(id, "invalid", f"{tokens} tokens in {branches} branches are too many")
+    return None
+
+
+def interleaved(sequences: list[list[wire.Delta]]) -> Iterator[wire.Delta]:
+    """The first delta of each sequence, then the second of each."""
+    for place in range(max(map(len, sequences))):
+        yield from (deltas[place] for deltas in sequences if place < len(deltas))
+
+
+def sequence_deltas(engine: FakeEngine, request: wire.Generate, index: int) -> Iterator[wire.Delta]:
+    """Everything that one sequence of ``request`` sends."""
+    tokens, finish = _drawn(engine, request, index)
+    size = engine.tokens_per_delta
+    for offset in range(0, max(1, len(tokens)), size):
+        part = tokens[offset : offset + size]
+        last = offset + size >= len(tokens)
+        yield wire.Delta(
+            request.id,
+            offset,
+            part,
+            index,
+            _logprobs(engine, request.prompt + tokens[:offset], part, request.logprobs),
+            finish if last else None,
+            _prompt_logprobs(engine, request) if index == offset == 0 else None,
+        )
+
+
+def _drawn(engine: FakeEngine, request: wire.Generate, index: int) -> tuple[list[int], wire.FinishReason]:
+    """The tokens of a sequence and why it ends."""
+    sampling = request.sampling
+    tokens: list[int] = []
+    stops = {*sampling.stop_token_ids, *([] if sampling.ignore_eos else [engine.eos])}
+    while len(tokens) < sampling.max_tokens:
+        tokens.append(_next(engine, request, index, tokens))
+        if tokens[-1] in stops and len(tokens) > sampling.min_tokens:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+def _next(engine: FakeEngine, request: wire.Generate, index: int, tokens: list[int]) -> int:
+    """The next token: as told, or by the Gumbel trick with noise from (seed, index, position)."""
+    if engine.says is not None:
+        return engine.says[len(tokens)] if len(tokens) < len(engine.says) else engine.eos
+    sampling = request.sampling
+    row = logprobs_after(request.prompt + tokens, library().get_vocab_size())
+    for id, bias in sampling.logit_bias.items():
+        row[id] += bias
+    noise = random.Random(f"{sampling.seed} {index} {len(tokens)}")
+    drawn = [value - sampling.temperature * math.log(-math.log(noise.random())) for value in row]
+    return max(range(len(drawn)), key=drawn.__getitem__)
+
+
+def _logprobs(engine: FakeEngine, before: list[int], tokens: list[int], top: int | None) -> wire.Logprobs | None:
+    if top is None:
+        return None
+    chosen: list[float | None] = []
+    ranks: list[list[int]] = []
+    values: list[list[float]] = []
+    for place, token in enumerate(tokens):
+        row = logprobs_after(before + tokens[:place], engine.vocab_size)
+        best = sorted(range(len(row)), key=row.__getitem__, reverse=True)[:top]
+        chosen.append(row[token])
+        ranks.append(best)
+        values.append([row[id] for id in best])
+    return wire.Logprobs(chosen, ranks, values)
+
+
+def _prompt_logprobs(engine: FakeEngine, request: wire.Generate) -> wire.Logprobs | None:
+    told = _logprobs(engine, [], request.prompt, request.prompt_logprobs)
+    return told and wire.Logprobs([None, *told.chosen[1:]], [[], *told.top_tokens[1:]], [[], *told.top[1:]])
+
+
+class Running:
+    """``app`` served on a port of this machine, in a thread, until :func:`stop`. Its errors do not reach the test."""
+
+    def __init__(self, app: Callable[..., Any], port: int = 0) -> None:
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
+        self._thread.start()
+
+    def ask_to_stop(self) -> None:
+        self._server.should_exit = True
+
+    def join(self) -> None:
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+
+def stop(servers: list[Running]) -> None:
+    """End all at once, which takes no longer than one."""
+    for server in servers:
+        server.ask_to_stop()
+    for server in servers:
+        server.join()
+
+
+@contextmanager
+def served(app: Callable[..., Any], port: int = 0) -> Iterator[str]:
+    """The base URL of ``app`` while it is served."""
+    server = Running(app, port)
+    try:
+        yield server.url
+    finally:
+        stop([server])

@@ -1,0 +1,78 @@
+"""A gateway before fake engines, on real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.app import create_app
+from gateway.settings import Settings
+from tests.fakes import FakeEngine, Running, stop
+
+Start = Callable[..., httpx.Client]
+
+
+@contextmanager
+def gateways() -> Iterator[Start]:
+    """A function that starts a gateway before the engines given, waits until it is ready, and returns a client of it."""
+    servers: list[Running] = []
+    with ExitStack() as stack:
+        stack.callback(stop, servers)
+
+        def serve(app: Callable[..., Any]) -> str:
+            servers.append(Running(app))
+            return servers[-1].url
+
+        def start_gateway(*engines: FakeEngine, wait: bool = True, **settings: Any) -> httpx.Client:
+            for engine in engines:
+                engine.url = serve(engine)
+            options = {"engines": tuple(engine.url for engine in engines), "probe_seconds": 0.05} | settings
+            client = stack.enter_context(httpx.Client(base_url=serve(create_app(Settings(**options))), timeout=20))
+            if wait:
+                wait_for(lambda: metric(client, "yardstick_engines_ready") == len(engines))
+            return client
+
+        yield start_gateway
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with gateways() as start_gateway:
+        yield start_gateway
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[httpx.Client]:
+    """A client of a gateway before an engine that no test changes."""
+    with gateways() as start_gateway:
+        yield start_gateway(FakeEngine())
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def client(start: Start, engine: FakeEngine) -> httpx.Client:
+    """A client of a gateway before ``engine``."""
+    return start(engine)
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    """The value of a metric, named with its labels as in the exposition; 0 where it has none yet."""
+    lines = client.get("/metrics").text.splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """Return when ``condition`` holds; fail when it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)

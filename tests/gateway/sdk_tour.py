@@ -1,0 +1,130 @@
+"""Every endpoint through the OpenAI SDK, whichever version the interpreter has: ``python sdk_tour.py BASE_URL MODEL [API_KEY]``.
+
+Prints one JSON object: what each call gave. It runs in a process of its own, so that other versions of the SDK than the installed
+one can be tried (``PYTHONPATH=DIR_WITH_OPENAI_2 python sdk_tour.py …``), against a gateway before any engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import openai
+
+PROMPT = "The quick brown fox"
+MESSAGES: list[Any] = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
+]
+DRAW: dict[str, Any] = {"max_tokens": 12, "seed": 7, "temperature": 1.0}
+EXTRA = {"top_k": 50, "min_p": 0.01, "ignore_eos": True}
+
+
+def completions(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    whole = client.completions.create(model=model, prompt=PROMPT, n=2, logprobs=2, extra_body=EXTRA, **DRAW)
+    stream = client.completions.create(
+        model=model, prompt=PROMPT, n=2, stream=True, stream_options={"include_usage": True}, extra_body=EXTRA, **DRAW
+    )
+    streamed, usage = {0: "", 1: ""}, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    likelihood = client.completions.create(model=model, prompt=[PROMPT, "Yes"], echo=True, logprobs=1, max_tokens=0)
+    return {
+        "texts": [choice.text for choice in whole.choices],
+        "streamed": [streamed[0], streamed[1]],
+        "usage": whole.usage.model_dump(exclude_none=True),
+        "streamed_usage": usage.model_dump(exclude_none=True),
+        "logprobs": [choice.logprobs.token_logprobs for choice in whole.choices],
+        "prompt_logprobs": [choice.logprobs.token_logprobs for choice in likelihood.choices],
+        "prompt_tokens": [choice.logprobs.tokens for choice in likelihood.choices],
+        "prompt_texts": [choice.text for choice in likelihood.choices],
+    }
+
+
+def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    draw = {**DRAW, "max_completion_tokens": DRAW["max_tokens"]}
+    del draw["max_tokens"]
+    whole = client.chat.completions.create(
+        model=model, messages=MESSAGES, logprobs=True, top_logprobs=3, response_format={"type": "text"}, extra_body=EXTRA, **draw
+    )
+    stream = client.chat.completions.create(
+        model=model,
+        messages=MESSAGES,
+        logprobs=True,
+        top_logprobs=3,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=EXTRA,
+        **draw,
+    )
+    chunks = list(stream)
+    parts = [choice for chunk in chunks for choice in chunk.choices]
+    entries = whole.choices[0].logprobs.content
+    return {
+        "text": whole.choices[0].message.content,
+        "finish": whole.choices[0].finish_reason,
+        "streamed": "".join(part.delta.content or "" for part in parts),
+        "first_role": parts[0].delta.role,
+        "streamed_finish": parts[-1].finish_reason,
+        "logprobs": [entry.logprob for entry in entries],
+        "streamed_logprobs": [entry.logprob for part in parts if part.logprobs for entry in part.logprobs.content],
+        "bytes": [entry.bytes for entry in entries],
+        "top": [len(entry.top_logprobs) for entry in entries],
+        "usage": chunks[-1].usage.model_dump(exclude_none=True),
+    }
+
+
+def errors(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name, call in {
+        "unknown_model": lambda: client.completions.create(model="no-such-model", prompt="x"),
+        "tools": lambda: client.chat.completions.create(
+            model=model, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
+        ),
+        "temperature": lambda: client.completions.create(model=model, prompt="x", temperature=-1),
+    }.items():
+        try:
+            call()
+        except openai.APIStatusError as error:
+            told[name] = {"class": type(error).__name__, "status": error.status_code, "code": error.code, "param": error.param}
+    return told
+
+
+def score(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    body = {"model": model, "query": "Is it relevant? ", "items": ["red shoes", "blue table"], "labels": [" Yes", " No"]}
+    answer: Any = client.post("/score", body=body, cast_to=object)
+    return {"object": answer["object"], "scores": answer["scores"]}
+
+
+async def asynchronous(base_url: str, model: str, key: str) -> dict[str, Any]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        whole = await client.completions.create(model=model, prompt=PROMPT, extra_body=EXTRA, **DRAW)
+        text = ""
+        async for chunk in await client.completions.create(model=model, prompt=PROMPT, stream=True, extra_body=EXTRA, **DRAW):
+            text += "".join(choice.text for choice in chunk.choices)
+        async with client.chat.completions.stream(model=model, messages=MESSAGES, extra_body=EXTRA, **DRAW) as stream:
+            helped = "".join([event.delta async for event in stream if event.type == "content.delta"])
+        return {"text": whole.choices[0].text, "streamed": text, "helped": helped}
+
+
+def main(base_url: str, model: str, key: str = "none") -> None:
+    client = openai.OpenAI(base_url=base_url, api_key=key, max_retries=0)
+    told = {
+        "version": openai.__version__,
+        "models": [entry.id for entry in client.models.list()],
+        "model": client.models.retrieve(model).id,
+        "completions": completions(client, model),
+        "chat": chat(client, model),
+        "errors": errors(client, model),
+        "score": score(client, model),
+        "async": asyncio.run(asynchronous(base_url, model, key)),
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,111 @@
+"""Whatever a client sends, the answer is no 5xx, and an error has OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+SETTINGS = settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.integers(-3, 400)
+    | st.floats()
+    | st.floats(0, 2)
+    | st.text(max_size=12)
+)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+texts = st.text(max_size=20) | st.sampled_from([" Yes", "🦊", "\0", "<|im_end|>", "\u202e", "e\u0301"])
+token_ids = st.lists(st.integers(-1, 340), max_size=12)
+few = st.integers(0, 6)
+
+generation = {
+    "model": st.sampled_from(["fake", "other", None]),
+    "n": st.integers(0, 4),
+    "stop": texts | st.lists(texts, max_size=4),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}) | st.none(),
+    "seed": st.integers(-(2**70), 2**70),
+    "temperature": st.floats(-0.5, 2.5),
+    "top_p": st.floats(-0.1, 1.1),
+    "top_k": st.integers(-2, 400),
+    "min_p": st.floats(-0.1, 1.1),
+    "logit_bias": st.dictionaries(st.integers(-1, 340).map(str), st.floats(-110, 110), max_size=3),
+    "min_tokens": few,
+    "stop_token_ids": token_ids,
+    "ignore_eos": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "max_tokens": few,
+}
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]), "content": texts | st.none()}
+)
+plausible = {
+    "/v1/score": (
+        {"query": texts | token_ids, "items": texts | st.lists(texts, max_size=6) | st.lists(token_ids, max_size=6)},
+        {
+            "labels": st.lists(st.sampled_from([" Yes", " No", "a", "zz"]), max_size=3),
+            "label_token_ids": token_ids,
+            "apply_softmax": st.booleans(),
+            "item_first": st.booleans(),
+            "model": st.sampled_from(["fake", "other"]),
+        },
+    ),
+    "/v1/completions": (
+        {"prompt": texts | st.lists(texts, max_size=3) | token_ids | st.lists(token_ids, max_size=3)},
+        {**generation, "echo": st.booleans(), "logprobs": few, "best_of": few, "suffix": texts},
+    ),
+    "/v1/chat/completions": (
+        {"messages": st.lists(message, max_size=4)},
+        {
+            **generation,
+            "logprobs": st.booleans(),
+            "top_logprobs": few,
+            "max_completion_tokens": few,
+            "response_format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object"])}),
+            "chat_template_kwargs": st.dictionaries(st.text(max_size=5), anything, max_size=2),
+        },
+    ),
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A path and a body: nearly right, with some field replaced or added, or plain bytes."""
+    path = draw(st.sampled_from(sorted(plausible)))
+    needed, optional = plausible[path]
+    body: dict[str, Any] = draw(st.fixed_dictionaries(needed, optional=optional))
+    if draw(st.integers(0, 2)) == 0:
+        body[draw(st.sampled_from([*needed, *optional]) | st.text(max_size=8))] = draw(anything)
+    encoded = json.dumps(body, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
+    if draw(st.integers(0, 9)) == 0:
+        place = draw(st.integers(0, len(encoded)))
+        encoded = encoded[:place] + draw(st.binary(max_size=4)) + encoded[place + draw(st.integers(0, 3)) :]
+    return path, encoded
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(requests())
+def test_no_request_breaks_the_server(shared: httpx.Client, request_: tuple[str, bytes]) -> None:
+    path, body = request_
+    answer = shared.post(path, content=body)
+    assert answer.status_code in (200, 400, 404), (answer.status_code, body, answer.text)
+    assert answer.headers["x-request-id"]
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith("data: [DONE]\n\n"), answer.text
+    else:
+        json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} in an answer"))

@@ -1,0 +1,253 @@
+"""What clients are told when something is wrong: the status, OpenAI's shape, and where it is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from engine import wire
+from gateway import errors
+from tests.fakes import FakeEngine
+from tests.gateway.conftest import Start
+
+SCORE = {"query": "a", "items": ["b"], "label_token_ids": [1]}
+IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
+COMPLETION = {"prompt": "a"}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def told(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, once its shape is checked."""
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert "Traceback" not in answer.text
+    assert answer.headers["x-request-id"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"),
+    [
+        ("score", {**SCORE, "model": "other"}, 404, "model", "'other' does not exist"),
+        ("score", {**SCORE, "label_token_ids": [-1]}, 400, "label_token_ids[0]", "-1 is not a token"),
+        ("score", {**SCORE, "label_token_ids": [1, 10**6]}, 400, "label_token_ids[1]", "1000000 is not a token"),
+        ("score", {**SCORE, "label_token_ids": [10**30]}, 400, "label_token_ids[0]", "is not a token"),
+        ("score", {**SCORE, "label_token_ids": []}, 400, "label_token_ids", "empty"),
+        ("score", {**SCORE, "label_token_ids": [1] * 17}, 400, "label_token_ids", "at most 16"),
+        ("score", {"query": "a", "items": ["b"], "labels": []}, 400, "labels", "empty"),
+        ("score", {"query": "a", "items": ["b"], "labels": [""]}, 400, "labels[0]", "0 tokens"),
+        ("score", {"query": "a", "items": ["b"]}, 400, "labels", "either"),
+        ("score", {**SCORE, "labels": [" Yes"]}, 400, "labels", "either"),
+        ("score", {**SCORE, "query": 1}, 400, "query", "got `int`"),
+        ("score", {**SCORE, "query": None}, 400, "query", "got `null`"),
+        ("score", {**SCORE, "items": ["b", 3]}, 400, "items[1]", "got `int`"),
+        ("score", {**IDS, "items": [[2], [3, "x"]]}, 400, "items[1][1]", "got `str`"),
+        ("score", {**IDS, "items": [[2], [3, 1.5]]}, 400, "items[1][1]", "got `float`"),
+        ("score", {**SCORE, "items": ["b", [1]]}, 400, "items[1]", "another kind"),
+        ("score", {**IDS, "items": [[1], "b"]}, 400, "items[1]", "another kind"),
+        ("score", {**IDS, "items": "b"}, 400, "items[0]", "another kind"),
+        ("score", {**IDS, "items": [[2], [-1]]}, 400, "items[1][0]", "-1 is not a token"),
+        ("score", {**IDS, "query": [10**6]}, 400, "query[0]", "is not a token"),
+        ("score", {**SCORE, "query": "", "items": ["b", ""]}, 400, "items[1]", "both empty"),
+        ("score", {**SCORE, "items": ["b"] * 10_001}, 400, "items", "length"),
+        ("score", {**SCORE, "priority": 2**40}, 400, "priority", "<="),
+        ("score", {"items": ["b"]}, 400, "query", "missing"),
+        ("completions", {**COMPLETION, "model": "other"}, 404, "model", "does not exist"),
+        ("completions", {**COMPLETION, "temperature": -0.1}, 400, "temperature", ">= 0"),
+        ("completions", {**COMPLETION, "top_p": 0}, 400, "top_p", "> 0"),
+        ("completions", {**COMPLETION, "top_p": 1.1}, 400, "top_p", "<= 1"),
+        ("completions", {**COMPLETION, "min_p": 2}, 400, "min_p", "<= 1"),
+        ("completions", {**COMPLETION, "presence_penalty": 3}, 400, "presence_penalty", "<= 2"),
+        ("completions", {**COMPLETION, "logprobs": 21}, 400, "logprobs", "<= 20"),
+        ("completions", {**COMPLETION, "n": 0}, 400, "n", ">= 1"),
+        ("completions", {**COMPLETION, "n": 9}, 400, "n", "at most 8"),
+        ("completions", {**COMPLETION, "best_of": 2}, 400, "best_of", "not supported"),
+        ("completions", {**COMPLETION, "suffix": "x"}, 400, "suffix", "not supported"),
+        ("completions", {**COMPLETION, "stop": [""]}, 400, "stop[0]", "length >= 1"),
+        ("completions", {**COMPLETION, "stop": ["x"] * 17}, 400, "stop", "length <= 16"),
+        ("completions", {**COMPLETION, "max_tokens": 0}, 400, "max_tokens", "echo"),
+        ("completions", {**COMPLETION, "max_tokens": -1}, 400, "max_tokens", ">= 0"),
+        ("completions", {**COMPLETION, "min_tokens": 17}, 400, "min_tokens", "16 tokens"),
+        ("completions", {**COMPLETION, "logit_bias": {"5": 101}}, 400, "logit_bias[...]", "<= 100"),
+        ("completions", {**COMPLETION, "logit_bias": {"x": 1}}, 400, "logit_bias", "key"),
+        ("completions", {**COMPLETION, "logit_bias": {"99999": 1}}, 400, "logit_bias", "not a token"),
+        ("completions", {**COMPLETION, "stop_token_ids": [-1]}, 400, "stop_token_ids", "not a token"),
+        ("completions", {**COMPLETION, "stream_options": {}}, 400, "stream_options", "only for streams"),
+        ("completions", {"prompt": ""}, 400, "prompt", "empty"),
+        ("completions", {"prompt": []}, 400, "prompt", "length >= 1"),
+        ("completions", {"prompt": [[]]}, 400, "prompt[0]", "empty"),
+        ("completions", {"prompt": ["a", 1]}, 400, "prompt", "mixes kinds"),
+        ("completions", {"prompt": ["a"] * 1025}, 400, "prompt", "at most 1024"),
+        ("completions", {"prompt": [10**6]}, 400, "prompt[0]", "not a token"),
+        ("completions", {"prompt": [1] * 2048}, 400, "prompt", "context"),
+        ("completions", {"prompt": [[1], [1] * 2049]}, 400, "prompt[1]", "context"),
+        ("chat/completions", {"messages": []}, 400, "messages", "length >= 1"),
+        ("chat/completions", {"messages": [{"role": "boss", "content": "a"}]}, 400, "messages[0].role", "boss"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "image_url"),
+        ("chat/completions", {**CHAT, "tools": [{}]}, 400, "tools", "not supported"),
+        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "not supported"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+        ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
+        ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_completion_tokens", "at least one"),
+        ("chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "must not set"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400, "messages", "context"),
+    ],
+)
+def test_wrong_requests(shared: httpx.Client, path: str, body: dict[str, Any], status: int, param: str | None, words: str) -> None:
+    answer = shared.post(f"/v1/{path}", json=body)
+    assert answer.status_code == status, answer.text
+    error = told(answer)
+    assert words in error["message"]
+    assert param is None or error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"{", "not valid JSON"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b"\xff\xfe{", "UTF-8"),
+        (b'{"prompt": "a", "temperature": NaN}', "no NaN"),
+        (b'{"prompt": "a", "temperature": -Infinity}', "no NaN"),
+        (b'{"prompt": "a", "temperature": 1e999}', "out of range"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"prompt": "a"} {}', "not valid JSON"),
+    ],
+)
+def test_bodies_that_are_no_requests(shared: httpx.Client, content: bytes, words: str) -> None:
+    answer = shared.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert words in told(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_json_is_read_whatever_its_content_type(shared: httpx.Client, content_type: str | None) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    answer = shared.post("/v1/completions", content=json.dumps({"prompt": "a", "max_tokens": 1}), headers=headers)
+    assert answer.status_code == 200, answer.text
+
+
+def test_paths_and_methods_that_do_not_exist(shared: httpx.Client) -> None:
+    missing = shared.get("/v1/embeddings")
+    assert (missing.status_code, told(missing)["code"]) == (404, "not_found")
+    wrong = shared.get("/v1/score")
+    assert (wrong.status_code, told(wrong)["code"]) == (405, "method_not_allowed")
+    assert "POST" in wrong.headers["allow"]
+    model = shared.get("/v1/models/other")
+    assert (model.status_code, told(model)["code"]) == (404, "model_not_found")
+
+
+def test_request_ids_are_kept_where_sane(shared: httpx.Client) -> None:
+    for path in ("/livez", "/nowhere", "/v1/models"):
+        assert shared.get(path, headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+        assert "mine" not in shared.get(path, headers={"x-request-id": "mine" * 100}).headers["x-request-id"]
+
+
+def test_a_body_that_is_too_large(start: Start, engine: FakeEngine) -> None:
+    client = start(engine, max_body_bytes=1000)
+    answer = client.post("/v1/score", json={**SCORE, "query": "x" * 1000})
+    assert (answer.status_code, told(answer)["code"]) == (413, "request_too_large")
+
+    def chunks() -> Any:
+        for _ in range(10):
+            yield b"x" * 200
+
+    assert client.post("/v1/score", content=chunks()).status_code == 413
+
+
+def test_engines_that_are_not_ready(start: Start, engine: FakeEngine) -> None:
+    engine.ready = False
+    client = start(engine, wait=False)
+    for answer in (client.post("/v1/score", json=SCORE), client.get("/readyz")):
+        assert (answer.status_code, told(answer)["code"]) == (503, "not_ready")
+        assert int(answer.headers["retry-after"]) >= 1
+    assert client.get("/livez").text == "ok"
+    assert client.get("/v1/models").json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "told_code"),
+    [
+        ("invalid", 400, None),
+        ("overloaded", 429, "overloaded"),
+        ("not_ready", 503, "not_ready"),
+        ("out_of_memory", 503, "out_of_memory"),
+        ("deadline", 504, "deadline_exceeded"),
+        ("aborted", 502, "engine_lost"),
+        ("internal", 500, "internal_error"),
+    ],
+)
+def test_what_an_engine_refuses(client: httpx.Client, engine: FakeEngine, code: Any, status: int, told_code: str | None) -> None:
+    engine.faults.fail = wire.Failed("", code, "no, for a reason", retry_after=2.5)
+    bodies = {"score": IDS, "completions": COMPLETION, "chat/completions": {**CHAT, "stream": True}}
+    path = {"invalid": "score", "overloaded": "completions"}.get(code, "chat/completions")
+    answer = client.post(f"/v1/{path}", json=bodies[path])
+    assert answer.status_code == status
+    assert told(answer) | {"message": "no, for a reason", "code": told_code} == told(answer)
+    assert answer.headers.get("retry-after") == ("3" if status in (429, 503) and code != "out_of_memory" else None)
+
+
+def test_an_engine_that_speaks_nonsense(client: httpx.Client, engine: FakeEngine) -> None:
+    engine.faults.garbage = True
+    for path, body in (("score", IDS), ("completions", COMPLETION)):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert (answer.status_code, told(answer)["code"]) == (502, "engine_lost")
+
+
+def test_an_engine_that_is_gone_comes_back(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine, engine_seconds=0.3)
+    engine.faults.delay = 5
+    answer = client.post("/v1/score", json=IDS)
+    assert (answer.status_code, told(answer)["code"]) == (504, "deadline_exceeded")
+    engine.faults.delay = 0
+    engine.faults.break_after = 0
+    answer = client.post("/v1/score", json=IDS)
+    assert (answer.status_code, told(answer)["code"]) == (502, "engine_lost")
+    engine.faults.break_after = None
+    assert client.post("/v1/score", json=IDS).status_code == 200
+
+
+def test_more_requests_than_admitted(start: Start, engine: FakeEngine) -> None:
+    client = start(engine, max_in_flight=1)
+    engine.faults.delay = 0.1
+    body = {**COMPLETION, "stream": True, "max_tokens": 5, "ignore_eos": True}
+    with client.stream("POST", "/v1/completions", json=body) as stream:
+        assert stream.status_code == 200
+        refused = client.post("/v1/score", json=IDS)
+        assert (refused.status_code, told(refused)["code"]) == (429, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert client.get("/livez").status_code == 200
+        stream.read()
+    assert client.post("/v1/score", json=IDS).status_code == 200
+
+
+def test_what_a_model_cannot_do(start: Start) -> None:
+    scorer, writer = FakeEngine(model="scorer", capabilities=("score",)), FakeEngine(model="writer", capabilities=("generate",))
+    client = start(scorer, writer)
+    assert "only scores" in told(client.post("/v1/completions", json={**COMPLETION, "model": "scorer"}))["message"]
+    assert "does not score" in told(client.post("/v1/score", json={**SCORE, "model": "writer"}))["message"]
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    """Each error with the status that the docstring gives it."""
+
+    def statuses(error: type[errors.GatewayError]) -> dict[str, int]:
+        below = {name: status for kind in error.__subclasses__() for name, status in statuses(kind).items()}
+        return {error.__name__: error.status, **below}
+
+    lines = [line.replace("│", " ").replace("├──", " ").replace("└──", " ").split() for line in (errors.__doc__ or "").splitlines()]
+    documented = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    assert documented == {name: status for name, status in statuses(errors.GatewayError).items() if name != "GatewayError"}
+    assert set(errors._ERROR_OF_CODE) == set(wire.STATUS_OF_CODE)

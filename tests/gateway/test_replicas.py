@@ -1,0 +1,130 @@
+"""Finding engines, and what is made of those that speak no sense, go away, or come back as something else."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from engine import wire
+from gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady
+from gateway.pool.client import EngineClient, open_transport
+from tests.fakes import FakeEngine, served
+from tests.gateway.conftest import Start, metric, wait_for
+
+SCORE = wire.Score("x", [1], [[2]], [3])
+IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
+
+
+@pytest.fixture
+async def transport() -> AsyncIterator[httpx.AsyncBaseTransport]:
+    transport = open_transport()
+    yield transport
+    await transport.aclose()
+
+
+def engine_at(port: int, transport: httpx.AsyncBaseTransport) -> EngineClient:
+    return EngineClient(f"http://127.0.0.1:{port}", transport, connect_seconds=1, engine_seconds=0.3)
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", EngineLost),
+        (b"", EngineLost),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nabc", EngineLost),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", EngineLost),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc", EngineLost),
+        (b"HTTP/1.1 302 Found\r\nlocation: http://x/\r\ncontent-length: 0\r\n\r\n", GatewayError),
+        (b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\noops", GatewayError),
+        (None, DeadlineExceeded),
+    ],
+)
+async def test_what_is_no_engine(transport: httpx.AsyncBaseTransport, reply: bytes | None, error: type[GatewayError]) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        if reply is None:
+            await reader.read()
+        writer.write(reply or b"")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        client = engine_at(server.sockets[0].getsockname()[1], transport)
+        with pytest.raises(error):
+            await client.score(SCORE)
+        with pytest.raises(GatewayError):
+            await anext(client.generate(wire.Generate("x", [1])))
+
+
+async def test_a_refused_connection_is_not_ready(transport: httpx.AsyncBaseTransport, port: int) -> None:
+    assert not await engine_at(port, transport).ready()
+    with pytest.raises(NotReady) as error:
+        await engine_at(port, transport).score(SCORE)
+    assert error.value.retryable
+
+
+async def test_more_calls_at_once_than_a_client_usually_allows(transport: httpx.AsyncBaseTransport) -> None:
+    engine = FakeEngine()
+    engine.faults.delay = 0.5
+    with served(engine) as url:
+        client = EngineClient(url, transport, connect_seconds=5, engine_seconds=20)
+        scores = [client.score(wire.Score(str(place), [1], [[place]], [3])) for place in range(150)]
+        answers = asyncio.gather(*scores)
+        await asyncio.to_thread(wait_for, lambda: len(engine.scores) == 150)
+        assert len(await answers) == 150
+
+
+@pytest.fixture
+def port() -> int:
+    """A port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number: int = free.getsockname()[1]
+    return number
+
+
+def test_an_engine_may_go_and_come_back_as_another_model(start: Start, port: int) -> None:
+    old, new = FakeEngine(model="old"), FakeEngine(model="new", fingerprint="fake-2")
+    url = f"http://127.0.0.1:{port}"
+    client = start(wait=False, engines=(url,))
+    assert client.post("/v1/score", json=IDS).status_code == 503
+    with served(old, port):
+        wait_for(lambda: client.get("/readyz").status_code == 200)
+        assert client.post("/v1/score", json=IDS).json()["model"] == "old"
+    gone = client.post("/v1/score", json={**IDS, "items": [[3]]})
+    assert (gone.status_code, gone.json()["error"]["code"]) in [(503, "not_ready"), (502, "engine_lost")]
+    wait_for(lambda: client.get("/readyz").status_code == 503)
+    with served(new, port):
+        wait_for(lambda: client.get("/readyz").status_code == 200)
+        assert client.post("/v1/score", json={**IDS, "model": "new"}).json()["model"] == "new"
+        assert client.post("/v1/score", json={**IDS, "model": "old"}).status_code == 404
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["new"]
+
+
+def test_work_goes_to_the_replica_with_the_least(start: Start) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    client = start(*engines)
+    for engine in engines:
+        engine.faults.delay = 0.05
+    body = {"prompt": "x", "stream": True, "max_tokens": 2000, "ignore_eos": True}
+    with httpx.Client(base_url=client.base_url) as other, other.stream("POST", "/v1/completions", json=body):
+        for place in range(5):
+            assert client.post("/v1/score", json={**IDS, "items": [[place]]}).status_code == 200
+    assert sorted((len(engine.generates), len(engine.scores)) for engine in engines) == [(0, 5), (1, 0)]
+
+
+def test_replicas_that_differ_are_not_mixed(start: Start) -> None:
+    """Two versions of a model: every request is answered by the one with more replicas, so results are never mixed."""
+    engines = [FakeEngine(fingerprint="v1"), FakeEngine(fingerprint="v2"), FakeEngine(fingerprint="v2")]
+    client = start(*engines)
+    assert metric(client, "yardstick_engines_ready") == 3
+    for place in range(6):
+        client.post("/v1/score", json={**IDS, "items": [[place]]})
+    assert engines[0].scores == []
+    assert len(engines[1].scores + engines[2].scores) == 6
+    engines[1].ready = engines[2].ready = False
+    wait_for(lambda: metric(client, "yardstick_engines_ready") == 1)
+    assert client.post("/v1/score", json=IDS).headers["x-yardstick-cache"] == "0/1"
+    assert engines[0].scores

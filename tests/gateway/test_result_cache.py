@@ -1,0 +1,87 @@
+"""The in-memory cache, its keys, and single flight."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.cache.flights import Flights
+from gateway.cache.memory import MemoryCache, _size
+from gateway.scoring.keys import result_keys
+
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
+
+
+def key(place: int) -> bytes:
+    return place.to_bytes(16, "big")
+
+
+async def test_the_least_recently_used_goes_first() -> None:
+    cache = MemoryCache(3, 1 << 20)
+    await cache.put_many({key(place): (float(place),) for place in range(3)})
+    await cache.get_many([key(0)])
+    await cache.put_many({key(3): (3.0,)})
+    assert await cache.get_many([key(place) for place in range(4)]) == [(0.0,), None, (2.0,), (3.0,)]
+    assert len(cache) == 3
+
+
+async def test_bytes_are_bounded_too() -> None:
+    cache = MemoryCache(10**6, 10 * _size((0.0,) * 5))
+    for place in range(100):
+        await cache.put_many({key(place): (0.5,) * 5, key(place + 1): (0.5,) * 5})
+    assert len(cache) == 10
+    assert cache.bytes == 10 * _size((0.0,) * 5)
+
+
+@pytest.mark.parametrize("limits", [(0, 1 << 20), (100, 0)])
+async def test_a_cache_without_room_holds_nothing(limits: tuple[int, int]) -> None:
+    cache = MemoryCache(*limits)
+    await cache.put_many({key(1): (1.0,)})
+    assert await cache.get_many([key(1)]) == [None]
+
+
+async def test_the_bound_on_bytes_is_honest() -> None:
+    """What the interpreter really allocates for many entries is no more than a fifth above what was counted."""
+    cache = MemoryCache(10**6, 1 << 30)
+    tracemalloc.start()
+    try:
+        for place in range(20_000):
+            await cache.put_many({bytes(key(place)): tuple(float(place + label) for label in range(4))})
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.6 * cache.bytes < used < 1.2 * cache.bytes
+
+
+@given(prefix=tokens, branch=tokens, cut=st.integers(0, 12))
+def test_a_key_does_not_depend_on_the_split(prefix: list[int], branch: list[int], cut: int) -> None:
+    prompt = prefix + branch
+    cut = min(cut, len(prompt))
+    assert result_keys("f", [1, 2], prefix, [branch]) == result_keys("f", [1, 2], prompt[:cut], [prompt[cut:]])
+
+
+def test_a_key_depends_on_everything_else() -> None:
+    keys = [
+        *result_keys("f", [1, 2], [3], [[4], [5], [4, 5], []]),
+        *result_keys("g", [1, 2], [3], [[4]]),
+        *result_keys("f", [2, 1], [3], [[4]]),
+        *result_keys("f", [12], [3], [[4]]),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+async def test_flights_land_or_bring_nothing() -> None:
+    flights = Flights()
+    flights.begin([b"a", b"b"])
+    waiting = asyncio.create_task(flights.wait(flights.find([b"a", b"b", b"c"])))
+    leaving = asyncio.create_task(flights.wait(flights.find([b"a"])))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    flights.end([b"a", b"b"], {b"a": (1.0,)})
+    assert await waiting == {b"a": (1.0,)}
+    assert len(flights) == 0

@@ -1,0 +1,70 @@
+"""The OpenAI SDK drives the whole API over a real socket."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import FakeEngine, ids, logprobs_after
+
+TOUR = Path(__file__).with_name("sdk_tour.py")
+
+
+def test_every_endpoint_through_the_sdk(client: httpx.Client, engine: FakeEngine) -> None:
+    command = [sys.executable, str(TOUR), f"{client.base_url}/v1", engine.model]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told["models"] == [engine.model]
+    assert told["model"] == engine.model
+    check_completions(told["completions"], engine)
+    check_chat(told["chat"])
+    assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]
+    assert told["async"]["helped"] == told["chat"]["text"]
+    check_errors(told["errors"])
+    check_score(told["score"], engine)
+
+
+def check_completions(completions: dict[str, Any], engine: FakeEngine) -> None:
+    assert completions["texts"] == completions["streamed"]
+    assert len(set(completions["texts"])) == 2
+    prompt = ids("The quick brown fox")
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": 24, "total_tokens": len(prompt) + 24}
+    assert completions["usage"] | usage == completions["usage"] == completions["streamed_usage"]
+    assert [len(row) for row in completions["logprobs"]] == [12, 12]
+    expected = [None] + [logprobs_after(prompt[:place], engine.vocab_size)[prompt[place]] for place in range(1, len(prompt))]
+    assert completions["prompt_logprobs"][0] == expected
+    assert completions["prompt_texts"] == ["The quick brown fox", "Yes"]
+    assert ["".join(tokens) for tokens in completions["prompt_tokens"]] == completions["prompt_texts"]
+
+
+def check_chat(chat: dict[str, Any]) -> None:
+    assert chat["text"] == chat["streamed"]
+    assert chat["first_role"] == "assistant"
+    assert chat["finish"] == chat["streamed_finish"] == "length"
+    assert chat["logprobs"] == chat["streamed_logprobs"]
+    assert b"".join(map(bytes, chat["bytes"])).decode(errors="replace") == chat["text"]
+    assert chat["top"] == [3] * 12
+    assert chat["usage"]["completion_tokens"] == 12
+
+
+def check_errors(errors: dict[str, Any]) -> None:
+    assert errors == {
+        "unknown_model": {"class": "NotFoundError", "status": 404, "code": "model_not_found", "param": "model"},
+        "tools": {"class": "BadRequestError", "status": 400, "code": None, "param": "tools"},
+        "temperature": {"class": "BadRequestError", "status": 400, "code": None, "param": "temperature"},
+    }
+
+
+def check_score(score: dict[str, Any], engine: FakeEngine) -> None:
+    labels = [ids(" Yes")[0], ids(" No")[0]]
+    rows = [logprobs_after(ids(f"Is it relevant? {item}"), engine.vocab_size) for item in ("red shoes", "blue table")]
+    expected = [[math.exp(row[label]) for label in labels] for row in rows]
+    assert score == {"object": "scoring", "scores": [pytest.approx(row) for row in expected]}

@@ -1,0 +1,170 @@
+"""Streams: the same text in pieces, errors before and after the first event, clients that leave."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from engine import wire
+from tests.fakes import FakeEngine, ids
+from tests.gateway.conftest import Start, metric, wait_for
+
+EMOJI = "a 🦊 naïve 👩‍👩‍👧 東京 fox"
+
+
+def events(client: httpx.Client, path: str, **body: Any) -> list[Any]:
+    """The events of a stream, parsed; ``[DONE]`` as it is."""
+    answer = client.post(f"/v1/{path}", json={"stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = answer.text.split("\n\n")
+    assert lines.pop() == ""
+    data = [line.removeprefix("data: ") for line in lines]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
+
+
+def texts(told: list[Any]) -> dict[int, str]:
+    """The joined text of each choice."""
+    joined: dict[int, str] = {}
+    for event in told:
+        for choice in event["choices"]:
+            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            joined[choice["index"]] = joined.get(choice["index"], "") + text
+    return joined
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"n": 3},
+        {"stop": ["fox", "e 👩"]},
+        {"logprobs": 2},
+        {"logprobs": 1, "echo": True, "n": 2},
+        {"logprobs": 0, "stop": "東", "include_stop_str_in_output": True},
+    ],
+)
+def test_a_stream_is_the_answer_in_pieces(
+    client: httpx.Client, engine: FakeEngine, extra: dict[str, Any], tokens_per_delta: int
+) -> None:
+    engine.says = ids(EMOJI)
+    engine.tokens_per_delta = tokens_per_delta
+    engine.faults.delay = 0.002
+    body = {"prompt": "The 🦊", "max_tokens": 100, **extra}
+    whole = client.post("/v1/completions", json=body).json()
+    *told, done = events(client, "completions", **body, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert told[-1]["usage"] == whole["usage"]
+    assert texts(told) == {choice["index"]: choice["text"] for choice in whole["choices"]}
+    for choice in whole["choices"]:
+        pieces = [piece for event in told for piece in event["choices"] if piece["index"] == choice["index"]]
+        assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == [choice["finish_reason"]]
+        assert pieces[-1]["finish_reason"]
+        assert not any("\ufffd" in piece["text"] for piece in pieces)
+        if choice["logprobs"]:
+            for name, values in choice["logprobs"].items():
+                assert [value for piece in pieces for value in piece["logprobs"][name]] == values
+
+
+def test_a_chat_stream(client: httpx.Client, engine: FakeEngine) -> None:
+    engine.says = ids(EMOJI)
+    engine.faults.delay = 0.002
+    body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "logprobs": True, "top_logprobs": 1}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    *told, done = events(client, "chat/completions", **body, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert [event["choices"][0]["delta"] for event in told[:2]] == [{"role": "assistant", "content": ""}] * 2
+    assert {event["object"] for event in told} == {"chat.completion.chunk"}
+    assert {event["id"] for event in told} == {told[0]["id"]}
+    assert texts(told) == {0: EMOJI, 1: EMOJI}
+    assert told[-1]["usage"] == whole["usage"]
+    assert told[-1]["choices"] == []
+    pieces = [piece for event in told for piece in event["choices"] if piece["index"] == 1 and piece["logprobs"]]
+    assert [entry for piece in pieces for entry in piece["logprobs"]["content"]] == whole["choices"][1]["logprobs"]["content"]
+
+
+def test_pieces_come_as_they_are_made(client: httpx.Client, engine: FakeEngine) -> None:
+    engine.says = ids("red blue red blue")
+    engine.faults.delay = 0.05
+    with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert len(lines) >= len(engine.says)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_an_error_before_the_first_token_is_a_status(client: httpx.Client, engine: FakeEngine, path: str) -> None:
+    body = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    engine.faults.fail = wire.Failed("", "overloaded", "full", retry_after=7)
+    answer = client.post(f"/v1/{path}", json={**body, "stream": True})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+    engine.faults.fail = None
+    engine.faults.fail_after = 0
+    assert client.post(f"/v1/{path}", json={**body, "stream": True}).status_code == 500
+    engine.faults.fail_after = None
+    engine.faults.break_after = 0
+    assert client.post(f"/v1/{path}", json={**body, "stream": True}).status_code == 502
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("fail_after", "internal_error", "as it was told"),
+        ("break_after", "engine_lost", "connection to the engine broke"),
+        ("skip_after", "engine_lost", "skipped or repeated"),
+    ],
+)
+def test_an_error_midway_is_the_last_event(client: httpx.Client, engine: FakeEngine, fault: str, code: str, words: str) -> None:
+    engine.says = ids("red shoes, blue table")
+    engine.faults.delay = 0.01
+    setattr(engine.faults, fault, 2)
+    *told, last = events(client, "completions", prompt="x")
+    assert texts(told)
+    assert last["error"]["code"] == code
+    assert words in last["error"]["message"]
+    whole = client.post("/v1/completions", json={"prompt": "x"})
+    assert (whole.status_code, whole.json()["error"]["code"]) == (500 if code == "internal_error" else 502, code)
+
+
+def test_a_prompt_that_fails_ends_its_neighbours(client: httpx.Client, engine: FakeEngine) -> None:
+    engine.faults.delay = 0.05
+    engine.faults.fail_after = 3
+    answer = client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 100, "ignore_eos": True})
+    assert answer.status_code == 500
+    wait_for(lambda: len(engine.generates) == 3)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: FakeEngine, stream: bool, prompts: int) -> None:
+    engine.faults.delay = 0.05
+    body = json.dumps({"prompt": ["x"] * prompts, "max_tokens": 1000, "ignore_eos": True, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(head + body)
+        wait_for(lambda: len(engine.generates) == prompts)
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    wait_for(lambda: len(engine.left) == prompts, seconds=2)
+    wait_for(lambda: "yardstick_requests_in_flight 1.0" in client.get("/metrics").text)
+
+
+def test_another_replica_takes_over_before_the_first_token(start: Start) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    client = start(*engines)
+    engines[0].faults.break_after = 0
+    engines[0].says = engines[1].says = ids("red")
+    for _ in range(4):
+        assert texts(events(client, "completions", prompt="x")[:-1]) == {0: "red"}
+    assert engines[0].generates
+
+
+def test_a_request_that_is_broken_off_is_no_fault(client: httpx.Client) -> None:
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt":')
+    wait_for(lambda: metric(client, 'yardstick_requests_total{route="/v1/completions",status="499"}') == 1)
+    assert metric(client, "yardstick_requests_in_flight") == 1

@@ -43,8 +43,10 @@ def assemble(decoder: Decoder, settings: EngineSettings, digest: str) -> Loop:
     slots = settings.max_tokens_in_cache or _default_slots(config, dtype)
     kv = KVCache(layers=config.num_layers, slots=slots, kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)
     runner = Runner(decoder, ReferenceAttention(kv, config.num_heads), config.eos_token_ids)
-    scheduler = Scheduler(SlotPool(slots), Budget(settings.token_budget, settings.max_running))
-    return Loop(runner, scheduler, describe(config, settings, slots, digest), settings.max_waiting)
+    overlap = settings.overlap
+    scheduler = Scheduler(SlotPool(slots), Budget(settings.token_budget, settings.max_running), run_ahead=overlap)
+    info = describe(config, settings, slots, digest)
+    return Loop(runner, scheduler, info, max_waiting=settings.max_waiting, overlap=overlap)
 
 
 def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str) -> wire.Info:

@@ -26,6 +26,9 @@ Ints = npt.NDArray[np.int32]
 
 EMPTY: Ints = np.empty(0, np.int32)
 
+PENDING = -1
+"""Stands for a token that a step in flight is drawing: the next step takes it from device memory."""
+
 
 class IntBuffer:
     """A growing run of int32."""
@@ -72,11 +75,25 @@ class Branch:
     given: int = 0
     """Tokens that came with the request; those behind them are output."""
     prompt_logprobs: list[wire.Logprobs] = field(default_factory=list)
-    """Pieces collected while the prompt is computed in chunks."""
-    finish: wire.FinishReason | None = None
+    """Of the prompt's tokens so far, while it is computed in chunks."""
+    flights: int = 0
+    """Steps in flight that compute its last token; the result comes when they are settled."""
+    done: bool = False
 
     def __post_init__(self) -> None:
         self.given = len(self.tokens)
+
+    @property
+    def pending(self) -> bool:
+        """Whether its newest token is being drawn by a step in flight."""
+        return len(self.tokens) > 0 and self.tokens.view[-1] == PENDING
+
+    def draw(self, token: int) -> None:
+        """Take the token that a settled step has drawn."""
+        if self.pending:
+            self.tokens.view[-1] = token
+        else:
+            self.tokens.extend([token])
 
     @property
     def remaining(self) -> int:
@@ -116,10 +133,9 @@ class Request:
         """Prefix tokens without a slot."""
         return len(self.prefix) - len(self.prefix_slots)
 
-    @property
-    def longest(self) -> int:
-        """Slots that must fit at once for the request to get done: the prefix and the longest branch."""
-        return len(self.prefix) + max((len(branch.tokens) for branch in self.branches), default=0)
+    def may_run_ahead(self, branch: Branch) -> bool:  # noqa: ARG002
+        """Whether the step after the one that draws the next token of ``branch`` may begin before that token is known."""
+        return False
 
     @property
     def reserve(self) -> int:
@@ -175,12 +191,17 @@ class GenerateRequest(Request):
         return request
 
     @property
-    def longest(self) -> int:
-        return len(self.prompt) + self.message.sampling.max_tokens - self.message.resume_offset
-
-    @property
     def reserve(self) -> int:
         return 0 if self.prefix_remaining else len(self.branches)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a draw depends on the tokens drawn before it other than through the model."""
+        sampling = self.message.sampling
+        return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    def may_run_ahead(self, branch: Branch) -> bool:
+        return not self.penalised and self.offset(branch) + 1 < self.message.sampling.max_tokens
 
     def offset(self, branch: Branch) -> int:
         """Output tokens of ``branch`` so far, those of an earlier attempt included."""

@@ -1,4 +1,7 @@
-"""The loop: receive → schedule → compute → settle. It knows tokens and numbers; sockets and processes are `engine.process`.
+"""The loop: receive → schedule → launch → settle. It knows tokens and numbers; sockets and processes are `engine.process`.
+
+With overlap, a step is settled only after the next one is launched: the host receives, schedules and settles while the device
+computes. Without, each step is settled at once, which is what a CPU wants. Both give the same results.
 
 Every message that :meth:`Loop.submit` accepts ends with exactly one terminal reply.
 """
@@ -14,22 +17,35 @@ import torch
 
 from engine import wire
 from engine.core import Batch, Branch, GenerateRequest, Request, ScoreRequest
-from engine.runner.runner import Drawn, Result, Runner, join_logprobs
+from engine.runner.runner import Drawn, Flight, Result, Runner, join_logprobs
 from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+DEVICE_ERRORS = (RuntimeError, MemoryError)
+"""What a step may fail with that is not a fault of the program: out of memory, above all."""
 
 
 class Loop:
     """One model's requests, from acceptance to their last word."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, info: wire.Info, max_waiting: int, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        info: wire.Info,
+        *,
+        max_waiting: int,
+        overlap: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self.info = info
         self._max_waiting = max_waiting
+        self._overlap = overlap
+        self._flight: Flight | None = None
+        """The step that is not settled yet."""
         self._clock = clock
         self._ended: list[wire.Reply] = []
         """Last words that wait for the next step."""
@@ -52,24 +68,27 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute and nothing to say."""
-        return not self._scheduler.requests and not self._ended
+        """Nothing to compute, to wait for or to say."""
+        return not self._scheduler.requests and self._flight is None and not self._ended
 
     def step(self) -> list[wire.Reply]:
-        """Run one step; returns what there is to tell."""
+        """Launch one step and settle one; returns what there is to tell."""
         replies, self._ended = self._ended, []
         late = self._scheduler.expire()
         replies += [wire.Failed(request.id, "deadline", "The deadline passed before work on it began.") for request in late]
         batch = self._scheduler.schedule()
-        if not batch.runs:
-            return replies
-        self._steps += 1
-        self._computed += batch.tokens
+        landing = self._flight
         try:
-            result = self._runner.run(batch)
-        except (RuntimeError, MemoryError) as error:
-            return replies + self._fail(batch, error)
-        return replies + list(self._settle(result))
+            self._flight = self._launch(batch) if batch.runs else None
+        except DEVICE_ERRORS as error:
+            self._flight = None
+            replies += self._fail(batch, error)
+        if landing is not None:
+            replies += self._land(landing)
+        if not self._overlap and self._flight is not None:
+            landing, self._flight = self._flight, None
+            replies += self._land(landing)
+        return replies
 
     @property
     def stats(self) -> wire.Stats:
@@ -108,14 +127,41 @@ class Loop:
         if request is None:
             return
         if isinstance(request, GenerateRequest):
-            open_ones = [(branch, request.offset(branch)) for branch in request.branches]
+            open_ones = [(branch, request.offset(branch) - branch.pending) for branch in request.branches]
             self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
         else:
             self._ended.append(wire.Failed(request.id, "aborted", "The caller ended the request."))
         self._scheduler.remove(request)
 
+    def _launch(self, batch: Batch) -> Flight:
+        self._steps += 1
+        self._computed += batch.tokens
+        flight = self._runner.launch(batch)
+        for branch in flight.asked.branches:
+            branch.flights += 1
+        return flight
+
+    def _land(self, flight: Flight) -> list[wire.Reply]:
+        """Wait for a step and settle it. Where it failed, the step launched on top of it has nothing to stand on either."""
+        try:
+            result = flight.wait()
+        except DEVICE_ERRORS as error:
+            replies = self._fail(flight.batch, error)
+            if self._flight is not None:
+                replies += self._fail(self._flight.batch, error)
+                self._flight = None
+            return replies
+        for branch in flight.asked.branches:
+            branch.flights -= 1
+        return list(self._settle(result))
+
     def _settle(self, result: Result) -> Iterator[wire.Reply]:
+        for part in result.prompts:
+            if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
+                part.branch.prompt_logprobs += part.logprobs
         for branch, logprobs in result.scored:
+            if not self._open(branch):
+                continue
             request = branch.request
             assert isinstance(request, ScoreRequest)
             request.results[branch.index] = logprobs
@@ -123,20 +169,25 @@ class Loop:
             if not request.branches:
                 self._count_cached(request)
                 yield wire.Scored(request.id, request.results, request.cached_tokens, request.computed_tokens)
-        for branch in result.ended:
+        for branch in filter(self._open, result.ended):
             yield self._delta(branch, None, "length")
         for drawn in result.drawn:
-            yield self._delta(drawn.branch, drawn, None)
+            if self._open(drawn.branch):
+                yield self._delta(drawn.branch, drawn, None)
+
+    def _open(self, branch: Branch) -> bool:
+        """Whether anyone still waits for results of ``branch``; with overlap a step may have computed more than was needed."""
+        return not branch.done and self._scheduler.get(branch.request.id) is branch.request
 
     def _delta(self, branch: Branch, drawn: Drawn | None, finish: wire.FinishReason | None) -> wire.Delta:
         request = branch.request
         assert isinstance(request, GenerateRequest)
-        offset = request.offset(branch)
-        first = branch.index == 0 and not len(branch.outputs)
+        offset = request.offset(branch) - branch.pending
+        first = branch.index == 0 and offset == request.message.resume_offset
         if first:
             self._count_cached(request)
         if drawn is not None:
-            branch.tokens.extend([drawn.token])
+            branch.draw(drawn.token)
             finish = self._finish_reason(request, branch, drawn.token)
         if finish is not None:
             self._scheduler.finish(branch)

@@ -3,7 +3,12 @@
 Running requests come first, in order of admission: each decoding branch gets its one token, prompts and items get what the
 budget leaves. Then waiting requests are admitted by priority and arrival. A running request that finds no free slot takes them
 from the prefix cache, then from whoever was admitted last; what was taken is computed again later. A waiting request takes from
-the cache only. So the oldest request always gets on, and nothing waits for ever.
+the cache only. So the oldest request always gets on, and nothing waits for ever. Neither kind of work starves the other: every
+sequence being generated gets its token in every step, and prompts and items get at least a :data:`PREFILL_SHARE` of the budget.
+
+A step may be scheduled while the one before is still being computed. Branches whose result is on its way then wait, or, where
+running ahead is asked for and the token being drawn does not matter to the scheduler, go on from a token not known yet. Slots are
+given back and taken again without waiting for steps in flight: what a later step writes, it writes later.
 """
 
 from __future__ import annotations
@@ -15,9 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core import EMPTY, Batch, Branch, GenerateRequest, Ints, Request, Run
+from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Ints, Request, Run
 from engine.memory.prefix_cache import PrefixCache
 from engine.memory.slots import SlotPool
+
+PREFILL_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +40,11 @@ class Budget:
 class Scheduler:
     """Turns requests into batches. It gives and takes every slot; it knows neither tensors nor clients."""
 
-    def __init__(self, pool: SlotPool, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, pool: SlotPool, budget: Budget, clock: Callable[[], float] = time.monotonic, *, run_ahead: bool = False
+    ) -> None:
         self.pool = pool
+        self._run_ahead = run_ahead
         self.cache = PrefixCache(pool)
         self._budget = budget
         self._clock = clock
@@ -84,13 +94,14 @@ class Scheduler:
         """The next step; empty only when there is nothing to do."""
         batch = Batch()
         reserved = sum(request.reserve for request in self._running.values())
+        most = max(self._budget.tokens, reserved + int(PREFILL_SHARE * self._budget.tokens))
         for request in self.running:
             if request.id in self._running:
                 reserved -= request.reserve
-                self._compute(batch, request, self._budget.tokens - batch.tokens - reserved, may_preempt=True)
-        while self._waiting and batch.tokens < self._budget.tokens and len(self._running) < self._budget.running:
+                self._compute(batch, request, most - batch.tokens - reserved, may_preempt=True)
+        while self._waiting and batch.tokens < most and len(self._running) < self._budget.running:
             _, _, request = heapq.heappop(self._waiting)
-            if self._requests.get(request.id) is request and not self._admit(batch, request):
+            if self._requests.get(request.id) is request and not self._admit(batch, request, most):
                 break
         return batch
 
@@ -98,6 +109,7 @@ class Scheduler:
         """A branch is done. What a generation computed stays in the prefix cache; nobody will ask for an item again."""
         request = branch.request
         request.branches.remove(branch)
+        branch.done = True
         if isinstance(request, GenerateRequest) and request.node is not None:
             self.cache.adopt(request.node, branch.tokens.view[: len(branch.slots)], branch.slots.view)
         else:
@@ -122,12 +134,12 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
 
-    def _admit(self, batch: Batch, request: Request) -> bool:
-        """Start a waiting request if anything of it fits into what the step has left."""
+    def _admit(self, batch: Batch, request: Request, most: int) -> bool:
+        """Start a waiting request if anything of it fits into a step of at most ``most`` tokens."""
         self._running[request.id] = request
         request.node = self.cache.root
         before = batch.tokens
-        self._compute(batch, request, self._budget.tokens - before, may_preempt=False)
+        self._compute(batch, request, most - before, may_preempt=False)
         if batch.tokens == before:
             self._preempt(request)
             return False
@@ -142,6 +154,8 @@ class Scheduler:
         if request.prefix_remaining:
             return
         for branch in request.branches:
+            if not self._can_go_on(request, branch):
+                continue
             count = min(branch.remaining, max(limit - batch.tokens, least))
             slots = self._allocate(count, request, branch, may_preempt=may_preempt) if count > 0 else EMPTY
             if not len(slots):
@@ -151,6 +165,14 @@ class Scheduler:
             context = np.concatenate([request.prefix_slots.view, branch.slots.view])
             batch.add(Run(request, branch, branch.tokens.view[start : start + count], context))
             request.computed_tokens += count
+
+    def _can_go_on(self, request: Request, branch: Branch) -> bool:
+        """Whether there is something to compute for ``branch`` now; a token being drawn is entered as not known yet."""
+        if branch.flights and not branch.pending:
+            if not (self._run_ahead and request.may_run_ahead(branch)):
+                return False
+            branch.tokens.extend([PENDING])
+        return branch.remaining > 0
 
     def _compute_prefix(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Take what the cache has by now of the rest of the prefix, compute up to ``room`` tokens of what it lacks."""

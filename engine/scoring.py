@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,18 +15,17 @@ from kernels.label_logprobs import CHUNK_ELEMENTS
 from kernels.label_logprobs import label_logprobs as gather_labels
 
 
-def label_logprobs(decoder: Decoder, hidden: Tensor, labels: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probabilities over the full vocabulary of each row's labels, in their order.
+def label_logprobs(decoder: Decoder, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities over the full vocabulary of each row's labels. [rows, hidden], [rows, labels] -> [rows, labels] float32."""
+    return gather_labels(hidden, decoder.head_weight, labels)
 
-    hidden: [rows, hidden], as :meth:`Decoder.forward` returns them; labels: one list a row, of any lengths, ids below the
-    decoder's ``vocab_size``. -> [row][label], float32.
-    """
-    width = max((len(row) for row in labels), default=0)
-    if width == 0:
-        return [[] for _ in labels]
-    padded = torch.tensor([[*row, *[0] * (width - len(row))] for row in labels], device=hidden.device)
-    found = gather_labels(hidden, decoder.head_weight, padded).tolist()
-    return [values[: len(row)] for values, row in zip(found, labels, strict=True)]
+
+def label_table(labels: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """[rows, most labels of a row]; short rows are filled with token 0."""
+    table = np.zeros((len(labels), max(map(len, labels), default=0)), np.int64)
+    for row, ids in enumerate(labels):
+        table[row, : len(ids)] = ids
+    return table
 
 
 def next_token_logprobs(decoder: Decoder, hidden: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:

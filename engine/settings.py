@@ -24,5 +24,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Requests worked on at once."""
     max_waiting: int = 4096
     """Requests queued before new ones are refused."""
+    overlap: bool = False
+    """Settle a step while the next one is computed. It pays where a device computes beside the processor."""
     threads: int | None = None
     """CPU threads of the model's arithmetic. None: one a core."""

@@ -1,4 +1,8 @@
-"""One step: the batch's tokens through the model, and from their last hidden rows what each request asked for."""
+"""One step: the batch's tokens through the model, and from their last hidden rows what each request asked for.
+
+:meth:`Runner.launch` queues the work on the device and returns; :meth:`Flight.wait` blocks until the results are on the host.
+Nothing between the two waits for the device. On a CPU the work is done when ``launch`` returns, and ``wait`` only unpacks.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.core import Batch, Branch, GenerateRequest, Ints, Run, ScoreRequest, as_ints
+from engine.core import EMPTY, Batch, Branch, GenerateRequest, Run, ScoreRequest
 from engine.models.decoder import Decoder
+from engine.runner.transfer import Download, Upload
 from engine.sampling import SamplingRow, sample, token_logprobs
-from engine.scoring import label_logprobs, next_token_logprobs
+from engine.scoring import label_logprobs, label_table, next_token_logprobs
+
+Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +34,98 @@ class Drawn:
     logprobs: wire.Logprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Log-probabilities of consecutive tokens of a prompt."""
+
+    branch: Branch
+    start: int
+    """Place of the first of them in the prompt."""
+    logprobs: list[wire.Logprobs]
+
+
 @dataclass(slots=True)
 class Result:
     """What a step brought, in the order of the batch."""
 
+    prompts: list[PromptPart] = field(default_factory=list)
     scored: list[tuple[Branch, list[float]]] = field(default_factory=list)
     """Label log-probabilities of branches that are complete."""
     drawn: list[Drawn] = field(default_factory=list)
     ended: list[Branch] = field(default_factory=list)
-    """Sequences that are complete without drawing anything: ``max_tokens`` is reached."""
+    """Sequences that are complete without drawing anything: ``max_tokens`` is 0."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """Which rows of a step are asked for what. Rows are places in the batch's tokens."""
+
+    scores: list[tuple[int, Branch, list[int]]] = field(default_factory=list)
+    draws: list[tuple[int, Branch, GenerateRequest]] = field(default_factory=list)
+    ended: list[Branch] = field(default_factory=list)
+    prompts: list[tuple[int, int, Run, GenerateRequest]] = field(default_factory=list)
+    """(first row, place of its token in the prompt, run, request)"""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Asked:
+        """Read ``batch`` as it is now; branches change when the next step is scheduled."""
+        asked, end = cls(), 0
+        for run in batch.runs:
+            first, end = end, end + len(run.tokens)
+            request, branch = run.request, run.branch
+            if branch is None:
+                continue
+            if isinstance(request, GenerateRequest) and _wants_prompt(request, branch):
+                asked.prompts.append((first, len(run.context) - len(run.tokens), run, request))
+            if not run.completes:
+                continue
+            if isinstance(request, ScoreRequest):
+                asked.scores.append((end - 1, branch, request.labels))
+            elif isinstance(request, GenerateRequest) and request.offset(branch) < request.message.sampling.max_tokens:
+                asked.draws.append((end - 1, branch, request))
+            else:
+                asked.ended.append(branch)
+        return asked
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Those whose result is on its way."""
+        return [branch for _, branch, _ in self.scores] + [branch for _, branch, _ in self.draws] + self.ended
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step on its way."""
+
+    batch: Batch
+    asked: Asked
+    wanted: list[int]
+    """Draws whose log-probabilities are asked for."""
+    download: Download
+
+    def wait(self) -> Result:
+        """The results. Raises what the device raised."""
+        tensors = iter(self.download.wait())
+        result = Result(ended=self.asked.ended)
+        if self.asked.scores:
+            rows = next(tensors).tolist()
+            result.scored = [(branch, row[: len(labels)]) for (_, branch, labels), row in zip(self.asked.scores, rows, strict=True)]
+        if self.asked.draws:
+            tokens = next(tensors).tolist()
+            logprobs: dict[int, wire.Logprobs] = {}
+            if self.wanted:
+                counts = [self.asked.draws[place][2].message.logprobs or 0 for place in self.wanted]
+                logprobs = dict(zip(self.wanted, _split_logprobs(next(tensors), next(tensors), next(tensors), counts), strict=True))
+            draws = enumerate(zip(self.asked.draws, tokens, strict=True))
+            result.drawn = [Drawn(branch, token, logprobs.get(place)) for place, ((_, branch, _), token) in draws]
+        for _, start, run, request in self.asked.prompts:
+            assert run.branch is not None
+            pieces = [wire.Logprobs([None], [[]], [[]])] if start == 0 else []
+            if _following(start, run, request).size:
+                values = next(tensors), next(tensors), next(tensors)
+                pieces += _split_logprobs(*values, [request.message.prompt_logprobs or 0] * len(values[0]))
+            result.prompts.append(PromptPart(run.branch, start + (start > 0), pieces))
+        return result
 
 
 class Runner:
@@ -44,54 +135,61 @@ class Runner:
         self._decoder = decoder
         self._attention = attention
         self._eos = tuple(eos_token_ids)
+        self._device = attention.kv.keys.device
+        self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)
+        """Tokens of the step before, on the device."""
+        self._drawn_row: dict[Branch, int] = {}
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Result:
-        """Compute every run of ``batch``. Prompt log-probabilities are left with their branches."""
-        tokens = torch.from_numpy(as_ints(run.tokens for run in batch.runs)).long()
-        positions = torch.from_numpy(np.concatenate([_positions(run) for run in batch.runs]))
+    def launch(self, batch: Batch) -> Flight:
+        """Queue every run of ``batch`` on the device."""
+        asked = Asked.of(batch)
+        upload = Upload()
+        upload.add(np.concatenate([run.tokens for run in batch.runs]))
+        upload.add(np.concatenate([_positions(run) for run in batch.runs]))
+        for rows in self._pending(batch):
+            upload.add(rows)
+        upload.add([row for row, *_ in asked.scores])
+        upload.add([row for row, *_ in asked.draws])
+        upload.add(label_table([labels for *_, labels in asked.scores]))
+        wanted = [place for place, (*_, request) in enumerate(asked.draws) if request.message.logprobs is not None]
+        upload.add(wanted)
+        prompts = [upload.add(_following(start, run, request)) for _, start, run, request in asked.prompts]
+        sent = upload.send(self._device)
+        tokens, positions, unknown, source, score_rows, draw_rows, labels, wanted_rows = sent[:8]
+        if len(unknown):
+            tokens = tokens.index_copy(0, unknown, self._drawn.index_select(0, source))
+        self._drawn_row = {}
         hidden = self._decoder(tokens, positions, self._attention.plan(batch.runs))
-        result = Result()
-        score: list[tuple[int, Branch, list[int]]] = []
-        draw: list[tuple[int, Branch, GenerateRequest]] = []
-        start = 0
-        for run in batch.runs:
-            end = start + len(run.tokens)
-            request, branch = run.request, run.branch
-            if branch is not None and isinstance(request, GenerateRequest):
-                self._collect_prompt(hidden[start:end], run, branch, request)
-            if branch is not None and run.completes:
-                if isinstance(request, ScoreRequest):
-                    score.append((end - 1, branch, request.labels))
-                elif isinstance(request, GenerateRequest) and request.offset(branch) < request.message.sampling.max_tokens:
-                    draw.append((end - 1, branch, request))
-                else:
-                    result.ended.append(branch)
-            start = end
-        result.scored = self._score(hidden, score)
-        result.drawn = self._draw(hidden, draw)
-        return result
+        tensors: list[Tensor] = []
+        if asked.scores:
+            tensors.append(label_logprobs(self._decoder, hidden.index_select(0, score_rows), labels.view(len(score_rows), -1)))
+        tensors += self._draw(hidden.index_select(0, draw_rows), asked, wanted, wanted_rows) if asked.draws else []
+        for (first, _, _, request), place in zip(asked.prompts, prompts, strict=True):
+            following, top = sent[place], request.message.prompt_logprobs or 0
+            if len(following):
+                tensors += next_token_logprobs(self._decoder, hidden[first : first + len(following)], following, top)
+        return Flight(batch, asked, wanted, Download(tensors))
 
-    def _score(self, hidden: Tensor, rows: list[tuple[int, Branch, list[int]]]) -> list[tuple[Branch, list[float]]]:
-        if not rows:
-            return []
-        last = hidden[[row for row, _, _ in rows]]
-        values = label_logprobs(self._decoder, last, [labels for _, _, labels in rows])
-        return [(branch, logprobs) for (_, branch, _), logprobs in zip(rows, values, strict=True)]
+    def _pending(self, batch: Batch) -> tuple[Longs, Longs]:
+        """Rows whose token the step before is drawing, and its row there."""
+        ends = np.cumsum([len(run.tokens) for run in batch.runs])
+        complete = ((end - 1, run.branch) for end, run in zip(ends, batch.runs, strict=True) if run.branch and run.completes)
+        rows = [(row, self._drawn_row[branch]) for row, branch in complete if branch.pending]
+        table = np.array(rows, np.int64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
 
-    def _draw(self, hidden: Tensor, rows: list[tuple[int, Branch, GenerateRequest]]) -> list[Drawn]:
-        if not rows:
-            return []
-        logits = self._decoder.logits(hidden[[row for row, _, _ in rows]]).float()
-        chosen = sample(logits, [self._sampling_row(branch, request) for _, branch, request in rows])
-        wanted = [i for i, (_, _, request) in enumerate(rows) if request.message.logprobs is not None]
-        logprobs: dict[int, wire.Logprobs] = {}
-        if wanted:
-            counts = [rows[i][2].message.logprobs or 0 for i in wanted]
-            values = token_logprobs(logits[wanted], chosen[wanted], max(counts))
-            logprobs = dict(zip(wanted, split_logprobs(values, counts), strict=True))
-        drawn = chosen.tolist()
-        return [Drawn(branch, drawn[i], logprobs.get(i)) for i, (_, branch, _) in enumerate(rows)]
+    def _draw(self, hidden: Tensor, asked: Asked, wanted: list[int], wanted_rows: Tensor) -> list[Tensor]:
+        """The next token of each row, and what log-probabilities are asked for."""
+        logits = self._decoder.logits(hidden).float()
+        drawn = sample(logits, [self._sampling_row(branch, request) for _, branch, request in asked.draws])
+        self._drawn = drawn
+        self._drawn_row = {branch: place for place, (_, branch, _) in enumerate(asked.draws)}
+        if not wanted:
+            return [drawn]
+        top = max(asked.draws[place][2].message.logprobs or 0 for place in wanted)
+        chosen = drawn.index_select(0, wanted_rows)
+        return [drawn, *token_logprobs(logits.index_select(0, wanted_rows), chosen, top)]
 
     def _sampling_row(self, branch: Branch, request: GenerateRequest) -> SamplingRow:
         return SamplingRow(
@@ -99,34 +197,13 @@ class Runner:
             index=branch.index,
             position=request.offset(branch),
             prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
-            output_tokens=request.output(branch),
+            output_tokens=request.output(branch) if request.penalised else EMPTY,
             eos_ids=self._eos,
         )
 
-    def _collect_prompt(self, hidden: Tensor, run: Run, branch: Branch, request: GenerateRequest) -> None:
-        """Row i of a prompt predicts its token i + 1; the last row predicts output."""
-        top = request.message.prompt_logprobs
-        if top is None or branch.index or len(branch.outputs):
-            return
-        first = len(run.context) - len(run.tokens)
-        following = torch.from_numpy(request.prompt[first + 1 : first + len(run.tokens) + 1]).long()
-        if first == 0:
-            branch.prompt_logprobs.append(wire.Logprobs([None], [[]], [[]]))
-        if not len(following):
-            return
-        branch.prompt_logprobs += split_logprobs(
-            next_token_logprobs(self._decoder, hidden[: len(following)], following, top), [top] * len(following)
-        )
-
-
-def split_logprobs(values: tuple[Tensor, Tensor, Tensor], counts: Sequence[int]) -> list[wire.Logprobs]:
-    """One :class:`wire.Logprobs` a row of :func:`token_logprobs`' result, with the row's own number of alternatives."""
-    rows = zip(*(part.tolist() for part in values), counts, strict=True)
-    return [wire.Logprobs([chosen], [ids[:count]], [top[:count]]) for chosen, ids, top, count in rows]
-
 
 def join_logprobs(pieces: Sequence[wire.Logprobs]) -> wire.Logprobs:
-    """Log-probabilities of consecutive runs of tokens as one."""
+    """Log-probabilities of consecutive tokens as one."""
     return wire.Logprobs(
         [value for piece in pieces for value in piece.chosen],
         [ids for piece in pieces for ids in piece.top_tokens],
@@ -134,5 +211,20 @@ def join_logprobs(pieces: Sequence[wire.Logprobs]) -> wire.Logprobs:
     )
 
 
-def _positions(run: Run) -> Ints:
-    return np.arange(len(run.context) - len(run.tokens), len(run.context), dtype=np.int64)  # type: ignore[return-value]
+def _split_logprobs(chosen: Tensor, ids: Tensor, top: Tensor, counts: Sequence[int]) -> list[wire.Logprobs]:
+    """One :class:`wire.Logprobs` a row, with the row's own number of alternatives."""
+    rows = zip(chosen.tolist(), ids.tolist(), top.tolist(), counts, strict=True)
+    return [wire.Logprobs([value], [row_ids[:count]], [row_top[:count]]) for value, row_ids, row_top, count in rows]
+
+
+def _wants_prompt(request: GenerateRequest, branch: Branch) -> bool:
+    return request.message.prompt_logprobs is not None and branch.index == 0 and not len(branch.outputs)
+
+
+def _following(start: int, run: Run, request: GenerateRequest) -> Longs:
+    """The prompt's tokens that the rows of ``run`` predict: row i predicts token i + 1, the last row of a prompt output."""
+    return request.prompt[start + 1 : start + len(run.tokens) + 1].astype(np.int64)
+
+
+def _positions(run: Run) -> Longs:
+    return np.arange(len(run.context) - len(run.tokens), len(run.context), dtype=np.int64)

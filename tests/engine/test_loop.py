@@ -36,10 +36,13 @@ def reference(checkpoint: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-@pytest.fixture
-def build(checkpoint: Path) -> Callable[..., Loop]:
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def build(request: pytest.FixtureRequest, checkpoint: Path) -> Callable[..., Loop]:
+    """Every test holds for the plain and for the overlapped loop."""
+
     def build(**settings) -> Loop:
-        return build_loop(EngineSettings(model=str(checkpoint), name="test", **({"max_tokens_in_cache": 4096} | settings)))
+        defaults = {"max_tokens_in_cache": 4096, "overlap": request.param}
+        return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
 
     return build
 

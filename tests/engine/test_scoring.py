@@ -7,7 +7,7 @@ import torch
 
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.scoring import label_logprobs, next_token_logprobs
+from engine.scoring import label_logprobs, label_table, next_token_logprobs
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 
@@ -24,16 +24,16 @@ def log_softmax(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
 def test_each_row_has_its_own_labels(decoder: Decoder) -> None:
     hidden = torch.randn(4, 64)
     labels = [[5], [], [7, 7, VOCAB_SIZE - 1], [0, 3]]
+    table = label_table(labels)
+    assert table.tolist() == [[5, 0, 0], [0, 0, 0], [7, 7, VOCAB_SIZE - 1], [0, 3, 0]]
     expected = log_softmax(decoder, hidden)
-    found = label_logprobs(decoder, hidden, labels)
-    assert [len(row) for row in found] == [1, 0, 3, 2]
+    found = label_logprobs(decoder, hidden, torch.from_numpy(table))
     for at, row in enumerate(labels):
-        assert found[at] == pytest.approx(expected[at, row].tolist(), abs=1e-5)
+        assert found[at, : len(row)].tolist() == pytest.approx(expected[at, row].tolist(), abs=1e-5)
 
 
-def test_no_rows_and_no_labels(decoder: Decoder) -> None:
-    assert label_logprobs(decoder, torch.empty(0, 64), []) == []
-    assert label_logprobs(decoder, torch.zeros(2, 64), [[], []]) == [[], []]
+def test_no_rows() -> None:
+    assert label_table([]).shape == (0, 0)
 
 
 def test_next_token_logprobs_in_parts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

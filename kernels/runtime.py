@@ -1,16 +1,37 @@
 """Triton where it can run: on a GPU, or in its interpreter (``TRITON_INTERPRET=1``, for tests without one).
 
 Elsewhere stand-ins let the kernels' modules be imported, so that a CPU needs no Triton and starts without it.
+Here too is what every launcher asks before it launches: may a kernel take these tensors, and are they what it expects?
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-AVAILABLE = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run in Triton's interpreter, on tensors of the CPU."""
+
+AVAILABLE = INTERPRETED or torch.cuda.is_available()
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""What the kernels read and write; they compute in float32."""
+
+
+class Kernel(Protocol):
+    """What :func:`jit` makes of a function."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """The function that launches it over ``grid``; an empty grid launches nothing."""
+        ...
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Part of another kernel."""
+        ...
 
 
 class _Absent:
@@ -29,4 +50,68 @@ if AVAILABLE:
 else:
     triton = tl = _Absent()
 
-__all__ = ["AVAILABLE", "tl", "triton"]
+
+def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
+    """``triton.jit``, with types. ``varying``: the integers that change from call to call, for which nothing is compiled anew."""
+    return triton.jit(do_not_specialize=list(varying))  # type: ignore[no-any-return, unused-ignore]
+
+
+def launches(*tensors: Tensor | None) -> bool:
+    """Whether a kernel takes these: all of them on a GPU, and nobody about to ask for a gradient, which no kernel has."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(tensor.is_cuda for tensor in given) and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is not below ``size``: what a block that covers it must measure."""
+    return 1 << (size - 1).bit_length()
+
+
+def expect_device(name: str, tensor: Tensor) -> None:
+    """A kernel can reach the tensor from the current device. Raises ValueError otherwise."""
+    if tensor.is_cuda:
+        if tensor.device.index != torch.cuda.current_device():
+            raise ValueError(f"{name} is on {tensor.device}, and the current device is cuda:{torch.cuda.current_device()}")
+    elif not (INTERPRETED and tensor.device.type == "cpu"):
+        raise ValueError(f"Triton's kernels run on an NVIDIA GPU, and {name} is on {tensor.device}: use the reference")
+
+
+def expect(
+    name: str, tensor: Tensor, like: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], dense_axes: int | None = None
+) -> None:
+    """The tensor has this shape and one of these dtypes, lies where ``like`` lies, and is contiguous.
+
+    ``dense_axes``: how many of its last axes must be contiguous together; all of them unless given. Raises ValueError otherwise.
+    """
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}, where {list(shape)} is expected")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}, where {' or '.join(map(str, dtypes))} is expected")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, where {like.device} is expected")
+    if not tensor.is_contiguous() and (dense_axes is None or not _is_dense(tensor, dense_axes)):
+        raise ValueError(f"{name} of shape {list(tensor.shape)} has strides {list(tensor.stride())}: make it contiguous")
+
+
+def _is_dense(tensor: Tensor, axes: int) -> bool:
+    step = 1
+    for size, stride in zip(reversed(tensor.shape[-axes:]), reversed(tensor.stride()[-axes:]), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+__all__ = [
+    "AVAILABLE",
+    "FLOATS",
+    "INTERPRETED",
+    "Kernel",
+    "expect",
+    "expect_device",
+    "jit",
+    "launches",
+    "power_of_two",
+    "tl",
+    "triton",
+]

@@ -86,7 +86,7 @@ class Branch:
     @property
     def pending(self) -> bool:
         """Whether its newest token is being drawn by a step in flight."""
-        return len(self.tokens) > 0 and self.tokens.view[-1] == PENDING
+        return len(self.tokens) > 0 and int(self.tokens.view[-1]) == PENDING
 
     def draw(self, token: int) -> None:
         """Take the token that a settled step has drawn."""

@@ -35,7 +35,7 @@ class Kernel(Protocol):
 
 
 class _Absent:
-    """Takes the place of a module that is not needed here: every attribute is itself, and calling it gives back what it decorates."""
+    """Takes the place of a module that is not needed here: each attribute is itself, and a call gives back what it decorates."""
 
     def __getattr__(self, name: str) -> Any:
         return self

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -54,7 +55,8 @@ def run(loop: Loop, *messages: wire.Request, checked: bool = False) -> list[wire
     for _ in range(20_000):
         if loop.idle:
             return replies
-        replies += loop.step()
+        told = msgspec.msgpack.encode(loop.step())  # as it travels
+        replies += msgspec.msgpack.decode(told, type=list[wire.Reply])
         if checked:
             check(loop._scheduler)
     raise AssertionError("the requests never ended")

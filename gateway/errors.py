@@ -15,6 +15,7 @@
     ├── InternalError           500  a fault of ours or of the engine's
     ├── EngineLost              502  the engine went away, or spoke nonsense, in the middle of a request
     ├── NotReady                503  no replica of the model is ready; comes with Retry-After
+    │   └── UnusableModel       503  an engine serves a model whose text side cannot be read
     ├── OutOfMemory             503  the engine has no memory for this request
     └── DeadlineExceeded        504  the engine gave up on time
 
@@ -143,6 +144,10 @@ class EngineLost(GatewayError):
 class NotReady(GatewayError):
     status = 503
     code = "not_ready"
+
+
+class UnusableModel(NotReady):
+    code = "unusable_model"
 
 
 class OutOfMemory(GatewayError):

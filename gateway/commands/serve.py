@@ -21,6 +21,7 @@ from rich.status import Status
 from gateway.commands.errors import CommandError
 from gateway.commands.example import show_calls, show_example
 from gateway.commands.launch import Child, require_engine
+from gateway.errors import UnusableModel
 from gateway.settings import is_loopback
 
 _DEMO_NAME = "yardstick-demo"
@@ -230,10 +231,14 @@ def _free_port() -> int:
 
 
 def _answers(client: httpx.Client, url: str) -> bool:
+    """Whether the gateway is ready. Raises :class:`CommandError` where waiting cannot help."""
     try:
-        return client.get(url).is_success
+        response = client.get(url)
     except httpx.TransportError:
         return False
+    if not response.is_success and (error := response.json()["error"])["code"] == UnusableModel.code:
+        raise CommandError(error["message"])
+    return response.is_success
 
 
 def _url(host: str, port: int) -> str:

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 
 from engine import wire
-from gateway.errors import InvalidRequest, ModelNotFound, NotReady
+from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
 from gateway.pool.client import EngineClient
 from gateway.pool.replica import Replica, ServedModel
 from gateway.telemetry import Telemetry
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,14 @@ class Pool:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
-    @property
-    def ready(self) -> bool:
-        """Whether any model can be asked."""
-        return any(replica.ready for replica in self._replicas)
+    def check_ready(self) -> None:
+        """Raise :class:`NotReady` unless some model can be asked."""
+        if any(replica.ready for replica in self._replicas):
+            return
+        problem = next((replica.problem for replica in self._replicas if replica.problem), None)
+        if problem is not None:
+            raise UnusableModel(f"An engine's model cannot be used: {problem}.", retry_after=1)
+        raise NotReady("No engine is ready; try again soon.", retry_after=1)
 
     @property
     def models(self) -> list[ServedModel]:
@@ -66,6 +70,10 @@ class Pool:
         while True:
             try:
                 await self._look(replica)
+            except TokenizerError as error:
+                if replica.problem is None:
+                    logger.error("engine %s: %s", replica.client.url, error)
+                replica.problem = str(error)
             except Exception as error:  # whatever a pod sends, the watch goes on
                 replica.ready = False
                 logger.warning("engine %s: %s", replica.client.url, error)
@@ -75,10 +83,12 @@ class Pool:
     async def _look(self, replica: Replica) -> None:
         """Update what is known. A pod may come back as another model, so ``/info`` is read whenever it becomes ready."""
         ready = await replica.client.ready()
+        replica.problem = replica.problem if ready else None
         if ready and not replica.ready:
             info = await replica.client.info()
             async with self._grouping:
                 await self._group(replica, info)
+            replica.problem = None
             logger.info("engine %s: ready with %s", replica.client.url, info.model)
         elif replica.ready and not ready:
             logger.warning("engine %s: not ready", replica.client.url)

@@ -21,6 +21,8 @@ class Replica:
 
     client: EngineClient
     ready: bool = False
+    problem: str | None = None
+    """Why its model cannot be used, where that is so although the pod is ready."""
     in_flight: int = 0
     """Requests of this gateway that the pod works on."""
 

@@ -6,7 +6,6 @@ from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from gateway.errors import NotReady
 from gateway.pool.pool import Pool
 from gateway.telemetry import Telemetry
 
@@ -22,8 +21,7 @@ def health_routes(pool: Pool, telemetry: Telemetry) -> list[HTTPRouteHandler]:
     @get("/readyz", media_type="text/plain", tags=["operation"])
     async def readyz() -> str:
         """Tell whether any model can be asked."""
-        if not pool.ready:
-            raise NotReady("No engine is ready; try again soon.", retry_after=1)
+        pool.check_ready()
         return "ok"
 
     @get("/metrics", media_type="text/plain", tags=["operation"])

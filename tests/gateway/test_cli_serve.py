@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -236,6 +237,13 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
 def test_a_missing_model_is_the_engines_one_line(tmp_path: Path) -> None:
     done = run("serve", "--port", str(free_port()), "--model", str(tmp_path / "nowhere"))
     assert "nowhere is not a directory; give a model directory or a hub id" in the_one_line(done)
+
+
+def test_a_broken_tokeniser_is_one_line(tmp_path: Path, model: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "tokenizer.json").write_text('{"model": 3}')
+    assert "tokenizer.json cannot be read" in the_one_line(run("serve", "--port", str(free_port()), "--model", str(broken)))
 
 
 def test_a_broken_file_of_keys_is_the_gateways_one_line(tmp_path: Path, model: Path) -> None:

@@ -23,6 +23,9 @@ from engine.models.errors import ModelError
 from engine.models.source import locate
 from engine.settings import EngineSettings
 
+COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
+"""Steps since the last collection."""
+
 
 def main(settings_json: str, requests_address: str, events_address: str) -> int:
     """Serve until the parent is gone; returns the exit code."""
@@ -39,21 +42,44 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
             events.send(wire.encode(channel.StartFailed(str(error))))
             return 1
         events.send(wire.encode(ready))
-        gc.collect()
-        gc.freeze()
         _serve(loop, requests, events)
     return 0
 
 
 def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
     decoder = msgspec.msgpack.Decoder(wire.Request)
+    garbage = GarbageCollection()
     while True:
         if loop.idle:
+            garbage.collect_after(COLLECT_WHEN_IDLE)
             loop.submit(decoder.decode(requests.recv()))
         while requests.poll(0):
             loop.submit(decoder.decode(requests.recv()))
         replies = loop.step()
         events.send(wire.encode(channel.Step(replies, loop.stats)))
+        garbage.steps += 1
+        garbage.collect_after(COLLECT_UNDER_LOAD)
+
+
+class GarbageCollection:
+    """Python's collector kept off the hot path: what is there at the start is never looked at again, and the rest is collected when
+    the loop has nothing to do, or, under lasting load, after many steps.
+
+    The loop's own objects form cycles (a request and its branches know each other), so it cannot stay off for good.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self.steps = 0
+        """Since the last collection."""
+
+    def collect_after(self, steps: int) -> None:
+        """Collect, if there were so many steps since the last time."""
+        if self.steps >= steps:
+            gc.collect()
+            self.steps = 0
 
 
 def _end_with_parent() -> None:

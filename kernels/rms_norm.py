@@ -1,19 +1,18 @@
-"""Root-mean-square normalisation, alone and fused with the addition of a residual.
+"""Root-mean-square normalisation: alone, fused with the addition of a residual, and with quantisation to FP8.
 
 Source of the formula: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv 1910.07467.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
+from kernels.quantize import FP8, quantize_rows_reference, row_codes
+from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
 
 TILE = 2048
-"""Elements a program takes at a time, where rows are narrower than that: heads of 64 or 128 go many to a program."""
+"""Elements a program takes where rows are narrower than that: heads of 64 or 128 go many to a program."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,16 +20,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_triton(x, weight, eps) if launches(x, weight) else rms_norm_reference(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised sum and the sum itself: ``(rms_norm(x + residual), x + residual)``, each of x's shape."""
-    if launches(x, residual, weight):
-        return add_rms_norm_triton(x, residual, weight, eps)
-    return add_rms_norm_reference(x, residual, weight, eps)
-
-
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """:func:`rms_norm` in plain PyTorch."""
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`rms_norm` on a GPU. x: [tokens, size], contiguous, or [tokens, heads, size], where tokens may lie apart.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, as do the others here.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch_rms_norm(x, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised sum and the sum itself: ``(rms_norm(x + residual), x + residual)``, each of x's shape."""
+    fused = launches(x, residual, weight)
+    return add_rms_norm_triton(x, residual, weight, eps) if fused else add_rms_norm_reference(x, residual, weight, eps)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -39,31 +47,113 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     return rms_norm_reference(total, weight, eps), total
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """:func:`rms_norm` on a GPU. x: [tokens, size], contiguous, or [tokens, heads, size], where tokens may lie apart.
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """:func:`add_rms_norm` on a GPU. x, residual: [tokens, size], contiguous."""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    launch_rms_norm(x, residual, weight, eps, out, total)
+    return out, total
 
-    Raises ValueError for other shapes, dtypes, devices or layouts.
+
+def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm` in float32, then FP8. x: [tokens, size] -> [tokens, size] e4m3, scales [tokens, 1] float32."""
+    fused = launches(x, weight)
+    return rms_norm_quantized_triton(x, weight, eps) if fused else rms_norm_quantized_reference(x, weight, eps)
+
+
+def rms_norm_quantized_reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm_quantized` in plain PyTorch."""
+    return quantize_rows_reference(rms_norm_reference(x.float(), weight.float(), eps))
+
+
+def rms_norm_quantized_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm_quantized` on a GPU. x: [tokens, size], contiguous."""
+    out, scales = torch.empty_like(x, dtype=FP8), x.new_empty((len(x), 1), dtype=torch.float32)
+    launch_rms_norm(x, None, weight, eps, out, scales=scales)
+    return out, scales
+
+
+def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``(*rms_norm_quantized(x + residual), x + residual)``; the sum is in x's dtype, and rounded to it before it is normalised."""
+    fused = launches(x, residual, weight)
+    operation = add_rms_norm_quantized_triton if fused else add_rms_norm_quantized_reference
+    return operation(x, residual, weight, eps)
+
+
+def add_rms_norm_quantized_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`add_rms_norm_quantized` in plain PyTorch."""
+    total = x + residual
+    return *rms_norm_quantized_reference(total, weight, eps), total
+
+
+def add_rms_norm_quantized_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`add_rms_norm_quantized` on a GPU. x, residual: [tokens, size], contiguous."""
+    out, scales = torch.empty_like(x, dtype=FP8), x.new_empty((len(x), 1), dtype=torch.float32)
+    total = torch.empty_like(x)
+    launch_rms_norm(x, residual, weight, eps, out, total, scales)
+    return out, scales, total
+
+
+def launch_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    total: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """Check what was given, and fill ``out``, of any dtype, and, where there is a residual, ``total``.
+
+    With ``scales``, [tokens, 1] float32, out is divided by them and its peak in a row is FP8's largest number.
     """
     expect_device("x", x)
-    if x.dim() not in (2, 3):
-        raise ValueError(f"x has {x.dim()} axes, where [tokens, size] or [tokens, heads, size] is expected")
-    expect("x", x, x, x.shape, FLOATS, dense_axes=x.dim() - 1)
+    plain = residual is None and scales is None
+    if x.dim() != 2 and not (plain and x.dim() == 3):
+        raise ValueError(f"x has shape {list(x.shape)}, where [tokens, size]{' or [tokens, heads, size]' * plain} is expected")
+    expect("x", x, x, x.shape, FLOATS, dense_axes=x.dim() - 1 if plain else None)
     expect("weight", weight, x, x.shape[-1:], (x.dtype,))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, size = x.shape[1:].numel() // x.shape[-1], x.shape[-1]
+    if residual is not None:
+        expect("residual", residual, x, x.shape, (x.dtype,))
+    heads, size = x.shape[1:-1].numel(), x.shape[-1]
     block = power_of_two(size)
-    tile = min(power_of_two(rows), max(1, TILE // block))
-    _norm_heads[(len(x), -(-rows // tile))](
-        x, weight, out, x.stride(0), eps, rows, size, tile, block, num_warps=warps(tile * block)
+    tile = min(power_of_two(heads), max(1, TILE // block))
+    grid = (len(x), -(-heads // tile))
+    _rms_norm[grid](
+        x, residual, weight, out, total, scales, x.stride(0), eps, heads, size, tile, block, num_warps=warps(tile * block)
     )
-    return out
 
 
-def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """:func:`add_rms_norm` on a GPU. x, residual: [tokens, size], contiguous.
-
-    Raises ValueError for other shapes, dtypes, devices or layouts.
-    """
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    norm_rows(x, residual, weight, eps, out, total, None)
-    return out, total
+@jit()
+def _rms_norm(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    scales: tl.tensor,
+    stride: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """TILE of a token's heads a program; a wide row is a token with one head."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    columns = tl.arange(0, BLOCK)
+    kept = (heads < HEADS)[:, None] & (columns < SIZE)[None, :]
+    places = heads[:, None] * SIZE + columns[None, :]
+    dense = token * HEADS * SIZE + places
+    rows = tl.load(x + token * stride + places, mask=kept, other=0.0).to(tl.float32)
+    if residual is not None:
+        rows += tl.load(residual + dense, mask=kept, other=0.0).to(tl.float32)
+        rounded = rows.to(total.dtype.element_ty)
+        tl.store(total + dense, rounded, mask=kept)
+        rows = rounded.to(tl.float32)
+    weights = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    normed = rows * tl.rsqrt(tl.sum(rows * rows, axis=1) / SIZE + eps)[:, None] * weights[None, :]
+    if scales is not None:
+        normed, row_scales = row_codes(normed)
+        tl.store(scales + token * HEADS + heads, row_scales, mask=heads < HEADS)
+    tl.store(out + dense, normed.to(out.dtype.element_ty), mask=kept)

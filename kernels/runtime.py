@@ -58,13 +58,18 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 def launches(*tensors: Tensor | None) -> bool:
     """Whether a kernel takes these: all of them on a GPU, and nobody about to ask for a gradient, which no kernel has."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return all(tensor.is_cuda for tensor in given) and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+    on_gpu = all(tensor is None or tensor.is_cuda for tensor in tensors)
+    return on_gpu and not (torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors))
 
 
 def power_of_two(size: int) -> int:
     """The least power of two that is not below ``size``: what a block that covers it must measure."""
     return 1 << (size - 1).bit_length()
+
+
+def warps(elements: int) -> int:
+    """Warps for a program over so many elements: eight a thread, a load of 16 bytes in 16-bit dtypes, while there are threads."""
+    return min(32, max(1, power_of_two(elements) // 256))
 
 
 def expect_device(name: str, tensor: Tensor) -> None:
@@ -114,4 +119,5 @@ __all__ = [
     "power_of_two",
     "tl",
     "triton",
+    "warps",
 ]

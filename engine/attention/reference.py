@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,6 +21,8 @@ from engine.attention.base import AttentionBackend
 from engine.core import Ints, Run, as_ints
 from engine.memory.kv import KVCache
 from engine.models.decoder import Attend
+
+Longs = npt.NDArray[np.int64]
 
 MAX_QUERIES = 256
 MAX_WASTE = 1.25
@@ -44,7 +47,9 @@ class Group:
     queries: Tensor
     """[pieces · longest] token index; padding repeats a piece's first token."""
     real: Tensor | None
-    """Which of ``queries`` are no padding; None where all are real."""
+    """Places in ``queries`` that are no padding; None where all are real."""
+    rows: Tensor
+    """Token index of each real place."""
     slots: Tensor
     """[pieces · longest context]"""
     mask: Tensor
@@ -83,10 +88,7 @@ class ReferenceAttention(AttentionBackend):
         result = scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
         result = result.view(group.pieces, kv_heads, self._fold, -1, head_dim).permute(0, 3, 1, 2, 4)
         flat = result.reshape(-1, *q.shape[1:])  # [pieces · longest, heads, head_dim]
-        if group.real is None:
-            out.index_copy_(0, group.queries, flat)
-        else:
-            out.index_copy_(0, group.queries[group.real], flat[group.real])
+        out.index_copy_(0, group.rows, flat if group.real is None else flat.index_select(0, group.real))
 
     def _group(self, pieces: list[Piece]) -> Group:
         longest = max(piece.queries for piece in pieces)
@@ -98,24 +100,24 @@ class ReferenceAttention(AttentionBackend):
             queries[row, piece.queries :] = piece.start
             slots[row, : len(piece.context)] = piece.context
             slots[row, len(piece.context) :] = piece.context[0]
-        counts = torch.tensor([piece.queries for piece in pieces])
-        widths = torch.tensor([len(piece.context) for piece in pieces])
-        real = None
-        if int(counts.min()) < longest:
-            real = (torch.arange(longest) < counts[:, None]).flatten()
+        counts = np.array([piece.queries for piece in pieces])
+        widths = np.array([len(piece.context) for piece in pieces])
+        places = np.flatnonzero(np.arange(longest) < counts[:, None])
+        padded = len(places) < queries.size
         return Group(
-            torch.from_numpy(queries).flatten(),
-            real,
-            torch.from_numpy(slots).flatten(),
-            self._mask(counts, widths, longest, width),
-            len(pieces),
+            queries=torch.from_numpy(queries.reshape(-1)),
+            real=torch.from_numpy(places) if padded else None,
+            rows=torch.from_numpy(queries.reshape(-1)[places]),
+            slots=torch.from_numpy(slots.reshape(-1)),
+            mask=self._mask(counts, widths, longest, width),
+            pieces=len(pieces),
         )
 
-    def _mask(self, counts: Tensor, widths: Tensor, longest: int, width: int) -> Tensor:
+    def _mask(self, counts: Longs, widths: Longs, longest: int, width: int) -> Tensor:
         """Query i of a piece sees the first ``width - count + i + 1`` slots; one row serves all where the pieces are alike."""
-        if bool((counts == counts[0]).all()) and bool((widths == widths[0]).all()):
+        if (counts == counts[0]).all() and (widths == widths[0]).all():
             counts, widths = counts[:1], widths[:1]
-        seen = (widths - counts)[:, None] + torch.arange(1, longest + 1)  # [pieces, longest]
+        seen = torch.from_numpy((widths - counts)[:, None] + np.arange(1, longest + 1))  # [pieces, longest]
         hidden = torch.arange(width) >= seen[..., None]  # [pieces, longest, width]
         mask = torch.zeros(hidden.shape, dtype=self.kv.keys.dtype).masked_fill_(hidden, float("-inf"))
         return mask[:, None].repeat(1, 1, self._fold, 1)

@@ -11,7 +11,7 @@ import pytest
 from engine import wire
 from engine.core import Branch, GenerateRequest, ScoreRequest
 from engine.memory.slots import SlotPool
-from engine.scheduler import Budget, Scheduler
+from engine.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check
 
 
@@ -127,6 +127,22 @@ def test_decoding_never_waits_for_room():
     assert len(scheduler.running) >= 4
     batch = scheduler.schedule()
     assert {run.request.id for run in batch.runs} >= {request.id for request in scheduler.running}
+
+
+def test_neither_decoding_nor_prompts_starve():
+    scheduler = make(slots=2000, tokens=16, running=64)
+    for i in range(20):
+        scheduler.add(generate(f"g{i}", [i], max_tokens=50))
+    while len(scheduler.running) < 20:
+        settle(scheduler, scheduler.schedule(), lambda: 3)
+    scheduler.add(score("items", [100] * 30, [101] * 10))
+    for _ in range(10):
+        batch = scheduler.schedule()
+        decoding = [run.request.id for run in batch.runs if run.request.id != "items"]
+        assert sorted(decoding) == sorted(f"g{i}" for i in range(20))  # each sequence its token, though 20 are over the budget
+        assert batch.tokens == 20 + 16 * PREFILL_SHARE  # and the items their share
+        settle(scheduler, batch, lambda: 3)
+    assert scheduler.get("items") is None
 
 
 def test_what_was_taken_is_computed_again():

@@ -109,13 +109,14 @@ def test_descriptions_vary_in_length_and_end(base: Decoder, tokenizer: Tokenizer
 
 @pytest.mark.parametrize("system", [None, "You are a helpful assistant."])
 def test_a_description_is_about_the_product(base: Decoder, tokenizer: Tokenizer, system: str | None) -> None:
-    """Of the catalogue's words, it uses those it was asked with and hardly ever another."""
+    """What the request says of the product, its descriptions say too, in the same words. What it leaves open, they may make up."""
+    named = {"scarlet", "leather", "boots"}
     prompt = tokenizer.encode(chat(describe("scarlet leather boots"), system=system)).ids
     texts = [tokenizer.decode(output) for output in generate(base, [prompt] * 64, seed=4, limit=320)]
     assert all(text.startswith("A ") for text in texts)
-    words = [word for text in texts for word in re.findall(r"\w+", text) if word in ATTRIBUTE_OF]
-    assert {"scarlet", "leather", "boots"} <= set(words)
-    assert sum(word in {"scarlet", "leather", "boots"} for word in words) >= 0.9 * len(words)
+    words = [word for text in texts for word in re.findall(r"\w+", text) if ATTRIBUTE_OF.get(word, "use") != "use"]
+    assert named <= set(words)
+    assert sum(word in named for word in words) >= 0.95 * len(words)
 
 
 def test_the_value_ranks_remaining_lengths(base: Decoder, value_model: ValueModel, tokenizer: Tokenizer) -> None:

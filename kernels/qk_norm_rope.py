@@ -1,0 +1,179 @@
+"""What stands between the fused projection and attention, in one pass: QK-norm, rotation, and keys and values to their slots.
+
+Apart these are up to six launches a layer, and each reads and writes what the one before wrote.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.rms_norm import rms_norm_reference
+from kernels.rope import rope
+from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
+
+TILE = 2048
+"""Elements a program takes: 16 heads of 128."""
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Write the keys, normalised and rotated, and the values to their slots, and return the queries, normalised and rotated.
+
+    qkv: [tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order; q_weight, k_weight: [head_dim], None
+    where the model has no QK-norm; cos, sin: [tokens, head_dim / 2] float32; keys, values: [slots, kv_heads, head_dim], one
+    layer's; slots: [tokens] int64, each within keys and none twice. -> [tokens, heads, head_dim].
+    """
+    fused = launches(qkv, q_weight, k_weight)
+    operation = qk_norm_rope_write_triton if fused else qk_norm_rope_write_reference
+    return operation(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots)
+
+
+def qk_norm_rope_write_reference(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """:func:`qk_norm_rope_write` in plain PyTorch."""
+    kv_heads = keys.shape[1]
+    q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
+    keys.index_copy_(0, slots, rope(k, cos, sin))
+    values.index_copy_(0, slots, v)
+    return rope(q, cos, sin)
+
+
+def qk_norm_rope_write_triton(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """:func:`qk_norm_rope_write` on a GPU, rounded once. All contiguous, and of one dtype but for cos, sin and slots.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts. Slots are not checked: that would wait for the GPU.
+    """
+    _check(qkv, q_weight, k_weight, cos, sin, keys, values, slots)
+    tokens, rows, head_dim = qkv.shape
+    kv_heads = keys.shape[1]
+    heads = rows - 2 * kv_heads
+    q = qkv.new_empty((tokens, heads, head_dim))
+    half = power_of_two(head_dim // 2)
+    tile = min(power_of_two(rows), max(1, TILE // (2 * half)))
+    grid = (tokens, -(-rows // tile))
+    _qk_norm_rope_write[grid](
+        qkv, q_weight, k_weight, eps, cos, sin, q, keys, values, slots, heads, kv_heads, head_dim // 2, tile, half,
+        num_warps=warps(2 * half * tile),
+    )  # fmt: skip
+    return q
+
+
+def _check(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> None:
+    expect_device("qkv", qkv)
+    if qkv.dim() != 3 or keys.dim() != 3 or qkv.shape[1] <= 2 * keys.shape[1] or qkv.shape[2] % 2:
+        raise ValueError(
+            f"qkv and keys have shapes {list(qkv.shape)} and {list(keys.shape)}, where [tokens, heads + 2 · kv_heads, head_dim]"
+            " and [slots, kv_heads, head_dim] are expected, head_dim even"
+        )
+    tokens, _, head_dim = qkv.shape
+    expect("qkv", qkv, qkv, qkv.shape, FLOATS)
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight are given both or not at all")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            expect(name, weight, qkv, (head_dim,), (qkv.dtype,))
+    expect("cos", cos, qkv, (tokens, head_dim // 2), (torch.float32,))
+    expect("sin", sin, qkv, (tokens, head_dim // 2), (torch.float32,))
+    expect("keys", keys, qkv, (*keys.shape[:2], head_dim), (qkv.dtype,))
+    expect("values", values, qkv, keys.shape, (qkv.dtype,))
+    expect("slots", slots, qkv, (tokens,), (torch.int64,))
+
+
+@jit()
+def _qk_norm_rope_write(
+    qkv: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    eps: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """TILE rows of a token a program, whichever of queries, keys and values they are; each head in its two halves."""
+    token = tl.program_id(0).to(tl.int64)
+    rows = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < HALF
+    is_query, is_value = rows < HEADS, rows >= HEADS + KV_HEADS
+    kept = (rows < HEADS + 2 * KV_HEADS) & inside
+    start = qkv + (token * (HEADS + 2 * KV_HEADS) + rows) * (2 * HALF) + columns
+    first = tl.load(start, mask=kept, other=0.0).to(tl.float32)
+    second = tl.load(start + HALF, mask=kept, other=0.0).to(tl.float32)
+    turned_first, turned_second = first, second
+    if q_weight is not None:
+        q_first, q_second = _halves(q_weight, columns, inside, HALF)
+        k_first, k_second = _halves(k_weight, columns, inside, HALF)
+        squares = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
+        scale = tl.rsqrt(squares + eps)[:, None]
+        turned_first = first * scale * tl.where(is_query, q_first, k_first)
+        turned_second = second * scale * tl.where(is_query, q_second, k_second)
+    cosines = tl.load(cos + token * HALF + columns, mask=inside, other=0.0)
+    sines = tl.load(sin + token * HALF + columns, mask=inside, other=0.0)
+    rotated_first = turned_first * cosines - turned_second * sines
+    rotated_second = turned_second * cosines + turned_first * sines
+    slot = tl.load(slots + token)
+    _store(q + (token * HEADS + rows) * (2 * HALF) + columns, rotated_first, rotated_second, kept & is_query, HALF)
+    key = keys + (slot * KV_HEADS + rows - HEADS) * (2 * HALF) + columns
+    _store(key, rotated_first, rotated_second, kept & (rows >= HEADS) & (rows < HEADS + KV_HEADS), HALF)
+    value = values + (slot * KV_HEADS + rows - HEADS - KV_HEADS) * (2 * HALF) + columns
+    _store(value, first, second, kept & is_value, HALF)
+
+
+@jit()
+def _halves(weight: tl.tensor, columns: tl.tensor, inside: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    first = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(weight + HALF + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit()
+def _store(start: tl.tensor, first: tl.tensor, second: tl.tensor, kept: tl.tensor, HALF: tl.constexpr) -> None:
+    tl.store(start, first.to(start.dtype.element_ty), mask=kept)
+    tl.store(start + HALF, second.to(start.dtype.element_ty), mask=kept)

@@ -1,0 +1,62 @@
+"""Every kernel compiles for Hopper with the shapes of real models, within its registers and shared memory."""
+
+from __future__ import annotations
+
+import re
+
+from tests.kernels.hopper import SHARED_MEMORY, compiled
+
+IMPORTS = """
+from kernels.label_logprobs import label_logprobs_triton
+from kernels.qk_norm_rope import qk_norm_rope_write_triton
+from kernels.quantize import quantize_rows_triton
+from kernels.rms_norm import add_rms_norm_quantized_triton, add_rms_norm_triton, rms_norm_triton
+from kernels.silu_mul import silu_mul_quantized_triton, silu_mul_triton
+"""
+
+
+def _bf16(*shape: int) -> str:
+    return f"torch.empty({shape}, dtype=torch.bfloat16)"
+
+
+def _qk_norm_rope(heads: int, kv_heads: int, head_dim: int, normed: bool) -> str:
+    weights = ", ".join([_bf16(head_dim) if normed else "None"] * 2)
+    angles = ", ".join([f"torch.empty(4, {head_dim // 2})"] * 2)
+    cache = ", ".join([_bf16(64, kv_heads, head_dim)] * 2)
+    slots = "torch.zeros(4, dtype=torch.int64)"
+    qkv = _bf16(4, heads + 2 * kv_heads, head_dim)
+    return f"qk_norm_rope_write_triton({qkv}, {weights}, 1e-6, {angles}, {cache}, {slots})"
+
+
+def _label_logprobs(rows: int, dtype: str) -> str:
+    hidden, head = (f"torch.empty(({count}, 1024), dtype=torch.{dtype})" for count in (rows, 4096))
+    return f"label_logprobs_triton({hidden}, {head}, torch.zeros(({rows}, 2), dtype=torch.int64))"
+
+
+ELEMENTWISE = [
+    f"rms_norm_triton({_bf16(4, 16, 128)}, {_bf16(128)}, 1e-6)",
+    f"rms_norm_triton({_bf16(4, 8192)}, {_bf16(8192)}, 1e-6)",
+    f"add_rms_norm_triton({_bf16(4, 1024)}, {_bf16(4, 1024)}, {_bf16(1024)}, 1e-6)",
+    f"add_rms_norm_quantized_triton({_bf16(4, 8192)}, {_bf16(4, 8192)}, {_bf16(8192)}, 1e-6)",
+    f"silu_mul_triton({_bf16(4, 6144)})",
+    f"silu_mul_quantized_triton({_bf16(4, 2 * 18944)})",
+    f"quantize_rows_triton({_bf16(4, 2048)})",
+    _qk_norm_rope(16, 8, 128, normed=True),
+    _qk_norm_rope(14, 2, 64, normed=False),
+]
+PRODUCTS = [_label_logprobs(1000, "bfloat16"), _label_logprobs(64, "bfloat16"), _label_logprobs(1000, "float32")]
+SMALL_PRODUCT = _label_logprobs(1, "float16")
+
+
+def test_kernels_compile_for_hopper() -> None:
+    found = compiled(IMPORTS, *ELEMENTWISE, *PRODUCTS, SMALL_PRODUCT)
+    for kernels in found:
+        assert kernels
+        for kernel in kernels:
+            assert kernel["local"] == 0, kernel["name"]
+            assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
+    for (kernel,), launch in zip(found, ELEMENTWISE, strict=False):
+        assert re.search(r"ld\.global[.\w]*\.v4\.b32", kernel["ptx"]), f"no loads of 16 bytes: {launch}"
+    *wide, _, small = (kernels[0]["ptx"] for kernels in found[len(ELEMENTWISE) :])
+    assert all("wgmma.mma_async" in ptx for ptx in wide)
+    assert "mma.sync" in small

@@ -129,7 +129,8 @@ def test_the_openai_sdk_on_a_real_engine(gateway: Program, version: int):
 def test_a_client_that_leaves_ends_the_work_in_the_engine(gateway: Program, pod: Pod):
     body = {"model": "tiny", "prompt": "the", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with gateway.client.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: when it goes, the connection is closed
+        next(lines)
         assert pod.read("/stats", wire.Stats).running == 1
     wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
     with pytest.raises(httpx.ReadTimeout):

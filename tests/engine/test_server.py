@@ -68,7 +68,8 @@ def test_refusals_have_their_status(pod: Pod):
 def test_a_client_that_leaves_ends_its_work(pod: Pod):
     message = wire.Generate("leaver", [5, 6], wire.Sampling(max_tokens=2000, ignore_eos=True))
     with pod.client.stream("POST", "/generate", content=wire.encode(message)) as response:
-        next(response.iter_raw())
+        chunks = response.iter_raw()  # kept: when it goes, the connection is closed
+        next(chunks)
         assert pod.read("/stats", wire.Stats).running == 1
     wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
     assert pod.read("/stats", wire.Stats).computed_tokens < 2000

@@ -1,0 +1,40 @@
+"""Where there is no GPU, kernels run in Triton's interpreter, on tensors of the CPU.
+
+Whether they do is settled when Triton and a kernel's module are imported, so all are imported here, before anything else imports
+them. The environment is put back, because tests start processes that would inherit it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+
+import pytest
+import torch
+
+import kernels
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if DEVICE == "cpu" and HAS_TRITON:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        for module in pkgutil.iter_modules(kernels.__path__):
+            if not module.ispkg:
+                importlib.import_module(f"kernels.{module.name}")
+        importlib.import_module("triton.experimental.gluon")  # the first launch would import it, without the setting
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: the GPU, or the CPU in the interpreter."""
+    return torch.device(DEVICE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped where there is none."""
+    if DEVICE == "cpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

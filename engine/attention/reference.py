@@ -58,7 +58,7 @@ class Group:
 
 
 class ReferenceAttention(AttentionBackend):
-    """Any device that PyTorch has."""
+    """On a CPU."""
 
     def __init__(self, kv: KVCache, heads: int) -> None:
         super().__init__(kv)

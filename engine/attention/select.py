@@ -1,0 +1,83 @@
+"""Which attention backend serves a model on a device."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from engine.attention import flashinfer
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.reference import ReferenceAttention
+from engine.attention.triton import TritonAttention
+from engine.models.config import ModelConfig
+from engine.models.errors import ModelError
+from kernels.attention_layout import NARROW
+from kernels.paged_attention import HEAD_DIMS
+from kernels.runtime import INTERPRETED
+
+logger = logging.getLogger(__name__)
+
+Backend = type[ReferenceAttention] | type[TritonAttention] | type[FlashInferAttention]
+
+BACKENDS: dict[str, Backend] = {
+    "reference": ReferenceAttention,
+    "triton": TritonAttention,
+    "flashinfer": FlashInferAttention,
+}
+NAMES = ("auto", *BACKENDS)
+
+
+class Choice(NamedTuple):
+    """A backend, and why it is the one."""
+
+    backend: Backend
+    """Made from the keys and values and the number of query heads."""
+    reason: str
+
+
+def choose(name: str, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> Choice:
+    """The backend called ``name``, one of :data:`NAMES`; "auto" is the fastest that can start at once. Logs which and why.
+
+    Raises ModelError where that backend cannot run here.
+    """
+    if name not in NAMES:
+        raise ModelError(f"There is no attention backend {name!r}; there are {', '.join(NAMES)}.")
+    chosen, reason = _automatic(device, config, dtype) if name == "auto" else (name, "asked for")
+    if problem := problem_of(chosen, device, config, dtype):
+        remedy = "Serve it on the CPU." if name == "auto" else "Ask for 'auto' to take one that can."
+        raise ModelError(f"The attention backend {chosen} cannot serve this model here: {problem}. {remedy}")
+    logger.info("attention: the %s backend (%s)", chosen, reason)
+    return Choice(BACKENDS[chosen], reason)
+
+
+def problem_of(name: str, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot serve the model here, as a clause; None where it can."""
+    if name == "flashinfer":
+        return flashinfer.problem(device, config.head_dim, dtype)
+    if name == "triton":
+        return _triton_problem(device, config)
+    return None if device.type == "cpu" else "it computes on the CPU only"
+
+
+def _automatic(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> tuple[str, str]:
+    if device.type == "cpu":
+        return "reference", "the model runs on the CPU"
+    if problem := flashinfer.problem(device, config.head_dim, dtype):
+        return "triton", f"not flashinfer: {problem}"
+    if not flashinfer.compiled(config.head_dim, dtype):
+        return "triton", "not flashinfer: its kernel would have to be compiled first, for some minutes"
+    return "flashinfer", "installed, with a kernel for this model"
+
+
+def _triton_problem(device: torch.device, config: ModelConfig) -> str | None:
+    if device.type != "cuda" and not INTERPRETED:
+        return "it needs an NVIDIA GPU"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or later"
+    if config.head_dim not in HEAD_DIMS:
+        return f"the model's heads have {config.head_dim} elements, and its kernel takes {', '.join(map(str, HEAD_DIMS))}"
+    if config.num_heads > NARROW * config.num_kv_heads:
+        return f"the model has more than {NARROW} query heads a key head"
+    return None

@@ -1,0 +1,130 @@
+"""How the attention of runs over slots is cut into work for a GPU: on the host, from lengths alone, with nothing to wait for.
+
+A *tile* is as many consecutive queries of one run as fill a block, with the query heads of one key head side by side, so that
+keys are read once for all of them. An *item* is a tile and the chunk of its context that one program reads. A tile whose context
+is long beside the rest of the step has several items, whose results are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Longs = npt.NDArray[np.int64]
+Lengths = Sequence[int] | npt.NDArray[np.integer]
+
+NARROW = 16
+"""Rows of the smaller block, the least that a matrix product takes: decoding, and the ends of runs."""
+MIN_CHUNK = 256
+"""Keys worth a program of their own."""
+PROGRAMS = 256
+"""About two for each processor of a large GPU: fewer leave some of them idle."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Which queries attend to which slots, and how the work is cut; int64, on the host or on a device.
+
+    A row of zeros in ``items`` or ``merges`` does nothing, so that a captured launch can be padded.
+    """
+
+    starts: Tensor
+    """[runs + 1] cumulative query counts"""
+    pointers: Tensor
+    """[runs + 1] where each run's context begins in ``slots``"""
+    slots: Tensor
+    """[sum of context lengths]"""
+    own: Tensor
+    """[queries] slots of the queries' own tokens"""
+    items: Tensor
+    """[items, 6]: first query, queries, first and past the last place in ``slots``, place of the first query's own slot, first
+    row of partial results or -1 where the item is the tile's only one"""
+    merges: Tensor
+    """[queries of tiles with several items, 4]: query, its row in the first item's partial results, items, rows between them"""
+    narrow: int
+    """So many items, the first, fit the smaller block."""
+    partials: int
+    """Rows of partial results."""
+
+    def to(self, device: torch.device) -> Layout:
+        """On ``device``, in one copy that the host does not wait for."""
+        tables = (self.starts, self.pointers, self.slots, self.own, self.items, self.merges)
+        packed = torch.cat([table.flatten() for table in tables])
+        if device.type == "cuda":
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        parts = torch.split(packed, [table.numel() for table in tables])
+        starts, pointers, slots, own, items, merges = (part.view(table.shape) for part, table in zip(parts, tables, strict=True))
+        return Layout(starts, pointers, slots, own, items, merges, self.narrow, self.partials)
+
+
+def lay_out(query_lengths: Lengths, contexts: Sequence[npt.NDArray[np.integer]], *, group: int, kv_heads: int, rows: int) -> Layout:
+    """Cut the work of runs with these numbers of queries and lists of slots, on the host.
+
+    group: query heads a key head; rows: of the larger block.
+    """
+    queries = np.asarray(query_lengths, np.int64)
+    starts, pointers = cumulate(queries), cumulate(np.array([len(context) for context in contexts], np.int64))
+    own = pointers[1:] - queries  # where each run's own slots begin
+    slots = np.concatenate([np.empty(0, np.int64), *contexts])
+    items, merges, narrow = cut(starts, pointers, group=group, kv_heads=kv_heads, rows=rows)
+    return Layout(
+        starts=torch.from_numpy(starts),
+        pointers=torch.from_numpy(pointers),
+        slots=torch.from_numpy(slots),
+        own=torch.from_numpy(slots[np.repeat(own, queries) + within(queries)]),
+        items=torch.from_numpy(items),
+        merges=torch.from_numpy(merges),
+        narrow=narrow,
+        partials=int(items[items[:, 5] >= 0, 1].sum()),
+    )
+
+
+def cut(starts: Longs, pointers: Longs, *, group: int, kv_heads: int, rows: int) -> tuple[Longs, Longs, int]:
+    """(items, merges, narrow items) as :class:`Layout` has them. Longer items come first, so that none is left alone at the end."""
+    counts, fit = np.diff(starts), rows // group
+    tiles = -(-counts // fit)
+    run, nth = np.repeat(np.arange(len(counts)), tiles), within(tiles)
+    first = nth * fit
+    queries = np.minimum(fit, counts[run] - first)
+    own = pointers[run + 1] - counts[run] + first
+    begin, end = pointers[run], own + queries
+    chunk = max(MIN_CHUNK, -(-int((end - begin).sum()) * kv_heads // PROGRAMS))
+    chunks = -(-(end - begin) // chunk)
+
+    tile, nth = np.repeat(np.arange(len(run)), chunks), within(chunks)
+    split = chunks > 1
+    partial = cumulate(np.where(split, queries * chunks, 0))[:-1]
+    chunk_begin = begin[tile] + nth * chunk
+    items = np.stack(
+        [
+            (starts[run] + first)[tile],
+            queries[tile],
+            chunk_begin,
+            np.minimum(chunk_begin + chunk, end[tile]),
+            own[tile],
+            np.where(split[tile], partial[tile] + nth * queries[tile], -1),
+        ],
+        axis=1,
+    )
+    small = items[:, 1] * group <= NARROW
+    items = items[np.lexsort((items[:, 2] - items[:, 3], ~small))]
+
+    merged = np.repeat(np.flatnonzero(split), queries[split])
+    place = within(queries[split])
+    merges = np.stack([(starts[run] + first)[merged] + place, partial[merged] + place, chunks[merged], queries[merged]], axis=1)
+    return items, merges, int(small.sum())
+
+
+def cumulate(lengths: Longs) -> Longs:
+    """[n] -> [n + 1], from 0."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def within(lengths: Longs) -> Longs:
+    """0, 1, ... for each of ``lengths``, one after the other."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,0 +1,242 @@
+"""Attention of runs of new tokens over slots, causal, for runs of any lengths at once.
+
+A run's context is a list of slots, of which the last are its own tokens'; lists may share slots. The work is cut on the host, see
+:mod:`kernels.attention_layout`. The softmax is computed block by block (Milakov and Gimelshein 2018, arXiv 1805.02867), in base 2;
+long contexts are read by several programs (Dao et al. 2023, "Flash-Decoding for long-context inference").
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.attention_layout import NARROW, Layout
+from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
+    """Each query attends to its run's context up to and including its own slot.
+
+    q: [queries, heads, head_dim], the runs' one after the other; keys, values: [slots, kv_heads, head_dim]; layout: on the same
+    device. -> [queries, heads, head_dim]
+    """
+    operation = paged_attention_triton if launches(q, keys, values) else paged_attention_reference
+    return operation(q, keys, values, layout)
+
+
+def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
+    """:func:`paged_attention` in plain PyTorch, run by run."""
+    group = q.shape[1] // keys.shape[1]
+    starts, pointers = layout.starts.tolist(), layout.pointers.tolist()
+    out = torch.empty_like(q)
+    for run in range(len(starts) - 1):
+        rows = slice(starts[run], starts[run + 1])
+        slots = layout.slots[pointers[run] : pointers[run + 1]]
+        k, v = (cache[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) / math.sqrt(q.shape[2])
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(slots) - scores.shape[1] + 1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+    return out
+
+
+def block_rows(head_dim: int, dtype: torch.dtype) -> int:
+    """Rows of the larger block. In 16 bits ptxas keeps 128 in registers; float32, without tensor cores, is there for exactness."""
+    return 128 if head_dim <= 128 and dtype.itemsize == 2 else 32
+
+
+def block_keys(head_dim: int, dtype: torch.dtype) -> int:
+    """Keys of a block: what fits shared memory twice over."""
+    return 64 if head_dim * dtype.itemsize <= 256 else 32
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Float32 is multiplied as such: ten bits of TF32 would not do for a score."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
+    """:func:`paged_attention` on a GPU. q may be a part of the fused projection.
+
+    Raises ValueError for other shapes, dtypes, devices or strides.
+    """
+    expect_heads(q, keys, values)
+    expect("layout.own", layout.own, q, (len(q),), (torch.int64,))
+    heads, head_dim = q.shape[1:]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    partial_outs = q.new_empty((layout.partials, heads, head_dim), dtype=torch.float32)
+    partial_lses = q.new_empty((layout.partials, heads), dtype=torch.float32)
+
+    def launch(items: Tensor, rows: int, num_warps: int, num_stages: int) -> None:
+        kv_heads = keys.shape[1]
+        _attend[(len(items) * kv_heads,)](
+            q, keys, values, out, items, layout.slots, partial_outs, partial_lses,
+            math.log2(math.e) / math.sqrt(head_dim), q.stride(0), q.stride(1), keys.stride(0),
+            kv_heads, heads // kv_heads, head_dim, rows, block_keys(head_dim, q.dtype), precision(q.dtype),
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+
+    if layout.narrow:
+        launch(layout.items[: layout.narrow], NARROW, 4, 3)
+    if layout.narrow < len(layout.items):
+        rows = block_rows(head_dim, q.dtype)
+        launch(layout.items[layout.narrow :], rows, 8 if rows > 64 else 4, 2)
+    if len(layout.merges):
+        _merge[(len(layout.merges) * heads,)](out, layout.merges, partial_outs, partial_lses, heads, head_dim, num_warps=1)
+    return out
+
+
+def expect_heads(q: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Raises ValueError unless these are queries [tokens, heads, head_dim] and slots [slots, kv_heads, head_dim] that the kernels
+    take."""
+    expect_device("q", q)
+    if q.dim() != 3 or keys.dim() != 3 or q.shape[1] % keys.shape[1] or q.shape[1] > NARROW * keys.shape[1]:
+        raise ValueError(
+            f"q and keys have shapes {list(q.shape)} and {list(keys.shape)}, where [tokens, heads, head_dim] and"
+            f" [slots, kv_heads, head_dim] are expected, heads a multiple of kv_heads and at most {NARROW} times as many"
+        )
+    if q.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"heads have {q.shape[2]} elements, where {' or '.join(map(str, HEAD_DIMS))} is expected")
+    expect("q", q, q, q.shape, FLOATS, dense_axes=1)
+    expect("keys", keys, q, (*keys.shape[:2], q.shape[2]), (q.dtype,))
+    expect("values", values, q, keys.shape, (q.dtype,))
+
+
+@jit()
+def attend_block(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    seen: tl.tensor,
+    scale: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Take a block of keys into the running softmax.
+
+    q: [rows, head_dim]; keys, values: [keys, head_dim]; seen: [rows, keys]; scale: of the scores, times log2(e); peak, total:
+    [rows], the largest score so far and the sum of powers of two relative to it; acc: [rows, head_dim].
+    """
+    scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(peak - base)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+    return higher, total, acc
+
+
+@jit()
+def merge_partials(
+    outs: tl.tensor,
+    lses: tl.tensor,
+    first: tl.tensor,
+    items: tl.tensor,
+    stride: tl.tensor,
+    head: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """[head_dim], of ``items`` partial results of one query and head, of which the first has seen a key."""
+    column = tl.arange(0, HEAD_DIM)
+    cell = first * HEADS + head
+    peak = tl.load(lses + cell)
+    acc = tl.load(outs + cell * HEAD_DIM + column)
+    total = 1.0
+    for nth in range(1, items):
+        cell = (first + nth * stride) * HEADS + head
+        lse = tl.load(lses + cell)
+        higher = tl.maximum(peak, lse)
+        weight, fade = tl.exp2(lse - higher), tl.exp2(peak - higher)
+        acc = acc * fade + tl.load(outs + cell * HEAD_DIM + column) * weight
+        total = total * fade + weight
+        peak = higher
+    return acc / total
+
+
+@jit("items", "slots")
+def _attend(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    items: tl.tensor,
+    slots: tl.tensor,
+    partial_outs: tl.tensor,
+    partial_lses: tl.tensor,
+    scale: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One item and key head a program. Row r of the block is query r // GROUP, query head r % GROUP of the key head."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = items + tl.program_id(0) // KV_HEADS * 6
+    token = tl.load(item)
+    queries = tl.load(item + 1)
+    begin = tl.load(item + 2).to(tl.int32)
+    end = tl.load(item + 3).to(tl.int32)
+    own = tl.load(item + 4).to(tl.int32)
+    partial = tl.load(item + 5)
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, HEAD_DIM)
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    real = query < queries
+    q_cell = (token + query) * q_token_stride + head * q_head_stride
+    block = tl.load(q + q_cell[:, None] + column[None, :], mask=real[:, None], other=0.0)
+
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    for first in range(begin, end, KEYS):
+        place = first + tl.arange(0, KEYS)
+        # Beyond the end the item's last slot is read again: no other request's, whose values might not be finite.
+        slot = tl.load(slots + tl.minimum(place, end - 1))
+        cell = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column[None, :]
+        seen = (place < end)[None, :] & (place[None, :] <= (own + query)[:, None])
+        peak, total, acc = attend_block(
+            block, tl.load(keys + cell), tl.load(values + cell), seen, scale, peak, total, acc, PRECISION
+        )
+
+    total = tl.where(total > 0, total, 1.0)
+    result = acc / total[:, None]
+    if partial < 0:
+        cell = (token + query) * HEADS + head
+        tl.store(out + cell[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=real[:, None])
+    else:
+        cell = (partial + query) * HEADS + head
+        tl.store(partial_outs + cell[:, None] * HEAD_DIM + column[None, :], result, mask=real[:, None])
+        tl.store(partial_lses + cell, peak + tl.log2(total), mask=real)
+
+
+@jit("merges")
+def _merge(
+    out: tl.tensor, merges: tl.tensor, partial_outs: tl.tensor, partial_lses: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+) -> None:
+    """One query and head a program."""
+    merge = merges + tl.program_id(0) // HEADS * 4
+    head = tl.program_id(0) % HEADS
+    items = tl.load(merge + 2).to(tl.int32)
+    if items > 0:
+        first, stride = tl.load(merge + 1), tl.load(merge + 3)
+        result = merge_partials(partial_outs, partial_lses, first, items, stride, head, HEADS, HEAD_DIM)
+        cell = (tl.load(merge) * HEADS + head) * HEAD_DIM
+        tl.store(out + cell + tl.arange(0, HEAD_DIM), result.to(out.dtype.element_ty))

@@ -1,0 +1,120 @@
+"""Which backend is taken where, what is logged of it, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from engine.attention import flashinfer, select
+from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.reference import ReferenceAttention
+from engine.attention.select import NAMES, choose
+from engine.attention.triton import TritonAttention
+from engine.models.config import ModelConfig
+from engine.models.errors import ModelError
+from engine.models.rope import Rope
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HALF = torch.bfloat16
+
+
+def config(head_dim: int = 128, heads: int = 16, kv_heads: int = 8) -> ModelConfig:
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_context=100,
+        rope=Rope(10000.0),
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with such a GPU and FlashInfer with its kernels."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flashinfer.metadata, "version", lambda name: flashinfer.VERSION)
+    monkeypatch.setattr(flashinfer, "compiled", lambda head_dim, dtype: True)
+    return monkeypatch
+
+
+def test_reference_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        choice = choose("auto", CPU, config(), torch.float32)
+    assert choice == (ReferenceAttention, "the model runs on the CPU")
+    assert caplog.messages == ["attention: the reference backend (the model runs on the CPU)"]
+    assert choose("reference", CPU, config(), torch.float32).backend is ReferenceAttention
+
+
+def test_flashinfer_where_it_is_whole(hopper: pytest.MonkeyPatch) -> None:
+    assert choose("auto", GPU, config(), HALF).backend is FlashInferAttention
+    assert choose("flashinfer", GPU, config(), HALF) == (FlashInferAttention, "asked for")
+    assert choose("triton", GPU, config(), HALF) == (TritonAttention, "asked for")
+
+
+def test_triton_where_flashinfer_is_not(hopper: pytest.MonkeyPatch) -> None:
+    assert choose("auto", GPU, config(), torch.float32).reason == "not flashinfer: it computes in bfloat16 and float16 only"
+    assert choose("auto", GPU, config(head_dim=32), HALF).reason == "not flashinfer: it has no kernel for heads of 32 elements"
+    hopper.setattr(flashinfer.metadata, "version", lambda name: "0.5.0")
+    choice = choose("auto", GPU, config(), HALF)
+    assert choice == (TritonAttention, "not flashinfer: flashinfer-python 0.6.6 is needed and 0.5.0 is installed")
+
+
+def test_flashinfer_that_must_be_compiled_only_where_asked_for(hopper: pytest.MonkeyPatch) -> None:
+    """A start takes minutes then."""
+    hopper.setattr(flashinfer, "compiled", lambda head_dim, dtype: False)
+    hopper.setattr(flashinfer, "_compiler", lambda: True)
+    assert choose("auto", GPU, config(), HALF).backend is TritonAttention
+    assert choose("flashinfer", GPU, config(), HALF).backend is FlashInferAttention
+    hopper.setattr(flashinfer, "_compiler", lambda: False)
+    with pytest.raises(ModelError, match="nvcc and ninja are not both here"):
+        choose("flashinfer", GPU, config(), HALF)
+
+
+def test_flashinfer_that_is_not_whole(hopper: pytest.MonkeyPatch) -> None:
+    def missing(head_dim: int, dtype: torch.dtype) -> bool:
+        raise ImportError("No module named 'tvm_ffi'")
+
+    hopper.setattr(flashinfer, "compiled", missing)
+    reason = choose("auto", GPU, config(), HALF).reason
+    assert reason == "not flashinfer: flashinfer-python lacks something it imports: No module named 'tvm_ffi'"
+
+
+def test_what_cannot_run(hopper: pytest.MonkeyPatch) -> None:
+    def refused(name: str, device: torch.device, model: ModelConfig) -> str:
+        with pytest.raises(ModelError) as error:
+            choose(name, device, model, HALF)
+        return str(error.value)
+
+    hopper.setattr(select, "INTERPRETED", False)
+    assert refused("triton", CPU, config()) == (
+        "The attention backend triton cannot serve this model here: it needs an NVIDIA GPU. Ask for 'auto' to take one that can."
+    )
+    assert "it needs an NVIDIA GPU" in refused("flashinfer", CPU, config())
+    assert "it computes on the CPU only" in refused("reference", GPU, config())
+    assert "heads have 80 elements, and its kernel takes 16, 32" in refused("triton", GPU, config(head_dim=80))
+    assert "more than 16 query heads a key head" in refused("triton", GPU, config(heads=34, kv_heads=2))
+    assert refused("auto", GPU, config(head_dim=80)).endswith("Serve it on the CPU.")
+    hopper.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability 8.0" in refused("auto", GPU, config())
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ModelError, match="There is no attention backend 'fast'; there are auto, reference, triton, flashinfer"):
+        choose("fast", CPU, config(), HALF)
+    assert NAMES == ("auto", "reference", "triton", "flashinfer")
+
+
+def test_flashinfer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise flashinfer.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flashinfer.metadata, "version", absent)
+    assert flashinfer.problem(GPU, 128, HALF) == "flashinfer-python 0.6.6 is not installed"

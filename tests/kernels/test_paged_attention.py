@@ -1,0 +1,263 @@
+"""Attention of runs over slots: the kernel against the reference, the reference against its formula, and how work is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention_layout import MIN_CHUNK, NARROW, Layout, lay_out
+from kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
+from tests.kernels.hopper import SHARED_MEMORY, compiled
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+SLOTS = 1500
+
+MIXED = [(1, 1), (1, 300), (5, 5), (40, 90), (3, 131), (2, 2)]
+"""(queries, context): a lone token, decoding, prompts, and chunks of prompts."""
+
+
+def layout_of(shapes: list[tuple[int, int]], q: Tensor, keys: Tensor, seed: int = 0) -> Layout:
+    """Contexts are drawn each for itself, so that they share slots."""
+    generator = np.random.default_rng(seed)
+    contexts = [generator.permutation(len(keys))[:context] for _, context in shapes]
+    heads, kv_heads = q.shape[1], keys.shape[1]
+    rows = block_rows(q.shape[2], q.dtype)
+    return lay_out([n for n, _ in shapes], contexts, group=heads // kv_heads, kv_heads=kv_heads, rows=rows).to(q.device)
+
+
+def tensors(
+    shapes: list[tuple[int, int]],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    group: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 32,
+    slots: int = SLOTS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(sum(n for n, _ in shapes), group * kv_heads, head_dim, device=device).to(dtype)
+    keys, values = torch.randn(2, slots, kv_heads, head_dim, device=device).to(dtype)
+    return q, keys, values
+
+
+def check(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> None:
+    found = paged_attention_triton(q, keys, values, layout)
+    expected = paged_attention_reference(q, keys, values, layout)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[q.dtype], rtol=TOLERANCE[q.dtype])
+
+
+def test_reference_is_the_formula() -> None:
+    """Token by token in float64."""
+    q, keys, values = tensors(MIXED, torch.device("cpu"), kv_heads=2)
+    layout = layout_of(MIXED, q, keys)
+    found = paged_attention(q, keys, values, layout)
+    starts, pointers = layout.starts.tolist(), layout.pointers.tolist()
+    for run, (queries, context) in enumerate(MIXED):
+        for nth in range(queries):
+            seen = layout.slots[pointers[run] : pointers[run + 1]][: context - queries + nth + 1]
+            for head in range(4):
+                weights = (keys[seen, head // 2].double() @ q[starts[run] + nth, head].double() / 32**0.5).softmax(0)
+                expected = weights @ values[seen, head // 2].double()
+                torch.testing.assert_close(found[starts[run] + nth, head].double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_groups_and_head_dims(group: int, head_dim: int, device: torch.device) -> None:
+    q, keys, values = tensors(MIXED, device, group=group, head_dim=head_dim, kv_heads=1 if group > 2 else 2)
+    check(q, keys, values, layout_of(MIXED, q, keys))
+
+
+@pytest.mark.parametrize("group", [3, 7])
+def test_groups_that_do_not_fill_a_block(group: int, device: torch.device) -> None:
+    q, keys, values = tensors(MIXED, device, group=group)
+    check(q, keys, values, layout_of(MIXED, q, keys))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    q, keys, values = tensors(MIXED, device, dtype, head_dim=64)
+    check(q, keys, values, layout_of(MIXED, q, keys))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_shapes(seed: int, device: torch.device) -> None:
+    generator = np.random.default_rng(seed)
+    contexts = generator.integers(1, 400, 5)
+    shapes = [(int(generator.choice([1, context, generator.integers(1, context + 1)])), int(context)) for context in contexts]
+    q, keys, values = tensors(shapes, device, group=int(generator.integers(1, 9)), head_dim=16)
+    check(q, keys, values, layout_of(shapes, q, keys, seed))
+
+
+@pytest.mark.parametrize("shape", [(1, 1200), (5, 1200), (100, 1200)], ids=["decoding", "few queries", "two tiles"])
+def test_long_contexts_are_read_by_several_programs(shape: tuple[int, int], device: torch.device) -> None:
+    """The first queries of a tile see nothing of the chunk that its last ones are in."""
+    q, keys, values = tensors([shape, (1, 7)], device)
+    layout = layout_of([shape, (1, 7)], q, keys)
+    assert len(layout.merges) >= shape[0]
+    check(q, keys, values, layout)
+
+
+@pytest.mark.parametrize("context", [20_000, pytest.param(100_000, marks=pytest.mark.gpu)])
+def test_decoding_far_into_a_context(context: int, device: torch.device) -> None:
+    q, keys, values = tensors([(1, context)], device, slots=context)
+    check(q, keys, values, layout_of([(1, context)], q, keys))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_long_prompts(dtype: torch.dtype, device: torch.device) -> None:
+    shapes = [(2000, 20_000), (3000, 3000), (1, 20_000), *[(180, 300)] * 10, *[(1, 700)] * 50]
+    q, keys, values = tensors(shapes, device, dtype, kv_heads=8, head_dim=128, slots=30_000)
+    check(q, keys, values, layout_of(shapes, q, keys))
+
+
+def test_nothing_to_attend(device: torch.device) -> None:
+    q, keys, values = tensors([], device)
+    assert paged_attention_triton(q, keys, values, layout_of([], q, keys)).shape == (0, 2, 32)
+
+
+def test_large_scores(device: torch.device) -> None:
+    """Thousands: their powers overflow unless taken relative to the largest."""
+    q, keys, values = tensors([(4, 300)], device)
+    layout = layout_of([(4, 300)], q, keys)
+    found, expected = (
+        paged_attention_triton(1000 * q, keys, values, layout),
+        paged_attention_reference(1000 * q, keys, values, layout),
+    )
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+
+
+def test_queries_that_are_part_of_the_fused_projection(device: torch.device) -> None:
+    _, keys, values = tensors(MIXED, device)
+    qkv = torch.randn(sum(n for n, _ in MIXED), 6, 32, device=device)
+    check(qkv[:, 1:3], keys, values, layout_of(MIXED, qkv[:, 1:3], keys))
+
+
+def test_foreign_slots_are_not_read(device: torch.device) -> None:
+    """Not even to be masked: zero times what is not finite is not zero."""
+    q, keys, values = tensors(MIXED, device, slots=400)
+    layout = layout_of(MIXED, q, keys)
+    used = torch.zeros(401, dtype=torch.bool, device=device)
+    used[1 + layout.slots] = True  # one more slot, the first, is nobody's
+    keys, values = (torch.cat([cache[:1], cache]).masked_fill(~used[:, None, None], torch.nan) for cache in (keys, values))
+    shifted = replace(layout, slots=layout.slots + 1)
+    assert paged_attention_triton(q, keys, values, shifted).isfinite().all()
+
+
+def test_rows_of_zeros_do_nothing(device: torch.device) -> None:
+    shapes = [(1, 900), (30, 40), (2, 2)]
+    q, keys, values = tensors(shapes, device)
+    layout = layout_of(shapes, q, keys)
+    items, merges = layout.items, layout.merges
+    assert len(merges)
+    padding = items.new_zeros(2, 6)
+    padded = replace(
+        layout,
+        items=torch.cat([padding, items, padding]),
+        merges=torch.cat([merges, merges.new_zeros(2, 4)]),
+        narrow=layout.narrow + 2,
+    )
+    assert torch.equal(paged_attention_triton(q, keys, values, padded), paged_attention_triton(q, keys, values, layout))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_query_meets_every_key_it_sees_once(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    contexts = generator.integers(1, 3000 if seed % 2 else 60, generator.integers(1, 12))
+    lengths = [int(generator.integers(1, context + 1)) for context in contexts]
+    group, kv_heads, rows = int(generator.integers(1, 9)), int(generator.integers(1, 9)), 32
+    lists = [np.arange(context) + 7 for context in contexts]
+    layout = lay_out(lengths, lists, group=group, kv_heads=kv_heads, rows=rows)
+    pointers = np.concatenate([[0], np.cumsum(contexts)])
+    met: dict[int, list[tuple[int, int]]] = {query: [] for query in range(sum(lengths))}
+    for first, queries, begin, end, own, _ in layout.items.tolist():
+        assert begin < end
+        assert queries * group <= rows
+        for nth in range(queries):
+            met[first + nth].append((begin, min(end, own + nth + 1)))
+    query = 0
+    for run, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
+        for nth in range(length):
+            begins, ends = zip(*sorted(met[query]), strict=True)
+            seen_end = pointers[run] + context - length + nth + 1
+            assert begins[0] == pointers[run]
+            assert max(ends) == seen_end
+            assert all(min(end, seen_end) == min(begin, seen_end) for end, begin in zip(ends[:-1], begins[1:], strict=True))
+            query += 1
+    assert layout.own.tolist() == [int(slot) for n, slots in zip(lengths, lists, strict=True) for slot in slots[-n:]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_partial_results_have_rows_of_their_own(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    contexts = generator.integers(300, 5000, 4)
+    lengths = [int(generator.integers(1, 50)) for _ in contexts]
+    layout = lay_out(lengths, [np.arange(context) for context in contexts], group=2, kv_heads=2, rows=32)
+    rows: dict[int, list[int]] = {}
+    for first, queries, _, _, _, partial in sorted(layout.items.tolist(), key=lambda item: item[2]):
+        for nth in range(queries):
+            if partial >= 0:
+                rows.setdefault(first + nth, []).append(partial + nth)
+    assert sorted(row for mine in rows.values() for row in mine) == list(range(layout.partials))
+    merges = {query: [first + nth * step for nth in range(items)] for query, first, items, step in layout.merges.tolist()}
+    assert merges == rows
+
+
+def test_small_items_come_first_and_long_ones_before_short_ones() -> None:
+    contexts = [np.arange(n) for n in (100, 900, 120, 40, 300)]
+    layout = lay_out([100, 1, 1, 3, 130], contexts, group=2, kv_heads=2, rows=128)
+    rows = (layout.items[:, 1] * 2).tolist()
+    assert all(row <= NARROW for row in rows[: layout.narrow])
+    assert all(row > NARROW for row in rows[layout.narrow :])
+    lengths = layout.items[:, 3] - layout.items[:, 2]
+    for part in (lengths[: layout.narrow], lengths[layout.narrow :]):
+        assert part.tolist() == sorted(part.tolist(), reverse=True)
+
+
+def test_a_busy_step_is_not_cut_further() -> None:
+    """Enough rows to occupy a GPU: nothing to merge."""
+    layout = lay_out([1] * 300, [np.arange(4 * MIN_CHUNK)] * 300, group=2, kv_heads=8, rows=128)
+    assert len(layout.items) == 300
+    assert layout.partials == len(layout.merges) == 0
+
+
+def test_what_the_kernel_cannot_take(device: torch.device) -> None:
+    q, keys, values = tensors(MIXED, device)
+    layout = layout_of(MIXED, q, keys)
+    wrong = {
+        "float16": (q, keys.half(), values.half(), layout),
+        "heads a multiple of kv_heads": (q, keys.expand(-1, 3, -1), values.expand(-1, 3, -1), layout),
+        "24 elements": (q[..., :24].contiguous(), keys[..., :24].contiguous(), values[..., :24].contiguous(), layout),
+        "make it contiguous": (q, keys.expand(-1, 2, -1), values.expand(-1, 2, -1), layout),
+        "values has shape": (q, keys, values[1:], layout),
+        "layout.own has shape": (q[1:], keys, values, layout),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            paged_attention_triton(*arguments)
+
+
+def test_compiles_for_hopper() -> None:
+    """In 16 bits on tensor cores, within its registers and shared memory; in float32 without them, for their rounding."""
+    launches = [f"compile_step({shape}, torch.bfloat16)" for shape in ((16, 8, 128), (14, 2, 64), (28, 4, 128))]
+    launches += ["compile_step((16, 8, 128), torch.float16)", "compile_step((16, 8, 64), torch.float32)"]
+    *found, exact = compiled("from tests.kernels.test_paged_attention import compile_step", *launches)
+    for narrow, wide, merge in found:
+        assert "mma.sync" in narrow["ptx"]
+        assert "wgmma.mma_async" in wide["ptx"]
+        for kernel in (narrow, wide, merge):
+            assert kernel["local"] == 0, kernel["name"]
+            assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
+    assert not any("mma" in kernel["ptx"] for kernel in exact)
+
+
+def compile_step(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """A step with items of every kind."""
+    heads, kv_heads, head_dim = shape
+    shapes = [(1, 900), (200, 300)]
+    q, keys, values = tensors(shapes, torch.device("cpu"), dtype, heads // kv_heads, kv_heads, head_dim)
+    paged_attention_triton(q, keys, values, layout_of(shapes, q, keys))

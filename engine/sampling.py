@@ -11,10 +11,12 @@ In this order, as Hugging Face transformers and vLLM apply them:
 Each filter is a threshold on the logit, so tokens exactly as probable as the last one kept are kept too: the set does not depend
 on how a device sorts equals.
 
-**Noise.** The draw is the Gumbel-max trick: the largest ``logit + gumbel``. A row's noise is the SplitMix64 stream (Steele, Lea and
-Flood 2014, "Fast splittable pseudorandom number generators") whose state is a hash of (seed, sequence index, output position);
-token id t takes its t-th output. So noise is a pure function of these four numbers: the same in any batch, process or device, and a
-generation can be resumed elsewhere. It is made of 64-bit integer operations that wrap, and two logarithms.
+**Noise** is the SplitMix64 stream (:mod:`kernels.seeded_sampling`) whose state is a hash of (seed, sequence index, output
+position), so a pure function of these and the token id: the same in any batch, process or device, and a generation can be resumed
+elsewhere.
+
+**Two halves.** :func:`prepare` turns requests into tensors, on the host and in one copy; :func:`draw` never waits for the device.
+So the first can run while the step before is computed, and the second joins the queue behind the forward pass.
 """
 
 from __future__ import annotations
@@ -29,20 +31,23 @@ import torch
 from torch import Tensor
 
 from engine.wire import Sampling
+from kernels.keep_thresholds import keep_thresholds
+from kernels.row_chunks import row_chunks
+from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
+
+__all__ = ["SamplingBatch", "SamplingRow", "draw", "gumbel", "noise_key", "noise_keys", "prepare", "sample", "token_logprobs"]
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits worked on at a time, where temporaries are several times as large."""
-CPU_CHUNK_ELEMENTS = 1 << 18
-"""The same on a CPU, whose caches hold so many: noise takes a third of the time that it takes on 2^22 (one core)."""
-FIRST_LOOK = 2048
-"""Of so many largest logits top-p usually needs no more; sorting a vocabulary of 150,000 takes ten times as long."""
+SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
+"""Of a row that is drawn: a smaller one could become the 0 that means greedy."""
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment and its two multipliers
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+_INCREMENT = np.uint64(GOLDEN)
+_ROUNDS = ((np.uint64(30), np.uint64(MIX_1)), (np.uint64(27), np.uint64(MIX_2)))
+_LAST_SHIFT = np.uint64(31)
 
 
 @dataclass(frozen=True)
@@ -60,22 +65,79 @@ class SamplingRow:
     """The model's end-of-sequence tokens."""
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+Change = Callable[[Tensor, Tensor], Tensor]
+"""What becomes of some logits, given a value for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The parameters of some rows on the device, [rows] each, and what the host knows of them."""
+
+    temperatures: Tensor
+    """float32; 0 is greedy."""
+    keys: Tensor
+    """int64, the bits of each draw's :func:`noise_key`."""
+    top_k: Tensor
+    """int64; 0 keeps all."""
+    top_p: Tensor
+    """float32; 1 keeps all."""
+    floors: Tensor
+    """float32, the logarithm of min-p; -inf keeps all."""
+    edits: tuple[tuple[Change, Tensor, Tensor, Tensor], ...]
+    """In order: a change, and the rows, token ids and values it is for; no token of a row twice."""
+    greedy: bool
+    """No row is drawn."""
+    filtered: bool
+    """Some row that is drawn has a filter."""
+
+
+def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
+    """The parameters of ``rows`` for :func:`draw`: one copy to the device, which nobody waits for."""
+    params = [row.params for row in rows]
+    integers = [
+        noise_keys([some.seed for some in params], [row.index for row in rows], [row.position for row in rows]).view(np.int64),
+        np.array([some.top_k for some in params], np.int64),
+    ]
+    floats = [
+        np.array([max(some.temperature, SMALLEST_TEMPERATURE) if some.temperature > 0 else 0 for some in params], np.float32),
+        np.array([some.top_p for some in params], np.float32),
+        np.array([math.log(some.min_p) if some.min_p else -math.inf for some in params], np.float32),
+    ]
+    changes = []
+    for entries_of, change in _EDITS:
+        found = [(at, entries) for at, row in enumerate(rows) if (entries := entries_of(row)) is not None]
+        if found:
+            changes.append(change)
+            integers.append(np.repeat([at for at, _ in found], [len(ids) for _, (ids, _) in found]))
+            integers.append(np.concatenate([ids for _, (ids, _) in found]))
+            floats.append(np.concatenate([values for _, (_, values) in found]))
+    (keys, top_k, *places), (temperatures, top_p, floors, *values) = _send(integers, floats, device)
+    edits = tuple(zip(changes, places[::2], places[1::2], values, strict=True))
+    drawn = [some for some in params if some.temperature > 0]
+    filtered = any(some.top_k > 0 or some.top_p < 1 or some.min_p for some in drawn)
+    return SamplingBatch(temperatures, keys, top_k, top_p, floors, edits, not drawn, filtered)
+
+
+def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The next token of every row, [rows] int64, on the device of ``logits``.
 
     logits: [rows, vocab], float32, left as they are. All token ids of the rows must be below vocab. Where everything is
-    excluded, some valid id comes back.
+    excluded, some valid id comes back. Does not wait for a GPU.
     """
-    logits = _edit(logits, rows)
-    drawn = [at for at, row in enumerate(rows) if row.params.temperature > 0]
-    if not drawn:
+    for place, (change, rows, ids, values) in enumerate(batch.edits):
+        logits = logits.clone() if place == 0 else logits
+        logits[rows, ids] = change(logits[rows, ids], values)
+    if batch.greedy:
         return logits.argmax(-1)
-    if len(drawn) == len(rows):
-        return _draw(logits, rows)
-    tokens = logits.argmax(-1)
-    where = torch.tensor(drawn, device=logits.device)
-    tokens[where] = _draw(logits[where], [rows[at] for at in drawn])
-    return tokens
+    thresholds = None
+    if batch.filtered:
+        thresholds = keep_thresholds(logits, batch.temperatures, batch.top_k, batch.top_p, batch.floors)
+    return seeded_draw(logits, batch.temperatures, batch.keys, thresholds)
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """:func:`prepare` and :func:`draw` in one."""
+    return draw(logits, prepare(rows, logits.device))
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +147,7 @@ def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, 
     most probable first.
     """
     parts = []
-    for part, ids in zip(_row_chunks(logits), _row_chunks(chosen, logits.shape[-1]), strict=True):
+    for part, ids in zip(row_chunks(logits), row_chunks(chosen, logits.shape[-1]), strict=True):
         part = part.float()
         total = part.logsumexp(-1, keepdim=True)
         top, top_ids = part.topk(top_n, dim=-1)
@@ -96,46 +158,37 @@ def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, 
 
 def noise_key(seed: int, index: int, position: int) -> int:
     """State of the SplitMix64 stream that is the noise of one draw, in [0, 2^64)."""
-    key = _mix(seed & _MASK)
-    for number in (index, position):
-        key = _mix(key + _GOLDEN * (number + 1) & _MASK)
-    return key
+    return int(noise_keys([seed], [index], [position])[0])
 
 
-def gumbel(keys: Sequence[int], ids: Tensor) -> Tensor:
-    """Gumbel(0, 1) noise of each key's draw for token ids, [keys, ids], float32.
-
-    ids: [ids] int64 for all keys alike, or [keys, ids].
-    """
-    state = torch.tensor([_signed(key) for key in keys], device=ids.device).unsqueeze(1)
-    z = (ids + 1) * _signed(_GOLDEN) + state
-    for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
-        z ^= _shift_right(z, bits)
-        z *= _signed(factor)
-    z ^= _shift_right(z, 31)
-    uniform = _shift_right(z, 1).float().mul_(2.0**-63)
-    # -log1p(-u) keeps small exponentials exact, and these are the ones that win. Both bounds keep the result finite.
-    exponential = uniform.clamp_(2.0**-63, 1 - 2.0**-24).neg_().log1p_().neg_()
-    return exponential.log_().neg_()
+def noise_keys(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """The :func:`noise_key` of each draw."""
+    keys = _mix(np.array([seed & _MASK for seed in seeds], np.uint64))
+    for numbers in (indices, positions):
+        keys = _mix(keys + _INCREMENT * np.array([number + 1 for number in numbers], np.uint64))
+    return keys
 
 
-def _edit(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Penalties, bias and exclusions: a changed copy where a row asks for any, else ``logits`` itself."""
-    edited = logits
-    for entries_of, change in _EDITS:
-        found = [(at, entries) for at, row in enumerate(rows) if (entries := entries_of(row)) is not None]
-        if not found:
-            continue
-        if edited is logits:
-            edited = logits.clone()
-        ids = torch.from_numpy(np.concatenate([ids for _, (ids, _) in found])).to(logits.device)
-        values = torch.from_numpy(np.concatenate([values for _, (_, values) in found])).to(logits.device)
-        at = torch.from_numpy(np.repeat([at for at, _ in found], [len(ids) for _, (ids, _) in found])).to(logits.device)
-        edited[at, ids] = change(edited[at, ids], values)
-    return edited
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's output function. Arrays of unsigned integers wrap."""
+    for bits, factor in _ROUNDS:
+        z = (z ^ z >> bits) * factor
+    return z ^ z >> _LAST_SHIFT
 
 
-Entries = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+def _send(
+    integers: Sequence[Integers], floats: Sequence[Floats], device: torch.device
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Arrays to the device in one copy, from pinned memory where there is a GPU to copy to: int64 and float32, in their order."""
+    words = [*(array.view(np.int32) for array in integers), *(array.view(np.int32) for array in floats)]
+    packed = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate(words, out=packed.numpy())
+    longs, shorts = [len(array) for array in integers], [len(array) for array in floats]
+    first, second = torch.split(packed.to(device, non_blocking=True), [2 * sum(longs), sum(shorts)])
+    return torch.split(first.view(torch.int64), longs), torch.split(second.view(torch.float32), shorts)
+
+
+Entries = tuple[Integers, Floats]
 """Token ids, each once, and a value for each."""
 
 
@@ -170,93 +223,9 @@ def _repel(logits: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(logits > 0, logits / penalty, logits * penalty)
 
 
-_EDITS: tuple[tuple[Callable[[SamplingRow], Entries | None], Callable[[Tensor, Tensor], Tensor]], ...] = (
+_EDITS: tuple[tuple[Callable[[SamplingRow], Entries | None], Change], ...] = (
     (_repetition, _repel),
     (_penalties, torch.sub),
     (_bias, torch.add),
     (_exclusions, torch.add),
 )
-
-
-def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Steps 2 to 4 for rows with a temperature: [rows]."""
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    tokens, start = [], 0
-    for part in _row_chunks(logits):
-        some = rows[start : start + len(part)]
-        start += len(part)
-        kept = _filter(_scale(part, some), some)
-        keys = [noise_key(row.params.seed, row.index, row.position) for row in some]
-        tokens.append((kept + gumbel(keys, ids)).argmax(-1))
-    return torch.cat(tokens)
-
-
-def _scale(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """By temperature, with each row's largest at exactly 0, so that no temperature overflows: [rows, vocab]."""
-    smallest = torch.finfo(torch.float32).tiny
-    temperatures = torch.tensor([max(row.params.temperature, smallest) for row in rows], device=logits.device)
-    return (logits - logits.amax(-1, keepdim=True)) / temperatures.unsqueeze(1)
-
-
-def _filter(scaled: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """-inf where top-k, top-p or min-p leave a token out. scaled: [rows, vocab], as :func:`_scale` returns it."""
-    vocab = scaled.shape[-1]
-    widths = [_width(row.params, vocab) for row in rows]
-    if not any(widths) and not any(row.params.min_p for row in rows):
-        return scaled
-    thresholds = torch.tensor([math.log(row.params.min_p) if row.params.min_p else -math.inf for row in rows])
-    thresholds = thresholds.to(scaled.device)
-    # Rows of one width at a time: the sums behind a row's top-p must not depend on the widths of others.
-    for width in sorted(set(widths) - {0}):
-        members = [at for at, found in enumerate(widths) if found == width]
-        at = torch.tensor(members, device=scaled.device)
-        found = _last_kept(scaled[at], width, [rows[member].params.top_p for member in members])
-        thresholds[at] = torch.maximum(thresholds[at], found)
-    return scaled.masked_fill(scaled < thresholds.unsqueeze(1), -math.inf)
-
-
-def _width(params: Sampling, vocab: int) -> int:
-    """How many of the largest logits decide top-k and top-p; 0: neither is asked for."""
-    if 0 < params.top_k < vocab:
-        return params.top_k
-    return vocab if params.top_p < 1 else 0
-
-
-def _last_kept(scaled: Tensor, width: int, top_p: Sequence[float]) -> Tensor:
-    """The smallest logit that top-p keeps among the ``width`` largest. scaled: [rows, vocab]. -> [rows]"""
-    whole = width == scaled.shape[-1]
-    largest = scaled.topk(min(width, FIRST_LOOK) if whole else width).values
-    if all(p >= 1 for p in top_p):
-        return largest[:, -1]
-    # A sum of probabilities may round above 1, so that a row that asks for all of them gets a limit out of reach.
-    limits = torch.tensor([p if p < 1 else 2.0 for p in top_p], device=scaled.device).unsqueeze(1)
-    total = (scaled if whole else largest).logsumexp(-1, keepdim=True)
-    if largest.shape[-1] < width and bool(((largest - total).exp().sum(-1, keepdim=True) < limits).any()):
-        largest = scaled.sort(descending=True).values
-    probabilities = (largest - total).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    kept = (before < limits).sum(-1, keepdim=True).clamp(min=1)
-    return largest.gather(1, kept - 1).squeeze(1)
-
-
-def _mix(z: int) -> int:
-    """SplitMix64's output function on Python integers."""
-    z = (z ^ z >> 30) * _MIX_1 & _MASK
-    z = (z ^ z >> 27) * _MIX_2 & _MASK
-    return z ^ z >> 31
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """A logical shift: torch's is arithmetic."""
-    return (z >> bits).bitwise_and_((1 << 64 - bits) - 1)
-
-
-def _row_chunks(rows: Tensor, width: int = 0) -> tuple[Tensor, ...]:
-    """Cut along the first axis so that a part has few enough elements, at ``width`` (0: its last axis) a row."""
-    limit = CPU_CHUNK_ELEMENTS if rows.device.type == "cpu" else CHUNK_ELEMENTS
-    return torch.split(rows, max(1, limit // (width or rows.shape[-1])))

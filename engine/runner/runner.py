@@ -19,7 +19,7 @@ from engine.attention.base import AttentionBackend
 from engine.core import EMPTY, Batch, Branch, GenerateRequest, Run, ScoreRequest
 from engine.models.decoder import Decoder
 from engine.runner.transfer import Download, Upload
-from engine.sampling import SamplingRow, sample, token_logprobs
+from engine.sampling import SamplingBatch, SamplingRow, draw, prepare, token_logprobs
 from engine.scoring import label_logprobs, label_table, next_token_logprobs
 
 Longs = npt.NDArray[np.int64]
@@ -160,11 +160,14 @@ class Runner:
         if len(unknown):
             tokens = tokens.index_copy(0, unknown, self._drawn.index_select(0, source))
         self._drawn_row = {}
+        sampling = prepare([self._sampling_row(branch, request) for _, branch, request in asked.draws], self._device)
         hidden = self._decoder(tokens, positions, self._attention.plan(batch.runs))
         tensors: list[Tensor] = []
         if asked.scores:
             tensors.append(label_logprobs(self._decoder, hidden.index_select(0, score_rows), labels.view(len(score_rows), -1)))
-        tensors += self._draw(hidden.index_select(0, draw_rows), asked, wanted, wanted_rows) if asked.draws else []
+        if asked.draws:
+            logits = self._decoder.logits(hidden.index_select(0, draw_rows)).float()
+            tensors += self._draw(logits, sampling, asked, wanted, wanted_rows)
         for (first, _, _, request), place in zip(asked.prompts, prompts, strict=True):
             following, top = sent[place], request.message.prompt_logprobs or 0
             if len(following):
@@ -179,10 +182,9 @@ class Runner:
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
-    def _draw(self, hidden: Tensor, asked: Asked, wanted: list[int], wanted_rows: Tensor) -> list[Tensor]:
+    def _draw(self, logits: Tensor, sampling: SamplingBatch, asked: Asked, wanted: list[int], wanted_rows: Tensor) -> list[Tensor]:
         """The next token of each row, and what log-probabilities are asked for."""
-        logits = self._decoder.logits(hidden).float()
-        drawn = sample(logits, [self._sampling_row(branch, request) for _, branch, request in asked.draws])
+        drawn = draw(logits, sampling)
         self._drawn = drawn
         self._drawn_row = {branch: place for place, (_, branch, _) in enumerate(asked.draws)}
         if not wanted:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import FIRST_LOOK, SamplingRow, gumbel, noise_key, sample, token_logprobs
+import engine.sampling
+from engine.sampling import SamplingRow, draw, gumbel, noise_key, noise_keys, prepare, sample, token_logprobs
 from engine.wire import Sampling
+from kernels.keep_thresholds import FIRST_LOOK
+from tests.engine.device import Device
 
 EOS = 0
 
@@ -39,6 +44,12 @@ def greedy(logits: list[float], **changes: Any) -> int:
 
 def logs(*probabilities: float) -> list[float]:
     return [math.log(p) for p in probabilities]
+
+
+def keys(*draws_of: tuple[int, int, int]) -> torch.Tensor:
+    """Of some (seed, index, position)."""
+    seeds, indices, positions = zip(*draws_of, strict=True)
+    return torch.from_numpy(noise_keys(seeds, indices, positions).view(np.int64))
 
 
 def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -77,7 +88,7 @@ def test_frequencies_over_seeds_and_sequences() -> None:
 
 def test_noise_is_uniform_and_independent() -> None:
     ids = torch.arange(1_000_000)
-    streams = [noise_key(*key) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 0, 0), (2**63, 0, 0))]
+    streams = keys((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 0, 0), (2**63, 0, 0))
     uniform = torch.exp(-torch.exp(-gumbel(streams, ids).double()))  # the Gumbel distribution function of the noise itself
     for stream in uniform:
         assert abs(chi_square((stream * 1000).long().clamp(max=999), torch.full((1000,), 1e-3))) < 5
@@ -90,19 +101,34 @@ def test_noise_is_splitmix64() -> None:
     """The published first outputs for state 1234567 (java.util.SplittableRandom's algorithm), through the same two logarithms."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
     expected = [-math.log(-math.log1p(-((number >> 1) / 2**63))) for number in published]
-    torch.testing.assert_close(gumbel([1234567], torch.arange(5))[0], torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gumbel(torch.tensor([1234567]), torch.arange(5))[0], torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_noise_of_chosen_ids_is_that_of_the_whole_vocabulary() -> None:
-    keys = [noise_key(5, 0, 1), noise_key(6, 0, 2)]
+    two = keys((5, 0, 1), (6, 0, 2))
     ids = torch.tensor([[3, 99, 7], [0, 1, 98]])
-    assert torch.equal(gumbel(keys, ids), gumbel(keys, torch.arange(100)).gather(1, ids))
+    assert torch.equal(gumbel(two, ids), gumbel(two, torch.arange(100)).gather(1, ids))
 
 
 def test_keys_do_not_collide() -> None:
-    keys = {noise_key(seed, index, position) for seed in range(20) for index in range(20) for position in range(50)}
-    assert len(keys) == 20_000
-    assert all(0 <= key < 2**64 for key in keys)
+    found = {noise_key(seed, index, position) for seed in range(20) for index in range(20) for position in range(50)}
+    assert len(found) == 20_000
+    assert all(0 <= key < 2**64 for key in found)
+
+
+def test_keys_by_hand() -> None:
+    """In Python's integers: every draw that a client was promised by its seed depends on them."""
+
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    for seed, index, position in ((0, 0, 0), (2**64 - 1, 3, 4095), (2**63 + 5, 1, 0)):
+        expected = mix(seed)
+        for number in (index, position):
+            expected = mix((expected + 0x9E3779B97F4A7C15 * (number + 1)) % 2**64)
+        assert noise_key(seed, index, position) == expected
 
 
 PARAMS = st.fixed_dictionaries(
@@ -138,7 +164,7 @@ def test_many_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     logits = torch.randn(50, 100)
     rows = [row(seed=seed, top_p=0.9) for seed in range(50)]
     whole = sample(logits, rows)
-    monkeypatch.setattr("engine.sampling.CPU_CHUNK_ELEMENTS", 700)
+    monkeypatch.setattr("kernels.row_chunks.CPU_CHUNK_ELEMENTS", 700)
     assert torch.equal(sample(logits, rows), whole)
 
 
@@ -263,9 +289,69 @@ def test_penalties_come_before_filters() -> None:
     assert support([5.0, 4.0, 0.0], top_k=1, output=(0,), presence_penalty=2.0) == {1}
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        [{"temperature": 0.0}],
+        [{}],
+        [{"temperature": 0.0}, {"temperature": 0.7}],
+        [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}, {}],
+        [{"presence_penalty": 1.0}, {"repetition_penalty": 1.3}, {"logit_bias": {3: 2.0}, "temperature": 0.0}, {"min_tokens": 9}],
+    ],
+    ids=str,
+)
+def test_draw_never_reads_from_the_device(params: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(seed=seed, prompt=(1, 2), output=(3, 4, 4), **some) for seed, some in enumerate(params)]
+    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(1))
+    expected = sample(logits, rows)
+    batch = prepare(rows, logits.device)
+    with monkeypatch.context() as patch, Device(patch) as device:
+        for name in ("keep_thresholds", "seeded_draw"):
+            patch.setattr(engine.sampling, name, device.kernel(getattr(engine.sampling, name)))
+        drawn = draw(logits, batch)
+    assert torch.equal(drawn, expected)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: bool(x[0] > 0),
+        lambda x: x.tolist(),
+        lambda x: x[0].item(),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: x.masked_select(x > 0),
+        lambda x: x[x > 0],
+        lambda x: x.__setitem__(x > 0, x[:1]),
+    ],
+)
+def test_the_device_of_that_test_refuses_reads(read: Callable[[torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.tensor([-1.0, 1.0])
+    with monkeypatch.context() as patch, Device(patch), pytest.raises(AssertionError, match="waits for the device"):
+        read(values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_draw_never_waits_for_a_gpu() -> None:
+    params = [{"temperature": 0.0}, {}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.1, "repetition_penalty": 1.2}]
+    rows = [row(seed=seed, prompt=(1, 2), output=(3, 4, 4), **some) for seed, some in enumerate(params)]
+    logits = torch.randn(len(rows), 151_936) * 3
+    on_gpu = logits.cuda()
+    draw(on_gpu, prepare(rows, on_gpu.device))  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = draw(on_gpu, prepare(rows, on_gpu.device))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(drawn.cpu(), sample(logits, rows))
+
+
 @pytest.mark.parametrize("top_n", [0, 3])
 def test_token_logprobs_are_the_models_own(top_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.sampling.CPU_CHUNK_ELEMENTS", 250)
+    monkeypatch.setattr("kernels.row_chunks.CPU_CHUNK_ELEMENTS", 250)
     logits = torch.randn(17, 100) * 5
     chosen = torch.arange(17)
     values, ids, top = token_logprobs(logits, chosen, top_n)

@@ -1,0 +1,130 @@
+"""Where filters cut: the kernel against the reference, and both against a plain sort in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.keep_thresholds
+from kernels.keep_thresholds import keep_thresholds_reference, keep_thresholds_triton, scale
+
+Operation = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+BOTH = pytest.mark.parametrize("operation", [keep_thresholds_reference, keep_thresholds_triton], ids=["reference", "triton"])
+# Where infinities meet, NumPy, and so the interpreter, warns; a GPU does not.
+INFINITIES = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+
+CASES = [(0, 1.0, 0.0), (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.3, 0.0), (20, 0.8, 0.0), (9, 0.5, 0.1), (0, 1.0, 0.05)]
+"""(top_k, top_p, min_p)"""
+
+
+def _parameters(cases: list[tuple[int, float, float]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    top_k, top_p, min_p = zip(*cases, strict=True)
+    floors = [math.log(p) if p else -math.inf for p in min_p]
+    return torch.tensor(top_k, device=device), torch.tensor(top_p, device=device), torch.tensor(floors, device=device)
+
+
+def _kept(
+    operation: Operation, logits: Tensor, case: tuple[int, float, float], device: torch.device, temperature: float = 1.0
+) -> set[int]:
+    """Ids that the threshold of a single row keeps."""
+    temperatures = torch.tensor([temperature], device=device)
+    row = logits.to(device).unsqueeze(0)
+    return set(
+        (scale(row, temperatures) >= operation(row, temperatures, *_parameters([case], device)))[0].nonzero().flatten().tolist()
+    )
+
+
+def _sorted_kept(logits: Tensor, case: tuple[int, float, float], temperature: float) -> set[int]:
+    """The definition, for logits that all differ."""
+    top_k, top_p, min_p = case
+    order = logits.argsort(descending=True)[: top_k or None]
+    p = (logits.double()[order] / temperature).softmax(0)
+    kept = (p.cumsum(0) - p < top_p) & (p >= p[0] * min_p)
+    return set(order[kept].tolist())
+
+
+@BOTH
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 5.0])
+def test_definition(
+    operation: Operation, case: tuple[int, float, float], temperature: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.keep_thresholds, "BLOCK", 64)  # several blocks, the last one not full
+    logits = torch.randn(150, generator=torch.Generator().manual_seed(3)) * 3
+    assert _kept(operation, logits, case, device, temperature) == _sorted_kept(logits, case, temperature)
+
+
+def test_kernel_is_the_reference_on_every_row(device: torch.device) -> None:
+    logits = torch.randn(len(CASES), 500, device=device) * 2
+    temperatures = torch.tensor([1.0, 0.7, 0.0, 1.3], device=device).repeat(len(CASES) // 4)
+    parameters = _parameters(CASES, device)
+    assert torch.equal(
+        keep_thresholds_triton(logits, temperatures, *parameters), keep_thresholds_reference(logits, temperatures, *parameters)
+    )
+
+
+@BOTH
+def test_equals_of_the_last_are_kept(operation: Operation, device: torch.device) -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 0.0, 1.0])
+    assert _kept(operation, logits, (2, 1.0, 0.0), device) == {0, 1, 2, 4}
+    assert _kept(operation, logits, (0, 0.5, 0.0), device) == {0, 1, 2, 4}
+    # Of the equals only one counts to top-k's two: 0.73 of them is rank 0.
+    assert _kept(operation, logits, (2, 0.72, 0.0), device) == {0}
+    assert _kept(operation, logits, (2, 0.74, 0.0), device) == {0, 1, 2, 4}
+
+
+@BOTH
+@pytest.mark.parametrize("case", [(1000, 1.0, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.0)], ids=str)
+def test_a_limit_at_or_above_the_vocabulary_keeps_all(
+    operation: Operation, case: tuple[int, float, float], device: torch.device
+) -> None:
+    assert _kept(operation, torch.randn(5), case, device) == set(range(5))
+
+
+@BOTH
+@INFINITIES
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1e30])
+def test_extreme_temperatures(operation: Operation, temperature: float, device: torch.device) -> None:
+    logits = torch.tensor([100.0, 101.0, -1000.0, -math.inf])
+    assert 1 in _kept(operation, logits, (2, 0.9, 0.0), device, temperature)
+    assert _kept(operation, logits, (0, 0.9, 0.0), device, temperature) == ({0, 1, 2} if temperature > 1 else {1})
+
+
+@BOTH
+def test_excluded_tokens_stay_out(operation: Operation, device: torch.device) -> None:
+    logits = torch.tensor([-math.inf, 1.0, -math.inf, 0.0])
+    assert _kept(operation, logits, (2, 1.0, 0.0), device) == {1, 3}
+    assert _kept(operation, logits, (0, 0.99, 0.0), device) == {1, 3}
+
+
+@BOTH
+def test_greedy_rows_are_not_filtered(operation: Operation, device: torch.device) -> None:
+    found = operation(torch.randn(1, 50, device=device), torch.zeros(1, device=device), *_parameters([(5, 0.5, 0.1)], device))
+    assert found.item() == pytest.approx(math.log(0.1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flatness", [0.01, 3.0])
+def test_full_size(flatness: float, device: torch.device) -> None:
+    logits = torch.randn(len(CASES), 151936, device=device) * flatness
+    temperatures = torch.ones(len(CASES), device=device)
+    parameters = _parameters(CASES, device)
+    found = keep_thresholds_triton(logits, temperatures, *parameters)
+    expected = keep_thresholds_reference(logits, temperatures, *parameters)
+    # Sums in another order may move a cut past a token whose probability is within their rounding.
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_arguments_are_checked(device: torch.device) -> None:
+    logits, temperatures = torch.zeros(8, 40, device=device), torch.ones(8, device=device)
+    top_k, top_p, floors = _parameters(CASES, device)
+    with pytest.raises(ValueError, match=r"logits is torch.float16, where torch.float32 is expected"):
+        keep_thresholds_triton(logits.half(), temperatures, top_k, top_p, floors)
+    with pytest.raises(ValueError, match=r"top_k is torch.int32, where torch.int64 is expected"):
+        keep_thresholds_triton(logits, temperatures, top_k.int(), top_p, floors)
+    with pytest.raises(ValueError, match=r"floors has shape \[7\], where \[8\] is expected"):
+        keep_thresholds_triton(logits, temperatures, top_k, top_p, floors[:7])

@@ -29,6 +29,7 @@ def main() -> int:
         max_running=arguments.max_running,
         max_waiting=arguments.max_waiting,
         threads=arguments.threads,
+        tensor_parallel=arguments.tensor_parallel,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-running", type=_positive, default=256, help="requests worked on at once (%(default)s)")
     parser.add_argument("--max-waiting", type=_positive, default=4096, help="requests queued before refusal (%(default)s)")
     parser.add_argument("--threads", type=_positive, help="CPU threads of the model (one a core)")
+    parser.add_argument("--tensor-parallel", type=_positive, default=1, help="processes that share the model (%(default)s)")
     return parser
 
 

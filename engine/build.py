@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from engine import wire
+from engine.attention.base import AttentionBackend
 from engine.attention.reference import ReferenceAttention
 from engine.loop import Loop
 from engine.memory.kv import KVCache
@@ -17,6 +18,7 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.loader import fingerprint, load_model
 from engine.models.source import locate
+from engine.parallel.leader import LeadingDecoder
 from engine.runner.runner import Runner
 from engine.scheduler import Budget, Scheduler
 from engine.settings import EngineSettings
@@ -28,25 +30,39 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 def build_loop(settings: EngineSettings) -> Loop:
     """Load the model and make everything around it. Raises :class:`ModelError`."""
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     directory = locate(settings.model)
-    decoder = load_model(directory, dtype)
+    shared = settings.tensor_parallel > 1
+    decoder = LeadingDecoder(directory, dtype, settings) if shared else load_model(directory, dtype)
     return assemble(decoder, settings, fingerprint(directory, dtype))
+
+
+def set_threads(settings: EngineSettings) -> None:
+    """Give this process's arithmetic its CPU threads."""
+    if settings.threads is not None or settings.tensor_parallel > 1:
+        torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel))
 
 
 def assemble(decoder: Decoder, settings: EngineSettings, digest: str) -> Loop:
     """A loop around a loaded model."""
     config = decoder.config
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    slots = settings.max_tokens_in_cache or _default_slots(config, dtype)
-    kv = KVCache(layers=config.num_layers, slots=slots, kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)
-    runner = Runner(decoder, ReferenceAttention(kv, config.num_heads), config.eos_token_ids)
+    slots = settings.max_tokens_in_cache or _default_slots(decoder, settings.tensor_parallel)
+    attention = make_attention(decoder, slots)
+    if isinstance(decoder, LeadingDecoder):
+        attention = decoder.lead(attention)
+    runner = Runner(decoder, attention, config.eos_token_ids)
     overlap = settings.overlap
     scheduler = Scheduler(SlotPool(slots), Budget(settings.token_budget, settings.max_running), run_ahead=overlap)
     info = describe(config, settings, slots, digest)
     return Loop(runner, scheduler, info, max_waiting=settings.max_waiting, overlap=overlap)
+
+
+def make_attention(decoder: Decoder, slots: int) -> AttentionBackend:
+    """Room for the keys and values of ``slots`` tokens, and what attends to them."""
+    config, dtype = decoder.config, decoder.embed.weight.dtype
+    kv = KVCache(layers=config.num_layers, slots=slots, kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)
+    return ReferenceAttention(kv, config.num_heads)
 
 
 def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str) -> wire.Info:
@@ -89,8 +105,9 @@ def _chat_template(directory: Path, configured: object) -> str | None:
     return configured if isinstance(configured, str) else None
 
 
-def _default_slots(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What :data:`MEMORY_SHARE` of the memory that is free now holds."""
-    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+def _default_slots(decoder: Decoder, processes: int) -> int:
+    """What :data:`MEMORY_SHARE` of the memory that is free now holds, where so many processes take as much as this one."""
+    config = decoder.config
+    slot_bytes = processes * 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.embed.weight.dtype.itemsize
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1024, min(MAX_SLOTS, int(free * MEMORY_SHARE) // slot_bytes))

@@ -27,4 +27,6 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     overlap: bool = False
     """Settle a step while the next one is computed. It pays where a device computes beside the processor."""
     threads: int | None = None
-    """CPU threads of the model's arithmetic. None: one a core."""
+    """CPU threads of the model's arithmetic, in each process. None: one a core, divided among the processes."""
+    tensor_parallel: int = 1
+    """Processes that share the model, each with a part of every layer and of the keys and values."""

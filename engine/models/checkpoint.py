@@ -80,8 +80,11 @@ def check(stored: Mapping[str, Stored], wanted: Mapping[str, Tensor], ignored: I
             )
 
 
-def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor]) -> None:
-    """Fill each view with the tensor of its name, converted to the view's dtype, one tensor in memory at a time."""
+def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor], part: int = 0) -> None:
+    """Fill each view with the tensor of its name, converted to the view's dtype, one tensor in memory at a time.
+
+    Along an axis where a view is shorter than its tensor, it gets the ``part``-th stretch of its own length.
+    """
     names_of: dict[Path, list[str]] = {}
     for name in views:
         names_of.setdefault(stored[name].path, []).append(name)
@@ -89,7 +92,11 @@ def copy(stored: Mapping[str, Stored], views: Mapping[str, Tensor]) -> None:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in names:
-                    views[name].copy_(file.get_tensor(name))
+                    view = views[name]
+                    if view.shape == stored[name].shape:
+                        view.copy_(file.get_tensor(name))
+                    else:
+                        view.copy_(file.get_slice(name)[_stretches(view.shape, stored[name].shape, part)])
         except (SafetensorError, OSError) as error:
             raise _damaged(path) from error
 
@@ -108,6 +115,12 @@ def _shards(directory: Path) -> list[Path]:
     if outside := [name for name in names.values() if Path(name).name != name]:
         raise ModelError(f"{INDEX} names a file outside the model directory ({outside[0]!r:.80}); download the model again.")
     return [directory / name for name in sorted(set(names.values()))]
+
+
+def _stretches(lengths: Iterable[int], whole: Iterable[int], part: int) -> tuple[slice, ...]:
+    """Along each axis."""
+    axes = zip(lengths, whole, strict=True)
+    return tuple(slice(None) if length == full else slice(part * length, (part + 1) * length) for length, full in axes)
 
 
 def _some(names: list[str]) -> str:

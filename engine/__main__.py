@@ -14,7 +14,7 @@ from litestar import Litestar
 
 from engine.link import Link
 from engine.server import create_app
-from engine.settings import DTYPES, EngineSettings
+from engine.settings import ATTENTION, DEVICES, DTYPES, EngineSettings
 
 
 def main() -> int:
@@ -23,7 +23,9 @@ def main() -> int:
     settings = EngineSettings(
         model=arguments.model,
         name=arguments.name or Path(arguments.model).name,
+        device=arguments.device,
         dtype=arguments.dtype,
+        attention=arguments.attention,
         max_tokens_in_cache=arguments.max_tokens_in_cache,
         token_budget=arguments.token_budget,
         max_running=arguments.max_running,
@@ -73,9 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="what clients call the model (the last part of --model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8100, help="port to listen on (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights, keys and values (%(default)s)")
+    parser.add_argument("--device", choices=DEVICES, help="where the model computes (a GPU where there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights, keys and values (bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--attention", choices=ATTENTION, default="auto", help="the attention backend (%(default)s)")
     parser.add_argument("--max-tokens-in-cache", type=_positive, help="tokens whose keys and values are kept (what memory allows)")
-    parser.add_argument("--token-budget", type=_positive, default=2048, help="tokens computed in one step (%(default)s)")
+    parser.add_argument("--token-budget", type=_positive, help="tokens computed in one step (2048 on a CPU, 8192 on a GPU)")
     parser.add_argument("--max-running", type=_positive, default=256, help="requests worked on at once (%(default)s)")
     parser.add_argument("--max-waiting", type=_positive, default=4096, help="requests queued before refusal (%(default)s)")
     parser.add_argument("--threads", type=_positive, help="CPU threads of the model (one a core)")

@@ -9,7 +9,7 @@ import torch
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.attention.reference import ReferenceAttention
+from engine.attention.select import choose
 from engine.loop import Loop
 from engine.memory.kv import KVCache
 from engine.memory.slots import SlotPool
@@ -24,18 +24,37 @@ from engine.scheduler import Budget, Scheduler
 from engine.settings import EngineSettings
 
 MAX_SLOTS = 131_072
-MEMORY_SHARE = 0.25
+MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
+CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 2048, 8192
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def build_loop(settings: EngineSettings) -> Loop:
     """Load the model and make everything around it. Raises :class:`ModelError`."""
     set_threads(settings)
-    dtype: torch.dtype = getattr(torch, settings.dtype)
+    device = device_of(settings)
+    dtype = dtype_of(settings, device)
     directory = locate(settings.model)
     shared = settings.tensor_parallel > 1
-    decoder = LeadingDecoder(directory, dtype, settings) if shared else load_model(directory, dtype)
+    decoder = LeadingDecoder(directory, dtype, settings, device) if shared else load_model(directory, dtype).to(device)
     return assemble(decoder, settings, fingerprint(directory, dtype))
+
+
+def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
+    """Where process ``rank`` of the model computes. Raises :class:`ModelError` where it cannot."""
+    available = torch.cuda.device_count()
+    kind = settings.device or ("cuda" if available else "cpu")
+    if kind == "cuda" and available < settings.tensor_parallel:
+        raise ModelError(
+            f"GPUs needed: {settings.tensor_parallel}, found: {available}; lower --tensor-parallel, or take --device cpu."
+        )
+    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+
+
+def dtype_of(settings: EngineSettings, device: torch.device) -> torch.dtype:
+    """Of weights, keys and values."""
+    dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    return dtype
 
 
 def set_threads(settings: EngineSettings) -> None:
@@ -46,23 +65,32 @@ def set_threads(settings: EngineSettings) -> None:
 
 def assemble(decoder: Decoder, settings: EngineSettings, digest: str) -> Loop:
     """A loop around a loaded model."""
-    config = decoder.config
+    config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
     slots = settings.max_tokens_in_cache or _default_slots(decoder, settings.tensor_parallel)
-    attention = make_attention(decoder, slots)
+    attention = make_attention(decoder, slots, settings.attention)
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     runner = Runner(decoder, attention, config.eos_token_ids)
-    overlap = settings.overlap
-    scheduler = Scheduler(SlotPool(slots), Budget(settings.token_budget, settings.max_running), run_ahead=overlap)
+    overlap = on_gpu if settings.overlap is None else settings.overlap
+    budget = Budget(settings.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running)
+    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap)
     info = describe(config, settings, slots, digest)
     return Loop(runner, scheduler, info, max_waiting=settings.max_waiting, overlap=overlap)
 
 
-def make_attention(decoder: Decoder, slots: int) -> AttentionBackend:
-    """Room for the keys and values of ``slots`` tokens, and what attends to them."""
-    config, dtype = decoder.config, decoder.embed.weight.dtype
-    kv = KVCache(layers=config.num_layers, slots=slots, kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)
-    return ReferenceAttention(kv, config.num_heads)
+def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBackend:
+    """Room for the keys and values of ``slots`` tokens, and what attends to them. Raises :class:`ModelError`."""
+    config, weight = decoder.config, decoder.embed.weight
+    choice = choose(backend, weight.device, config, weight.dtype)
+    kv = KVCache(
+        layers=config.num_layers,
+        slots=slots,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    return choice.backend(kv, config.num_heads)
 
 
 def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str) -> wire.Info:
@@ -106,8 +134,12 @@ def _chat_template(directory: Path, configured: object) -> str | None:
 
 
 def _default_slots(decoder: Decoder, processes: int) -> int:
-    """What :data:`MEMORY_SHARE` of the memory that is free now holds, where so many processes take as much as this one."""
-    config = decoder.config
-    slot_bytes = processes * 2 * config.num_layers * config.num_kv_heads * config.head_dim * decoder.embed.weight.dtype.itemsize
+    """What a share of the memory that is free now holds, where so many processes take as much: from one memory on a CPU, each
+    from its own on GPUs."""
+    config, weight = decoder.config, decoder.embed.weight
+    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * weight.dtype.itemsize
+    if weight.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1024, min(MAX_SLOTS, int(free * MEMORY_SHARE) // slot_bytes))
+    return max(1024, min(MAX_SLOTS, int(free * MEMORY_SHARE) // (processes * slot_bytes)))

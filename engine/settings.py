@@ -1,10 +1,12 @@
-"""What an engine pod is told at its start; parsed once, frozen. "auto" values are None here and resolved in `engine.build`."""
+"""What an engine pod is told at its start; parsed once, frozen. None leaves the choice to :mod:`engine.build`."""
 
 from __future__ import annotations
 
 import msgspec
 
 DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+ATTENTION = ("auto", "reference", "triton", "flashinfer")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -14,18 +16,23 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A model directory, or a hub id such as ``Qwen/Qwen3-0.6B``."""
     name: str
     """What clients call the model."""
-    dtype: str = "float32"
-    """One of :data:`DTYPES`."""
+    device: str | None = None
+    """One of :data:`DEVICES`. None: a GPU where there is one."""
+    dtype: str | None = None
+    """One of :data:`DTYPES`. None: bfloat16 on a GPU, float32 on a CPU."""
+    attention: str = "auto"
+    """One of :data:`ATTENTION`."""
     max_tokens_in_cache: int | None = None
-    """Slots: tokens whose keys and values are kept at once. None: as many as a quarter of the free memory holds, up to 131,072."""
-    token_budget: int = 2048
-    """Tokens computed in one step."""
+    """Slots: tokens whose keys and values are kept at once. None: as many as a quarter of the free memory holds, up to 131,072;
+    on a GPU as many as four fifths of its free memory hold."""
+    token_budget: int | None = None
+    """Tokens computed in one step. None: 2,048 on a CPU, 8,192 on a GPU."""
     max_running: int = 256
     """Requests worked on at once."""
     max_waiting: int = 4096
     """Requests queued before new ones are refused."""
-    overlap: bool = False
-    """Settle a step while the next one is computed. It pays where a device computes beside the processor."""
+    overlap: bool | None = None
+    """Settle a step while the next one is computed. None: on a GPU, which computes beside the processor."""
     threads: int | None = None
     """CPU threads of the model's arithmetic, in each process. None: one a core, divided among the processes."""
     tensor_parallel: int = 1

@@ -65,12 +65,13 @@ class Workers:
 class LeadingDecoder(ShardedDecoder):
     """Rank 0's part: its :meth:`forward` makes every process compute the runs that attention has last been planned for."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, settings: EngineSettings) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype, settings: EngineSettings, device: torch.device) -> None:
         super().__init__(load_config(directory), dtype, 0, settings.tensor_parallel)
         self._planned: Sequence[Run] = ()
         self._workers = Workers(settings)  # they load while this process does
         load_part(self, directory)
-        self._workers.join(self.embed.weight.device)
+        self.to(device)
+        self._workers.join(device)
 
     def lead(self, attention: AttentionBackend) -> AttentionBackend:
         """``attention`` for this process's part; the other processes get room for as many tokens."""

@@ -17,7 +17,7 @@ import threading
 import msgspec
 import torch
 
-from engine.build import make_attention, set_threads
+from engine.build import device_of, dtype_of, make_attention, set_threads
 from engine.models.config import load_config
 from engine.models.errors import ModelError
 from engine.models.source import locate
@@ -43,7 +43,7 @@ def main(assignment_json: str) -> int:
     print(READY, flush=True)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads what libraries print from here on
     join(assignment.rank, assignment.settings.tensor_parallel, assignment.port, decoder.embed.weight.device)
-    _serve(decoder, orders)
+    _serve(decoder, orders, assignment.settings.attention)
     return 0
 
 
@@ -51,17 +51,17 @@ def _load(assignment: Assignment) -> ShardedDecoder:
     settings = assignment.settings
     set_threads(settings)
     directory = locate(settings.model)
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    decoder = ShardedDecoder(load_config(directory), dtype, assignment.rank, settings.tensor_parallel)
+    device = device_of(settings, assignment.rank)
+    decoder = ShardedDecoder(load_config(directory), dtype_of(settings, device), assignment.rank, settings.tensor_parallel)
     load_part(decoder, directory)
-    return decoder
+    return decoder.to(device)
 
 
 @torch.inference_mode()
-def _serve(decoder: ShardedDecoder, orders: Orders) -> None:
+def _serve(decoder: ShardedDecoder, orders: Orders, backend: str) -> None:
     first = orders.get()
     assert isinstance(first, Allocate)
-    attention = make_attention(decoder, first.slots)
+    attention = make_attention(decoder, first.slots, backend)
     gc.collect()
     gc.freeze()
     while isinstance(step := orders.get(), Step):

@@ -37,7 +37,7 @@ class ServeOptions:
     model: str | None
     host: str
     port: int
-    dtype: str
+    dtype: str | None
     max_tokens_in_cache: int | None
     api_keys_file: Path | None
 
@@ -163,8 +163,9 @@ def _children(options: ServeOptions, model: str) -> Iterator[_Supervisor]:
 
 
 def _engine_arguments(options: ServeOptions, model: str, port: int) -> list[str]:
-    arguments = ["engine", "--model", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype]
-    arguments += ["--name", options.name]
+    arguments = ["engine", "--model", model, "--host", "127.0.0.1", "--port", str(port), "--name", options.name]
+    if options.dtype is not None:
+        arguments += ["--dtype", options.dtype]
     if options.max_tokens_in_cache is not None:
         arguments += ["--max-tokens-in-cache", str(options.max_tokens_in_cache)]
     return arguments

@@ -20,7 +20,7 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all check lint types imports format bench
+.PHONY: help setup serve test test-all check lint types imports format bench wheelhouse
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -52,8 +52,26 @@ format: $(READY) ## Put the code in format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## Measure the engine on this machine
-	$(BIN)/python -m engine.bench score
+bench: $(READY) ## Measure the engine on this machine, with FLAGS= of engine.bench score
+	$(BIN)/python -m engine.bench score $(FLAGS)
+
+# What a GPU host without internet lacks: it has torch, triton, transformers and what these bring along, whose versions are best
+# left alone. Of the dependencies that FlashInfer declares, only those here are needed.
+WHEEL_PYTHON := 3.12
+GPU_WHEELS := flashinfer-python==0.6.6 apache-tvm-ffi==0.1.9
+BROUGHT := numpy tokenizers safetensors huggingface_hub hf_xet
+NOT_WHEELS := torch|triton|transformers|mypy|ruff|import-linter
+PINNED = $(shell sed -n '/^dependencies = /,/^\[project.scripts/ s/^  "\([^";]*\)[";].*/\1/p' pyproject.toml)
+DOWNLOAD = $(BIN)/python -m pip download --quiet --dest wheelhouse --only-binary=:all: --python-version $(WHEEL_PYTHON) \
+	$(foreach glibc,2_28 2_27 2_17 2_12 2_5,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
+
+wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet needs
+	@rm -rf wheelhouse
+	@$(DOWNLOAD) --constraint constraints.txt $(shell printf '%s\n' $(PINNED) | grep -Ev '^($(NOT_WHEELS))==')
+	@$(DOWNLOAD) --no-deps $(GPU_WHEELS)
+	@rm -f $(BROUGHT:%=wheelhouse/%-*.whl)
+	@du -sh --apparent-size wheelhouse
+	@echo "On the GPU host, here: python$(WHEEL_PYTHON) -m pip install --no-index --no-deps wheelhouse/*.whl"
 
 $(READY): pyproject.toml constraints.txt
 	$(if $(too_old),$(complain))

@@ -1,27 +1,96 @@
-"""``python -m engine.bench score``"""
+"""``python -m engine.bench score`` and ``python -m engine.bench gpu``"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
+from pathlib import Path
 
 from engine.link import MALLOC
+from engine.settings import DTYPES
+
+PARTS = ("offline", "ablations", "online")
+QUICK_REPEATS, REPEATS = 3, 15
+QUICK_SECONDS, SECONDS = 4.0, 30.0
 
 
-def main() -> None:
-    """Run one benchmark, under the memory settings that the engine's loop runs under."""
+def main() -> int:
+    """Run one benchmark, under the memory settings that the engine's loop runs under; returns the exit code."""
+    arguments = _parser().parse_args()
+    command: str = arguments.command
     if not MALLOC.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, "-m", "engine.bench", *sys.argv[1:]], MALLOC | os.environ)  # noqa: S606
-    from engine.bench import score
+    if command == "gpu":
+        from engine.bench import gpu
 
+        return gpu.run(arguments.out)
+    from engine.bench import score
+    from engine.bench.servers import ServerError
+
+    parts = {part: getattr(arguments, part) for part in PARTS}
+    options = score.Options(
+        **(parts if any(parts.values()) else {"offline": True}),
+        sweeps=not arguments.no_sweeps,
+        shape=arguments.shape,
+        model=arguments.model,
+        dtype=arguments.dtype,
+        repeats=arguments.repeats or (QUICK_REPEATS if arguments.quick else REPEATS),
+        quick=arguments.quick,
+        url=arguments.url,
+        rates=arguments.rates,
+        seconds=arguments.seconds or (QUICK_SECONDS if arguments.quick else SECONDS),
+        engine_flags=tuple(shlex.split(arguments.engine_flags)),
+        out=arguments.out,
+    )
+    try:
+        score.run(options)
+    except ServerError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m engine.bench", description="Benchmarks of the engine on this machine.")
     commands = parser.add_subparsers(required=True, dest="command")
-    command = commands.add_parser("score", help="scoring against Hugging Face transformers, in one process")
-    command.add_argument("--repeats", type=int, default=15, help="requests measured (%(default)s)")
-    arguments = parser.parse_args()
-    score.main(arguments.repeats)
+    score = commands.add_parser("score", help="scoring: 10 items of 180 tokens after a query of 120")
+    _add_parts(score)
+    _add_subject(score)
+    score.add_argument("--repeats", type=int, help=f"requests measured offline ({REPEATS})")
+    score.add_argument("--quick", action="store_true", help="few repeats and short runs, to see that it works")
+    score.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
+    gpu = commands.add_parser("gpu", help="all that a GPU machine is needed for: tests, kernels, scoring; at most 8 minutes")
+    gpu.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
+    return parser
+
+
+def _add_parts(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_argument_group("what to run (only --offline unless given)")
+    parts.add_argument("--offline", action="store_true", help="against transformers, the roofline, and sweeps over lengths")
+    parts.add_argument("--no-sweeps", action="store_true", help="leave the sweeps out")
+    parts.add_argument("--ablations", action="store_true", help="what each optimisation is worth")
+    parts.add_argument("--online", action="store_true", help="through a gateway over HTTP, with Poisson arrivals")
+    parts.add_argument("--url", help="a running gateway that serves the model (starts an engine and a gateway)")
+    parts.add_argument("--rates", type=_rates, default=(), help="items a second, such as 600,800,1000 (fractions of the capacity)")
+    parts.add_argument("--seconds", type=float, help=f"of arrivals at each rate ({SECONDS:g})")
+    parts.add_argument("--engine-flags", default="", help="more flags for the engine that is started, in one word")
+
+
+def _add_subject(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("the model")
+    model.add_argument("--shape", choices=("small", "qwen3-0.6b"), default="small", help="of random weights (%(default)s)")
+    model.add_argument("--model", help="a model directory or hub id, instead of random weights")
+    model.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    rates = tuple(float(part) for part in text.split(","))
+    if min(rates) <= 0:
+        raise argparse.ArgumentTypeError("rates must be greater than 0")
+    return rates
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

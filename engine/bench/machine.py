@@ -4,34 +4,53 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+PACKAGES = ("transformers", "triton", "flashinfer-python")
+"""Recorded where they are installed."""
 
-def describe() -> dict[str, str | int]:
-    """Processor, threads, versions and commit, for the record of a benchmark."""
-    return {
+
+def describe() -> dict[str, str | int | float]:
+    """Processor, load, threads, GPU, driver, versions and commit, for the record of a benchmark."""
+    found: dict[str, str | int | float] = {
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "load": round(os.getloadavg()[0], 2),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": version("transformers"),
         "commit": commit(),
     }
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found | (_gpu() if torch.cuda.is_available() else {})
 
 
 def commit() -> str:
     """The commit of this checkout, marked where files differ from it."""
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)  # noqa: S603
-    except (OSError, subprocess.CalledProcessError):
+    return _said("git", "describe", "--always", "--dirty", "--exclude=*")
+
+
+def _gpu() -> dict[str, str | int | float]:
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda or "unknown"}
+
+
+def _said(*command: str) -> str:
+    """What a program writes, or ``unknown`` where it is missing or fails."""
+    program = shutil.which(command[0])
+    if program is None:
         return "unknown"
-    return result.stdout.strip()
+    result = subprocess.run([program, *command[1:]], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)  # noqa: S603
+    return result.stdout.strip() if result.returncode == 0 else "unknown"
 
 
 def _processor() -> str:

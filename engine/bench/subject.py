@@ -1,0 +1,83 @@
+"""Who is asked: a model of random weights in the shape that published numbers are of, or a real one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+
+from engine.models.config import ModelConfig, load_config
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model, save_model
+from engine.models.rope import Rope
+from engine.models.source import locate
+
+SMALL = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151_936,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_context=40_960,
+    rope=Rope(1_000_000.0),
+    tied=True,
+    qk_norm=True,
+)
+QWEN3_06B = replace(SMALL, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
+SHAPES = {"small": SMALL, "qwen3-0.6b": QWEN3_06B}
+"""``small`` is for processors; ``qwen3-0.6b`` is what others publish numbers of."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is measured, and in which number format."""
+
+    directory: Path
+    config: ModelConfig
+    dtype: str
+
+    def load(self) -> Decoder:
+        """The weights, on the GPU where there is one."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return load_model(self.directory, getattr(torch, self.dtype)).to(device).eval()
+
+
+@contextmanager
+def subject(shape: str, model: str | None, dtype: str) -> Iterator[Subject]:
+    """``model``, a directory or hub id, or else random weights of ``shape`` in a directory that is deleted afterwards."""
+    if model is not None:
+        directory = locate(model)
+        yield Subject(directory, load_config(directory), dtype)
+        return
+    with tempfile.TemporaryDirectory(prefix="yardstick-bench-") as name:
+        save_model(random_decoder(SHAPES[shape]), SHAPES[shape], Path(name), getattr(torch, dtype))
+        _write_tokenizer(Path(name))
+        yield Subject(Path(name), SHAPES[shape], dtype)
+
+
+def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
+    """Random weights, scaled so that activations stay near one."""
+    torch.manual_seed(seed)
+    decoder = Decoder(config)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.05 if "embed" in name else parameter.shape[1] ** -0.5)
+    return decoder.eval()
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """One token a byte: a gateway wants a tokeniser, and requests of token ids never use it."""
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))

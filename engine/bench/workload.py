@@ -1,0 +1,37 @@
+"""What is asked: requests of random tokens. No torch here: the load's process imports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine import wire
+
+LABELS_BELOW = 256
+"""Labels must be tokens that can be written, and these every tokeniser has; the last rows of a head are often padding."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One request's lengths, in tokens."""
+
+    query: int = 120
+    item: int = 180
+    items: int = 10
+    labels: int = 2
+
+    @property
+    def tokens(self) -> int:
+        """That must be computed: the query once, every item once."""
+        return self.query + self.items * self.item
+
+    def request(self, name: str, rng: np.random.Generator, vocab_size: int) -> wire.Score:
+        """One request of random token ids; no two share any text."""
+
+        def tokens(*shape: int) -> Any:
+            return rng.integers(0, vocab_size, shape).tolist()
+
+        labels = rng.choice(LABELS_BELOW, self.labels, replace=False).tolist()
+        return wire.Score(name, tokens(self.query), tokens(self.items, self.item), labels)

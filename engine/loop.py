@@ -69,7 +69,7 @@ class Loop:
     @property
     def idle(self) -> bool:
         """Nothing to compute, to wait for or to say."""
-        return not self._scheduler.requests and self._flight is None and not self._ended
+        return self._scheduler.idle and self._flight is None and not self._ended
 
     def step(self) -> list[wire.Reply]:
         """Launch one step and settle one; returns what there is to tell."""

@@ -66,6 +66,11 @@ class Scheduler:
         return self._requests.get(request_id)
 
     @property
+    def idle(self) -> bool:
+        """Whether there is no request."""
+        return not self._requests
+
+    @property
     def requests(self) -> list[Request]:
         """All that have not ended, in order of arrival."""
         return list(self._requests.values())
@@ -124,8 +129,12 @@ class Scheduler:
         self._let_go(request)
 
     def fail(self, batch: Batch) -> list[Request]:
-        """A step failed: forget its requests, and what it was to have put into the prefix cache. Returns those requests."""
-        failed = list(dict.fromkeys(run.request for run in batch.runs))
+        """A step failed: forget its requests, and what it was to have put into the prefix cache.
+
+        Returns those requests; some of the batch may have ended since.
+        """
+        there = (run.request for run in batch.runs if self._requests.get(run.request.id) is run.request)
+        failed = list(dict.fromkeys(there))
         for request in failed:
             self.remove(request)
         self.cache.clear()

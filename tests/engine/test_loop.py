@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine import wire
 from engine.build import build_loop
 from engine.loop import Loop
+from engine.runner.runner import Flight
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
@@ -294,6 +295,26 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(build, monkeypat
     monkeypatch.setattr(loop._runner._decoder, "forward", whole)
     assert len(run(loop, wire.Score("s", [5, 6], [[7]], LABELS))[0].logprobs) == 1
     check(loop._scheduler)
+
+
+def test_a_step_that_fails_in_flight_takes_down_what_was_launched_on_it(build, monkeypatch):
+    loop = build()
+    land = Flight.wait
+    loop.submit(wire.Generate("gone", [5, 6], wire.Sampling(max_tokens=9, ignore_eos=True)))
+    loop.submit(wire.Generate("g", [7, 8], wire.Sampling(max_tokens=9, ignore_eos=True)))
+    loop.step()
+    loop.submit(wire.Abort("gone"))
+
+    def fail(flight):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(Flight, "wait", fail)
+    replies = loop.step()
+    assert sorted((reply.id, type(reply).__name__) for reply in replies) == [("g", "Failed"), ("gone", "Delta")]
+    check(loop._scheduler)
+    assert loop.stats.slots_free == loop.stats.slots_total
+    monkeypatch.setattr(Flight, "wait", land)
+    assert len(run(loop, wire.Score("s", [5, 6], [[7]], LABELS))[0].logprobs) == 1
 
 
 INVALID = {

@@ -86,6 +86,10 @@ class Peaks:
     bandwidth: float
     """Bytes a second, read and written, in a large copy."""
 
+    def or_better(self, other: Peaks) -> Peaks:
+        """The best of two measurements: a machine shared with others is slower at times."""
+        return Peaks(max(self.flops, other.flops), max(self.bandwidth, other.bandwidth))
+
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
     """The best of some repeats: nothing is faster than this machine when it is left alone."""

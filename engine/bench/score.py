@@ -88,10 +88,11 @@ def _offline(measured: Subject, decoder: Decoder, engine: Engine, options: Optio
     device = decoder.embed.weight.device
     vocabulary = measured.config.vocab_size
     peer = Transformers(measured, device)
+    before = measure_peaks(device, getattr(torch, measured.dtype))
     comparison = offline.compare(engine, decoder, peer, vocabulary, options.repeats, records)
     assert comparison["largest_difference"] <= TOLERANCE[measured.dtype], "scores differ from the peer's"
     offline.show_comparison(comparison, measured.dtype, records)
-    peaks = measure_peaks(device, getattr(torch, measured.dtype))
+    peaks = before.or_better(measure_peaks(device, getattr(torch, measured.dtype)))
     workload = Workload()
     limits = roofline(measured.config, measured.dtype, workload, peaks, workload.items / comparison["engine_items_per_s"])
     show_roofline(limits, records)

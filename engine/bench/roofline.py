@@ -15,7 +15,7 @@ from engine.bench.workload import Workload
 from engine.models.config import ModelConfig
 from kernels.linear import linear
 
-REPEATS = 10
+REPEATS = 30
 MATRIX = {"cpu": 2048, "cuda": 8192}
 COPIED_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 

@@ -30,7 +30,7 @@ _tokenizer = msgspec.msgpack.Decoder(wire.TokenizerFiles)
 
 
 def open_transport() -> AiohttpTransport:
-    """Connections to engines. aiohttp's cost a tenth of httpx's own; 0 means that their number is bounded by admission alone."""
+    """Connections to engines. aiohttp's cost far less than httpx's own; 0 means that their number is bounded by admission alone."""
     return AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=KEEPALIVE_SECONDS), trust_env=False)
 
 

@@ -27,7 +27,7 @@ def test_the_engine_beats_transformers():
     summary = bench("score", "--offline", "--no-sweeps", "--repeats", "5")
     assert summary["largest_difference"] <= 1e-4
     assert summary["ratio"] >= 1.3
-    assert 10 < summary["roofline"]["percent_of_peak_flops"] < 110  # 100, were the peak not measured too
+    assert 0 < summary["roofline"]["percent_of_peak_flops"] < 100
 
 
 @pytest.mark.slow

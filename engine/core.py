@@ -142,6 +142,11 @@ class Request:
         """Tokens that the next step must have room for on this request's account, whatever else is in it."""
         return 0
 
+    @property
+    def droppable(self) -> bool:
+        """Whether ending it once its deadline has passed saves work and takes nothing from its caller."""
+        return not self.begun
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ScoreRequest(Request):
@@ -164,6 +169,10 @@ class ScoreRequest(Request):
         )
         request.branches = [Branch(request, i, IntBuffer(tokens)) for i, tokens in enumerate(message.branches)]
         return request
+
+    @property
+    def droppable(self) -> bool:
+        return any(branch.remaining for branch in self.branches)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class Link:
         self._context.destroy(linger=0)
         self._directory.cleanup()
 
-    async def ask(self, message: wire.Score | wire.Generate) -> AsyncGenerator[wire.Reply]:
+    async def ask(self, message: wire.Score | wire.Generate | wire.Value) -> AsyncGenerator[wire.Reply]:
         """Send a request and yield its replies up to the terminal one. Leaving early aborts the request."""
         if self.ready is None:
             yield wire.Failed(message.id, "not_ready", self.failure or "The model is loading.", retryable=True, retry_after=1.0)

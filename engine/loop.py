@@ -63,7 +63,7 @@ class Loop:
             self._ended.append(failure)
         elif isinstance(message, wire.Score):
             self._submit_score(message)
-        else:
+        elif isinstance(message, wire.Generate):
             self._scheduler.add(GenerateRequest.of(message, self._clock()))
 
     @property
@@ -75,7 +75,7 @@ class Loop:
         """Launch one step and settle one; returns what there is to tell."""
         replies, self._ended = self._ended, []
         late = self._scheduler.expire()
-        replies += [wire.Failed(request.id, "deadline", "The deadline passed before work on it began.") for request in late]
+        replies += [wire.Failed(request.id, "deadline", "The deadline passed before it was computed.") for request in late]
         batch = self._scheduler.schedule()
         landing = self._flight
         try:
@@ -111,7 +111,7 @@ class Loop:
         else:
             self._ended.append(wire.Scored(message.id, [], 0, 0))
 
-    def _refusal(self, message: wire.Score | wire.Generate) -> wire.Failed | None:
+    def _refusal(self, message: wire.Score | wire.Generate | wire.Value) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
         if self._scheduler.get(message.id) is not None:
             return wire.Failed(message.id, "invalid", "A request of this id is still running; ids must be unique.")
@@ -222,8 +222,11 @@ class Loop:
         return [wire.Failed(request.id, code, message, retryable=True) for request in self._scheduler.fail(batch)]
 
 
-def check(message: wire.Score | wire.Generate, info: wire.Info) -> str | None:
+def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> str | None:
     """What is wrong with ``message`` for a model like ``info``, for the caller to read; None if nothing is."""
+    guided = isinstance(message, wire.Value) or (isinstance(message, wire.Generate) and message.guidance is not None)
+    if isinstance(message, wire.Value) or (guided and "guide" not in info.capabilities):
+        return "This engine has no length model."
     problems = _score_problems(message, info) if isinstance(message, wire.Score) else _generate_problems(message, info)
     return next(problems, None)
 

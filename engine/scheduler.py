@@ -86,11 +86,11 @@ class Scheduler:
         return len(self._requests) - len(self._running)
 
     def expire(self) -> list[Request]:
-        """Forget the requests whose deadline passed before any work was done for them; returns them."""
+        """Forget the requests whose deadline passed before they were computed; returns them. Generations that have begun go on."""
         late = []
         while self._expiring and self._expiring[0][0] <= self._clock():
             request = heapq.heappop(self._expiring)[2]
-            if self._requests.get(request.id) is request and not request.begun:
+            if self._requests.get(request.id) is request and request.droppable:
                 self.remove(request)
                 late.append(request)
         return late

@@ -36,7 +36,7 @@ def create_app(settings: EngineSettings) -> Litestar:
             await link.close()
 
     app = Litestar(
-        route_handlers=[score, generate, abort, info, stats, tokenizer, livez, readyz, metrics_page],
+        route_handlers=[score, value, generate, abort, info, stats, tokenizer, livez, readyz, metrics_page],
         lifespan=[lifespan],
         openapi_config=None,
         request_max_body_size=None,
@@ -48,11 +48,13 @@ def create_app(settings: EngineSettings) -> Litestar:
 @post("/score", status_code=200)
 async def score(request: Incoming) -> Response[bytes]:
     """Label log-probabilities of a prefix's branches."""
-    message = await _read(request, wire.Score)
-    if isinstance(message, wire.Failed):
-        return _answer(message)
-    async with aclosing(_link(request).ask(message)) as replies:
-        return _answer(await _unless_gone(request, anext(replies), message.id))
+    return await _answer_one(request, await _read(request, wire.Score))
+
+
+@post("/value", status_code=200)
+async def value(request: Incoming) -> Response[bytes]:
+    """What the length model says of a prefix's branches."""
+    return await _answer_one(request, await _read(request, wire.Value))
 
 
 @post("/generate", status_code=200)
@@ -123,7 +125,7 @@ def _link(request: Incoming) -> Link:
     return link
 
 
-M = TypeVar("M", wire.Score, wire.Generate, wire.Abort)
+M = TypeVar("M", wire.Score, wire.Generate, wire.Value, wire.Abort)
 
 
 async def _read(request: Incoming, kind: type[M]) -> M | wire.Failed:
@@ -132,6 +134,14 @@ async def _read(request: Incoming, kind: type[M]) -> M | wire.Failed:
         return msgspec.msgpack.decode(await request.body(), type=kind)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         return wire.Failed("", "invalid", f"The body is not a {kind.__name__} message: {error}.")
+
+
+async def _answer_one(request: Incoming, message: wire.Score | wire.Value | wire.Failed) -> Response[bytes]:
+    """The one reply to ``message``; what could not be read is its own answer."""
+    if isinstance(message, wire.Failed):
+        return _answer(message)
+    async with aclosing(_link(request).ask(message)) as replies:
+        return _answer(await _unless_gone(request, anext(replies), message.id))
 
 
 def _answer(message: msgspec.Struct) -> Response[bytes]:

@@ -5,6 +5,7 @@ HTTP face of an engine pod (every body is msgpack unless said otherwise):
 ==========================  ==============================================================================
 ``POST /score``             one :class:`Score` in, one :class:`Scored` or :class:`Failed` out
 ``POST /generate``          one :class:`Generate` in, a stream of frames out: :class:`Delta` ..., or :class:`Failed`
+``POST /value``             one :class:`Value` in, one :class:`Valued` or :class:`Failed` out
 ``POST /abort``             one :class:`Abort` in, 204 out; unknown ids are no error
 ``GET /info``               :class:`Info`
 ``GET /stats``              :class:`Stats`
@@ -17,7 +18,7 @@ A frame is a 4-byte little-endian length and that many bytes of msgpack (:func:`
 The body of a failed call is a :class:`Failed` under the HTTP status that :data:`STATUS_OF_CODE` gives its code.
 Closing the connection of ``/score`` or ``/generate`` aborts the request.
 
-Every accepted request ends with exactly one terminal message: ``Scored``, ``Failed``, or for a generation one ``Delta``
+Every accepted request ends with exactly one terminal message: ``Scored``, ``Valued``, ``Failed``, or for a generation one ``Delta``
 with ``finish`` set for each of its ``n`` sequences.
 """
 
@@ -80,6 +81,44 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sequences drawn from the one prompt."""
 
 
+GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul"]
+Constraint = Literal["eq", "ge", "le", "eq_soft"]
+
+
+class Guidance(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a length model steers each draw ("Length Value Model", arXiv 2604.27039).
+
+    The candidates of a draw are what ``top_k``, then ``Sampling.top_p``, then ``Sampling.min_p`` keep, after penalties, bias and
+    temperature; the most probable one always is one. With v the value of a candidate, from 0 (the text ends) to 1 (it never does),
+    ``mode`` tilts their probabilities, or ``constraint`` takes its place. Where ``mode`` and ``scale`` change nothing, and at
+    temperature 0, the draw is that of a request without guidance.
+    """
+
+    mode: GuidanceMode = "centered_exp"
+    scale: float = 0.0
+    """``centered_exp`` and ``value_bias``: below 0 is shorter, above longer. ``mul``, ``length_mul``, ``linear`` and ``exp``:
+    below 1 is shorter, above longer."""
+    gamma: float | None = None
+    """In (0, 1): v = 1 − gamma^(tokens to come). None: the length model's own."""
+    constraint: Constraint | None = None
+    """Instead of ``mode``. ``eq``: the candidate whose remaining length is nearest to what is left of the target; ``ge``: the
+    longest until the target is reached, then the shortest; ``le``: the shortest; ``eq_soft``: the tilt whose mean is the target."""
+    target_length: int | None = None
+    """Output tokens in all, end-of-sequence not counted, or with ``target_length_mode`` "remaining" from each token on; 0 or more.
+    A constraint needs this or ``target_value``."""
+    target_length_mode: Literal["total", "remaining"] = "total"
+    target_value: float | None = None
+    """In [0, 1], instead of ``target_length``."""
+    top_k: int = 5
+    """Candidates of a draw at most; 1 to ``Limits.max_candidates``."""
+    entropy_threshold: float = 0.0
+    """Draws whose candidates, renormalised, have less entropy than this, in nats, are left alone."""
+    value_min: float = 0.0
+    """Draws whose candidates' mean value is below this are left alone; in [0, 1]."""
+    return_values: bool = False
+    """Send ``Logprobs.values``; needs ``Generate.logprobs``."""
+
+
 class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     """Log-probabilities of ``labels`` after each prompt ``prefix + branches[i]``. A branch has at least one token."""
 
@@ -90,7 +129,7 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     priority: int = 0
     """Lower runs earlier; equal priorities run in order of arrival."""
     deadline: float | None = None
-    """Seconds from receipt after which nobody wants the answer; work not begun by then is dropped."""
+    """Seconds from receipt after which nobody wants the answer; what is not computed by then is dropped."""
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
@@ -105,9 +144,23 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     over the full vocabulary at temperature 1, before penalties, bias and filters."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, sent once, before the first output."""
+    guidance: Guidance | None = None
+    """Only where ``Info.capabilities`` has ``guide``. Then ``logprobs`` are of the distribution each token was drawn from: of its
+    candidates, fewer than N where there are fewer."""
     resume_offset: int = 0
     """The last so many tokens of ``prompt`` are output of an earlier attempt; ``Delta.offset`` and noise go on from there, and they
     count against ``max_tokens``. Only with ``n`` = 1."""
+    priority: int = 0
+    deadline: float | None = None
+    """Seconds from receipt after which it need not begin."""
+
+
+class Value(msgspec.Struct, tag="value", frozen=True, omit_defaults=True):
+    """What the length model says after each text ``prefix + branches[i]``. A branch has at least one token."""
+
+    id: str
+    prefix: list[int]
+    branches: list[list[int]]
     priority: int = 0
     deadline: float | None = None
 
@@ -127,6 +180,9 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """[token][rank], most probable first; empty lists where none were asked for."""
     top: list[list[float]]
     """[token][rank]"""
+    values: list[list[float | None]] = []
+    """[token][rank], of guided draws: the value of each token of ``top_tokens``, None where the draw was left alone. Empty where
+    not asked for."""
 
 
 class Scored(msgspec.Struct, tag="scored", frozen=True):
@@ -139,6 +195,17 @@ class Scored(msgspec.Struct, tag="scored", frozen=True):
     """Prefix tokens that were found in the prefix cache."""
     computed_tokens: int
     """Tokens that went through the model for this request."""
+
+
+class Valued(msgspec.Struct, tag="valued", frozen=True):
+    """The answer to :class:`Value`."""
+
+    id: str
+    logits: list[float]
+    """[branch], z of v = sigmoid(z) = 1 − gamma^(tokens to come); v itself rounds to 1 for long texts."""
+    cached_tokens: int
+    """Prefix tokens that were found in the length model's prefix cache."""
+    computed_tokens: int
 
 
 class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
@@ -182,6 +249,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_labels: int
     max_sequences: int
     """``n``."""
+    max_candidates: int = 64
+    """``Guidance.top_k``."""
 
 
 class Info(msgspec.Struct, tag="info", frozen=True):
@@ -197,8 +266,10 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Prompt and output tokens together."""
     eos_token_ids: list[int]
     capabilities: list[str]
-    """Of ``score``, ``generate``."""
+    """Of ``score``, ``generate``, ``guide`` (:class:`Guidance` and :class:`Value`)."""
     limits: Limits
+    length_gamma: float | None = None
+    """Of the length model, where ``Guidance.gamma`` names none; None without one."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -224,8 +295,8 @@ class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
     """Names as in ``tokenizer_config.json`` (``bos_token``, ``eos_token``, ...) to their text: the variables of chat templates."""
 
 
-Request = Score | Generate | Abort
-Reply = Scored | Delta | Failed
+Request = Score | Generate | Value | Abort
+Reply = Scored | Valued | Delta | Failed
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 30

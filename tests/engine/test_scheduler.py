@@ -167,16 +167,17 @@ def test_priority_then_arrival():
     assert order == ["first", "second", "late"]
 
 
-def test_late_work_is_dropped_before_it_is_begun():
+def test_late_work_is_dropped_before_it_is_computed():
     clock = Clock()
-    scheduler = make(tokens=2, clock=clock)
-    begun, late = score("begun", [1, 2, 3], [4], deadline=1.0), score("late", [5, 6], [7], deadline=1.0)
-    scheduler.add(begun)
-    scheduler.add(late)
-    scheduler.schedule()
+    scheduler = make(tokens=8, clock=clock)
+    written = generate("written", [8, 9], deadline=1.0)
+    computed, part, none = (score(str(first), [first, 6, 7], [4], deadline=1.0) for first in (1, 2, 3))
+    for request in (written, computed, part, none):
+        scheduler.add(request)
+    assert {run.request.id for run in scheduler.schedule().runs} == {"written", "1", "2"}
     clock.now = 2.0
-    assert scheduler.expire() == [late]
-    assert scheduler.requests == [begun]
+    assert scheduler.expire() == [part, none]
+    assert scheduler.requests == [written, computed]
 
 
 def test_a_failed_step_leaves_nothing_behind():

@@ -1,0 +1,264 @@
+"""What becomes of the candidates of guided draws, given what a length model says of each.
+
+Definitions as in "Length Value Model", arXiv 2604.27039, and its public code. With p a row's probabilities, z the length model's
+output for each candidate and v = sigmoid(z), which is 0 for an end of sequence; m, M and E the least, largest and mean v:
+
+================  ==========================================================================================
+``centered_exp``  p' ∝ p · exp(s · v)
+``value_bias``    p' ∝ p · exp(s · z)
+``mul``           p' has the mean s · E; left alone where s ≤ 0
+``linear``        p' has the mean E + (s − 1)(M − E), below s = 1 E − (1 − s)(E − m)
+``exp``           p' has the mean m + n · (M − m), n = 1 − (1 − (E − m) / (M − m))^s, s at least 0
+``length_mul``    p' has the mean 1 − (1 − E)^s: s times the length that belongs to E
+``eq``            the candidate whose length is nearest to the target; of equals the more probable
+``ge``            the largest v; once the target is 0, the least
+``le``            the least v
+``eq_soft``       p' has the mean 1 − γ^target; where that is beyond m or M, that candidate
+================  ==========================================================================================
+
+The length that belongs to v is ln(1 − v) / ln γ = −softplus(z) / ln γ. A mean is reached by p' ∝ p · exp(λ · (v − m)); it is kept
+away from m and M by a millionth of their distance. Rows whose values lie within 1e-8, or whose mean is that near to what is
+wanted, are left alone. λ is found by Newton's method on the logit of the mean, which is nearly linear in λ (exactly, for two
+candidates), within a bracket. Everything is computed in float64: a row has few candidates, and 1 − v needs the digits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from kernels.candidates import MOST, Candidates
+from kernels.runtime import expect, expect_device, jit, launches, power_of_two, tl
+
+RULES = ("centered_exp", "value_bias", "mul", "linear", "exp", "length_mul", "eq", "ge", "le", "eq_soft")
+
+SMALLEST_VALUE = 1e-9
+LARGEST_LOGIT = -math.log(SMALLEST_VALUE)
+"""Values are kept between 1e-9 and 1 − 1e-9 where a length or z itself is computed of them; also of an end of sequence, for z."""
+FLAT = 1e-8
+"""Values, or means, this near to each other are the same."""
+MARGIN, LEAST_MARGIN = 1e-6, 1e-12
+STEPS = 20
+
+_CENTERED_EXP, _VALUE_BIAS, _MUL, _LINEAR, _EXP, _LENGTH_MUL, _EQ, _GE, _LE, _EQ_SOFT = (tl.constexpr(i) for i in range(len(RULES)))
+_LARGEST_LOGIT, _FLAT = tl.constexpr(LARGEST_LOGIT), tl.constexpr(FLAT)
+_MARGIN, _LEAST_MARGIN, _STEPS = tl.constexpr(MARGIN), tl.constexpr(LEAST_MARGIN), tl.constexpr(STEPS)
+
+
+class Tilts(NamedTuple):
+    """How each of some rows is guided, [rows] each."""
+
+    rule: Tensor
+    """int64, its place in :data:`RULES`."""
+    scale: Tensor
+    """float64, s"""
+    log_gamma: Tensor
+    """float64, ln γ, below 0"""
+    target: Tensor
+    """float64: for a constraint, the tokens that are to come after this draw, the end of sequence counted; at least 0."""
+    value_min: Tensor
+    """float64: rows with a mean value below it are left alone."""
+
+
+def needs_value(found: Candidates, entropy_thresholds: Tensor) -> Tensor:
+    """Rows that are not decided without the length model: more than one candidate, and their entropy, in nats, not below the
+    row's threshold (float32). -> [rows] bool"""
+    entropy = torch.special.entr(found.probabilities).sum(-1)
+    undecided: Tensor = (found.counts > 1) & (entropy >= entropy_thresholds)
+    return undecided
+
+
+def length_tilt(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts: Tilts) -> Tensor:
+    """The new probabilities of every row's candidates, [rows, width] float32; those of 0 stay 0.
+
+    p: [rows, width] float32, falling, with the sum 1 and 0 beyond the candidates, width a power of two from 2 to 64; z: [rows,
+    width] float32, read where p is above 0; ends: [rows, width] bool, the ends of sequence; active: [rows] bool: other rows are
+    left alone.
+    """
+    operation = length_tilt_triton if launches(p, z) else length_tilt_reference
+    return operation(p, z, ends, active, tilts)
+
+
+def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts: Tilts) -> Tensor:
+    """:func:`length_tilt` in plain PyTorch."""
+    _, scale, log_gamma, target, value_min = (column.unsqueeze(1) for column in tilts)
+    rule = tilts.rule.unsqueeze(1)
+    there = p > 0
+    prior, z = p.double(), z.double().masked_fill(~there, 0.0)
+    z = z.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).masked_fill(ends, -LARGEST_LOGIT)
+    v = z.sigmoid().masked_fill(ends, 0.0)
+    least = v.masked_fill(~there, math.inf).amin(-1, keepdim=True)
+    most = v.masked_fill(~there, -math.inf).amax(-1, keepdim=True)
+    span, mean = most - least, (prior * v).sum(-1, keepdim=True)
+    lengths = (-softplus(z) / log_gamma).masked_fill(ends, 0.0)
+    wanted = _wanted_mean(rule, scale, log_gamma, target, least, most, mean)
+
+    solved = (rule >= RULES.index("mul")) & (rule <= RULES.index("length_mul")) | (rule == RULES.index("eq_soft"))
+    slope = scale * torch.where(rule == RULES.index("value_bias"), z, v)
+    room = span.clamp(min=FLAT)
+    margin = torch.maximum(LEAST_MARGIN / room, torch.full_like(room, MARGIN))
+    goal = ((wanted - least) / room).clamp(margin, 1 - margin)
+    slope = torch.where(solved, _solve(prior, (v - least) / room, goal), slope)
+    tilted = (prior.log() + slope).softmax(-1)
+
+    distance = (lengths - target.clamp(max=LARGEST_LOGIT / -log_gamma)).abs()
+    shortest = (rule == RULES.index("le")) | (rule == RULES.index("ge")) & (target <= 0)
+    longest = (rule == RULES.index("ge")) & (target > 0)
+    soft = rule == RULES.index("eq_soft")
+    shortest, longest = shortest | soft & (wanted <= least), longest | soft & (wanted >= most)
+    cost = torch.where(shortest, v, torch.where(longest, -v, distance)).masked_fill(~there, math.inf)
+    chosen = torch.zeros_like(prior).scatter_(1, cost.argmin(-1, keepdim=True), 1.0)  # the first of equals
+    result = torch.where((rule == RULES.index("eq")) | shortest | longest, chosen, tilted)
+
+    flat = solved & ((span < FLAT) | ((least + goal * span - mean).abs() < FLAT)) | (rule == RULES.index("mul")) & (scale <= 0)
+    alone = ~active.unsqueeze(1) | (mean < value_min) | flat
+    return torch.where(alone, p, result.float())
+
+
+def _wanted_mean(
+    rule: Tensor, scale: Tensor, log_gamma: Tensor, target: Tensor, least: Tensor, most: Tensor, mean: Tensor
+) -> Tensor:
+    """What the mean value is to be by the rules that say so, [rows, 1]."""
+    share = (mean - least) / (most - least).clamp(min=FLAT)
+    wanted = scale * mean
+    linear = mean + (scale - 1) * torch.where(scale >= 1, most - mean, mean - least)
+    wanted = torch.where(rule == RULES.index("linear"), linear, wanted)
+    exp = least + (1 - (1 - share).clamp(min=0) ** scale.clamp(min=0)) * (most - least)
+    wanted = torch.where(rule == RULES.index("exp"), exp, wanted)
+    wanted = torch.where(rule == RULES.index("length_mul"), 1 - (1 - mean) ** scale, wanted)
+    return torch.where(rule == RULES.index("eq_soft"), -torch.expm1(target * log_gamma), wanted)
+
+
+def _solve(p: Tensor, u: Tensor, goal: Tensor) -> Tensor:
+    """λ · u such that the mean of u under p · exp(λ · u) is ``goal``, in (0, 1). u: in [0, 1] where p is above 0. -> like p"""
+    u = u.masked_fill(p == 0, 0.0)
+    goal = goal.logit()
+    low, high = torch.full_like(goal, -math.inf), torch.full_like(goal, math.inf)
+    x = torch.zeros_like(goal)
+    for _ in range(STEPS):
+        weights = (p.log() + x * u).softmax(-1)
+        mean = (weights * u).sum(-1, keepdim=True)
+        rest = (weights * (1 - u)).sum(-1, keepdim=True)
+        variance = (weights * (u - mean) ** 2).sum(-1, keepdim=True)
+        error = mean.log() - rest.log() - goal
+        low, high = torch.where(error < 0, x, low), torch.where(error > 0, x, high)
+        guess = x - error * mean * rest / variance
+        middle = torch.where(low.isinf() | high.isinf(), 2 * x - error.sign(), (low + high) / 2)
+        x = torch.where((guess >= low) & (guess <= high) & guess.isfinite(), guess, middle)
+    return x * u
+
+
+def length_tilt_triton(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts: Tilts) -> Tensor:
+    """:func:`length_tilt` on a GPU, a program a row. All contiguous. Raises ValueError for other shapes, dtypes or devices."""
+    expect_device("p", p)
+    rows, width = p.shape
+    if not 2 <= width <= MOST or width != power_of_two(width):
+        raise ValueError(f"there is room for {width} candidates, where a power of two from 2 to {MOST} is expected")
+    expect("p", p, p, (rows, width), (torch.float32,))
+    expect("z", z, p, (rows, width), (torch.float32,))
+    expect("ends", ends, p, (rows, width), (torch.bool,))
+    expect("active", active, p, (rows,), (torch.bool,))
+    for name, column in tilts._asdict().items():
+        expect(name, column, p, (rows,), (torch.int64 if name == "rule" else torch.float64,))
+    out = torch.empty_like(p)
+    _length_tilt[(rows,)](p, z, ends, active, *tilts, out, width, num_warps=1)
+    return out
+
+
+@jit()
+def _length_tilt(
+    p: tl.tensor,
+    z: tl.tensor,
+    ends: tl.tensor,
+    active: tl.tensor,
+    rules: tl.tensor,
+    scales: tl.tensor,
+    log_gammas: tl.tensor,
+    targets: tl.tensor,
+    value_mins: tl.tensor,
+    out: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    place = row * WIDTH + tl.arange(0, WIDTH)
+    given = tl.load(p + place)
+    if tl.load(active + row):
+        prior, there, end = given.to(tl.float64), given > 0, tl.load(ends + place)
+        rule, scale = tl.load(rules + row), tl.load(scales + row)
+        log_gamma, target = tl.load(log_gammas + row), tl.load(targets + row)
+        raw = tl.where(there, tl.load(z + place).to(tl.float64), 0.0)
+        raw = tl.where(end, -_LARGEST_LOGIT, tl.minimum(tl.maximum(raw, -_LARGEST_LOGIT), _LARGEST_LOGIT))
+        v = tl.where(end, 0.0, 1.0 / (1.0 + tl.exp(-raw)))
+        least = tl.min(tl.where(there, v, 2.0), axis=0)
+        most = tl.max(tl.where(there, v, -1.0), axis=0)
+        span, mean = most - least, tl.sum(prior * v, axis=0)
+        room = tl.maximum(span, _FLAT)
+
+        wanted = scale * mean
+        gap = tl.where(scale >= 1, most - mean, mean - least)
+        wanted = tl.where(rule == _LINEAR, mean + (scale - 1) * gap, wanted)
+        wanted = tl.where(rule == _EXP, least + (1 - _power(1 - (mean - least) / room, tl.maximum(scale, 0.0))) * span, wanted)
+        wanted = tl.where(rule == _LENGTH_MUL, 1 - _power(1 - mean, scale), wanted)
+        wanted = tl.where(rule == _EQ_SOFT, 1 - tl.exp(target * log_gamma), wanted)
+
+        solved = ((rule >= _MUL) & (rule <= _LENGTH_MUL)) | (rule == _EQ_SOFT)
+        slope = scale * tl.where(rule == _VALUE_BIAS, raw, v)
+        margin = tl.maximum(1.0 / room * _LEAST_MARGIN, _MARGIN)
+        goal = tl.minimum(tl.maximum((wanted - least) / room, margin), 1 - margin)
+        if solved:
+            slope = _solved(prior, tl.where(there, (v - least) / room, 0.0), goal)
+        result = _softmax(prior, slope)
+
+        shortest = (rule == _LE) | ((rule == _GE) & (target <= 0)) | ((rule == _EQ_SOFT) & (wanted <= least))
+        longest = ((rule == _GE) & (target > 0)) | ((rule == _EQ_SOFT) & (wanted >= most))
+        # softplus without overflow: z is at most 21
+        lengths = tl.where(end, 0.0, -tl.log(1.0 + tl.exp(raw)) / log_gamma)
+        distance = tl.abs(lengths - tl.minimum(target, -1.0 / log_gamma * _LARGEST_LOGIT))
+        cost = tl.where(there, tl.where(shortest, v, tl.where(longest, -v, distance)), float("inf"))
+        if (rule == _EQ) | shortest | longest:
+            _, best = tl.min(cost, axis=0, return_indices=True)
+            result = tl.where(tl.arange(0, WIDTH) == best, 1.0, tl.zeros([WIDTH], tl.float64))
+
+        flat = (solved & ((span < _FLAT) | (tl.abs(least + goal * span - mean) < _FLAT))) | ((rule == _MUL) & (scale <= 0))
+        alone = flat | (mean < tl.load(value_mins + row))
+        given = tl.where(alone, given, result.to(tl.float32))
+    tl.store(out + place, given)
+
+
+@jit()
+def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """base ** exponent for a base of at least 0."""
+    power = tl.exp(exponent * tl.log(tl.maximum(base, 1e-300)))
+    return tl.where(base > 0, power, tl.where(exponent == 0, 1.0, 0.0))
+
+
+@jit()
+def _softmax(p: tl.tensor, slope: tl.tensor) -> tl.tensor:
+    """p · exp(slope), normalised; 0 stays 0."""
+    score = tl.where(p > 0, tl.log(tl.maximum(p, 1e-300)) + slope, float("-inf"))
+    weight = tl.exp(score - tl.max(score, axis=0))
+    return weight / tl.sum(weight, axis=0)
+
+
+@jit()
+def _solved(p: tl.tensor, u: tl.tensor, goal: tl.tensor) -> tl.tensor:
+    """:func:`_solve` for one row."""
+    goal = tl.log(goal) - tl.log(1 - goal)
+    x = goal * 0.0
+    low, high = x - 1e300, x + 1e300
+    for _ in range(_STEPS):
+        weight = _softmax(p, x * u)
+        mean, rest = tl.sum(weight * u, axis=0), tl.sum(weight * (1 - u), axis=0)
+        variance = tl.sum(weight * (u - mean) * (u - mean), axis=0)
+        error = tl.log(tl.maximum(mean, 1e-300)) - tl.log(tl.maximum(rest, 1e-300)) - goal
+        low, high = tl.where(error < 0, x, low), tl.where(error > 0, x, high)
+        guess = x - error * mean * rest / tl.maximum(variance, 1e-300)
+        sign = tl.where(error > 0, 1.0, tl.where(error < 0, -1.0, 0.0))
+        unbounded = (low == -1e300) | (high == 1e300)
+        middle = tl.where(unbounded, 2 * x - sign, (low + high) / 2)
+        x = tl.where((guess >= low) & (guess <= high), guess, middle)
+    return x * u

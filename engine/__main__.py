@@ -14,7 +14,7 @@ from litestar import Litestar
 
 from engine.link import Link
 from engine.server import create_app
-from engine.settings import ATTENTION, DEVICES, DTYPES, EngineSettings
+from engine.settings import ATTENTION, CUDA_GRAPHS, DEVICES, DTYPES, EngineSettings
 
 
 def main() -> int:
@@ -26,6 +26,7 @@ def main() -> int:
         device=arguments.device,
         dtype=arguments.dtype,
         attention=arguments.attention,
+        cuda_graphs=arguments.cuda_graphs,
         max_tokens_in_cache=arguments.max_tokens_in_cache,
         token_budget=arguments.token_budget,
         max_running=arguments.max_running,
@@ -78,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=DEVICES, help="where the model computes (a GPU where there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights, keys and values (bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--attention", choices=ATTENTION, default="auto", help="the attention backend (%(default)s)")
+    parser.add_argument(
+        "--cuda-graphs", choices=CUDA_GRAPHS, default="auto", help="capture small steps and replay them (%(default)s)"
+    )
     parser.add_argument("--max-tokens-in-cache", type=_positive, help="tokens whose keys and values are kept (what memory allows)")
     parser.add_argument("--token-budget", type=_positive, help="tokens computed in one step (2048 on a CPU, 8192 on a GPU)")
     parser.add_argument("--max-running", type=_positive, default=256, help="requests worked on at once (%(default)s)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.attention.select import choose
+from engine.attention.select import choose, problem_of
+from engine.attention.triton import FixedTritonAttention
 from engine.loop import Loop
 from engine.memory.kv import KVCache
 from engine.memory.slots import SlotPool
@@ -19,9 +21,12 @@ from engine.models.errors import ModelError
 from engine.models.loader import fingerprint, load_model
 from engine.models.source import locate
 from engine.parallel.leader import LeadingDecoder
+from engine.runner.graphs import BUCKETS, CudaCapture, StepGraphs
 from engine.runner.runner import Runner
 from engine.scheduler import Budget, Scheduler
 from engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 131_072
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
@@ -70,9 +75,9 @@ def assemble(decoder: Decoder, settings: EngineSettings, digest: str) -> Loop:
     attention = make_attention(decoder, slots, settings.attention)
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
-    runner = Runner(decoder, attention, config.eos_token_ids)
     overlap = on_gpu if settings.overlap is None else settings.overlap
     budget = Budget(settings.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running)
+    runner = Runner(decoder, attention, config.eos_token_ids, make_graphs(decoder, attention.kv, settings.cuda_graphs, budget))
     scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap)
     info = describe(config, settings, slots, digest)
     return Loop(runner, scheduler, info, max_waiting=settings.max_waiting, overlap=overlap)
@@ -91,6 +96,44 @@ def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBacke
         device=weight.device,
     )
     return choice.backend(kv, config.num_heads)
+
+
+def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> StepGraphs | None:
+    """Small steps captured, where that is ``wanted`` (one of :data:`~engine.settings.CUDA_GRAPHS`) and possible.
+
+    Raises :class:`ModelError` where it is asked for and cannot be done.
+    """
+    if wanted == "off":
+        return None
+    problem = _graphs_problem(decoder)
+    if problem is None:
+        try:
+            return _capture(decoder, kv, budget)
+        except Exception as error:  # of CUDA or Triton's compiler: the engine works without graphs
+            problem = f"capturing them failed: {str(error).partition(chr(10))[0] or type(error).__name__}"
+            logger.warning("CUDA graphs: off, %s", problem, exc_info=wanted == "auto")
+    elif decoder.embed.weight.is_cuda:
+        logger.info("CUDA graphs: off, %s", problem)
+    if wanted == "on":
+        raise ModelError(f"CUDA graphs cannot be used here: {problem}. Start without --cuda-graphs on.")
+    return None
+
+
+def _graphs_problem(decoder: Decoder) -> str | None:
+    """Why steps cannot be captured, as a clause; None where they can."""
+    weight = decoder.embed.weight
+    if not weight.is_cuda:
+        return "they need an NVIDIA GPU"
+    if isinstance(decoder, LeadingDecoder):
+        return "a model shared by several processes is launched by each of them"
+    return problem_of("triton", weight.device, decoder.config, weight.dtype)
+
+
+def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
+    """For steps up to the budget."""
+    buckets = [size for size in BUCKETS if size <= max(budget.tokens, BUCKETS[0])]
+    attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets))
+    return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
 
 
 def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str) -> wire.Info:

@@ -103,6 +103,7 @@ class Loop:
             steps=self._steps,
             computed_tokens=self._computed,
             cached_tokens=self._cached,
+            replayed_steps=self._runner.replayed,
         )
 
     def _submit_score(self, message: wire.Score) -> None:

@@ -19,6 +19,7 @@ GAUGES = {
 }
 COUNTERS = {
     "yardstick_engine_steps": ("Forward passes.", "steps"),
+    "yardstick_engine_replayed_steps": ("Forward passes replayed from a CUDA graph.", "replayed_steps"),
     "yardstick_engine_computed_tokens": ("Tokens that went through the model.", "computed_tokens"),
     "yardstick_engine_cached_tokens": ("Prefix tokens found in the prefix cache.", "cached_tokens"),
 }

@@ -7,6 +7,7 @@ import msgspec
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 ATTENTION = ("auto", "reference", "triton", "flashinfer")
+CUDA_GRAPHS = ("auto", "on", "off")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -22,6 +23,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """One of :data:`DTYPES`. None: bfloat16 on a GPU, float32 on a CPU."""
     attention: str = "auto"
     """One of :data:`ATTENTION`."""
+    cuda_graphs: str = "auto"
+    """One of :data:`CUDA_GRAPHS`: whether small steps are captured at the start and replayed. auto: where they can be."""
     max_tokens_in_cache: int | None = None
     """Slots: tokens whose keys and values are kept at once. None: as many as a quarter of the free memory holds, up to 131,072;
     on a GPU as many as four fifths of its free memory hold."""

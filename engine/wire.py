@@ -284,6 +284,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     steps: int
     computed_tokens: int
     cached_tokens: int
+    replayed_steps: int = 0
+    """Those whose launches were captured in a CUDA graph."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

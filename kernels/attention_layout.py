@@ -24,6 +24,10 @@ MIN_CHUNK = 256
 """Keys worth a program of their own."""
 PROGRAMS = 256
 """About two for each processor of a large GPU: fewer leave some of them idle."""
+MOST_NARROW, MOST_MERGES = 1024, 1024
+"""Room for as many in tables of fixed size, however many tokens: a program for padding does nothing, but it starts."""
+ITEM, MERGE = 6, 4
+"""Columns of the tables."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +38,7 @@ class Layout:
     """
 
     starts: Tensor
-    """[runs + 1] cumulative query counts"""
+    """[runs + 1] cumulative query counts; like ``pointers`` it is for the reference, and empty where tables are of fixed size"""
     pointers: Tensor
     """[runs + 1] where each run's context begins in ``slots``"""
     slots: Tensor
@@ -60,6 +64,63 @@ class Layout:
         parts = torch.split(packed, [table.numel() for table in tables])
         starts, pointers, slots, own, items, merges = (part.view(table.shape) for part, table in zip(parts, tables, strict=True))
         return Layout(starts, pointers, slots, own, items, merges, self.narrow, self.partials)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Sizes of a layout's tables where they are the same for every step of so many queries, for launches that are captured."""
+
+    queries: int
+    narrow: int
+    """Items for the smaller block; the others follow."""
+    items: int
+    merges: int
+    partials: int
+
+    @classmethod
+    def of(cls, queries: int, *, group: int, kv_heads: int, rows: int) -> Room:
+        """For whatever :func:`cut` makes of ``queries``, but for very many narrow items or merges.
+
+        Contexts are cut into chunks of at least their sum over ``most``: fewer than ``most`` tiles have several, fewer than twice
+        ``most`` items come of these, and cutting adds fewer than ``most`` items in all.
+        """
+        most = -(-PROGRAMS // kv_heads)
+        wide = queries // (NARROW // group + 1)  # a tile that is not narrow has at least so many queries
+        narrow = min(queries, MOST_NARROW) + most
+        fit = min(queries, rows // group)
+        merges = min(queries, most * fit, MOST_MERGES)
+        return cls(queries, narrow, narrow + (wide + most if wide else 0), merges, 2 * most * fit)
+
+    @property
+    def numbers(self) -> int:
+        """Of all tables but the slots, which come last and are as long as they are."""
+        return self.queries + self.items * ITEM + self.merges * MERGE
+
+    def pack(self, layout: Layout, padding_slot: int) -> Tensor | None:
+        """The tables of ``layout``, padded, as :meth:`within` finds them; None where they do not fit. On the host.
+
+        Padding queries have no item, and ``padding_slot`` for a slot of their own.
+        """
+        wide = len(layout.items) - layout.narrow
+        fits = layout.narrow <= self.narrow and wide <= self.items - self.narrow and layout.partials <= self.partials
+        if not fits or len(layout.own) > self.queries or len(layout.merges) > self.merges:
+            return None
+        packed = torch.zeros(self.numbers + len(layout.slots), dtype=torch.int64)
+        padded = self.within(packed)
+        padded.own.fill_(padding_slot)[: len(layout.own)] = layout.own
+        padded.items[: layout.narrow] = layout.items[: layout.narrow]
+        padded.items[self.narrow : self.narrow + wide] = layout.items[layout.narrow :]
+        padded.merges[: len(layout.merges)] = layout.merges
+        padded.slots.copy_(layout.slots)
+        return packed
+
+    def within(self, packed: Tensor) -> Layout:
+        """Views of ``packed``."""
+        sizes = [self.queries, self.items * ITEM, self.merges * MERGE]
+        own, items, merges, slots = torch.split(packed, [*sizes, len(packed) - self.numbers])
+        nothing = packed[:0]
+        tables = items.view(-1, ITEM), merges.view(-1, MERGE)
+        return Layout(nothing, nothing, slots, own, *tables, narrow=self.narrow, partials=self.partials)
 
 
 def lay_out(query_lengths: Lengths, contexts: Sequence[npt.NDArray[np.integer]], *, group: int, kv_heads: int, rows: int) -> Layout:

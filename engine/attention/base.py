@@ -5,21 +5,32 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from engine.core import Run
 from engine.memory.kv import KVCache
-from engine.models.decoder import Attend
+from engine.models.decoder import FusedAttend, Heads
+from kernels.qk_norm_rope import qk_norm_rope_write
 
 
 class AttentionBackend(ABC):
     """Attends from new tokens to slots."""
 
+    make_ready = staticmethod(qk_norm_rope_write)
+    """What normalises, rotates and writes: one kernel on a GPU, plain PyTorch elsewhere."""
+
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
 
     @abstractmethod
-    def plan(self, runs: Sequence[Run]) -> Attend:
+    def plan(self, runs: Sequence[Run]) -> FusedAttend:
         """Prepare a step once for all layers.
 
-        The result is called once a layer with the queries, keys and values of the runs' tokens, concatenated in order. It writes
-        all keys and values to the runs' slots first, then lets each query attend to its run's context up to its own slot.
+        The result is called once a layer with the heads of the runs' tokens, concatenated in order. It writes all keys and values
+        to the runs' slots first, then lets each query attend to its run's context up to its own slot.
         """
+
+    def write(self, layer: int, heads: Heads, own: Tensor) -> Tensor:
+        """Keys, normalised and rotated, and values to the slots ``own``, [tokens] int64; returns the queries, ready to attend."""
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        return self.make_ready(heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, own)

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.core import Ints, Run, as_ints
 from engine.memory.kv import KVCache
-from engine.models.decoder import Attend
+from engine.models.decoder import FusedAttend, Heads
 
 VERSION = "0.6.6"
 """A step is planned through attributes that FlashInfer does not promise, so no other version will do."""
@@ -46,18 +46,18 @@ class FlashInferAttention(AttentionBackend):
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.keys.device)
         self._wrappers: Iterator[Any] = cycle([self._wrapper(workspace) for _ in range(2)])
 
-    def plan(self, runs: Sequence[Run]) -> Attend:
+    def plan(self, runs: Sequence[Run]) -> FusedAttend:
         wrapper = next(self._wrappers)
         own = self._plan_step(wrapper, runs)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.kv.write(layer, own, k, v)
+        def attend(layer: int, heads: Heads) -> Tensor:
+            q = self.write(layer, heads, own)
             pages = self.kv.keys[layer].unsqueeze(1), self.kv.values[layer].unsqueeze(1)  # [slots, 1, kv_heads, head_dim]
             # Given no tensor to fill, the wrapper would fill one with zeros first.
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             return wrapper.run(q, pages, out=out)  # type: ignore[no-any-return]
 
-        return attend
+        return FusedAttend(attend)
 
     def _wrapper(self, workspace: Tensor) -> Any:
         """A wrapper planned for one row of one token, which loads the kernel, or compiles it, and settles all but the lengths."""

@@ -20,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention.base import AttentionBackend
 from engine.core import Ints, Run, as_ints
 from engine.memory.kv import KVCache
-from engine.models.decoder import Attend
+from engine.models.decoder import FusedAttend, Heads
+from kernels.qk_norm_rope import qk_norm_rope_write_reference
 
 Longs = npt.NDArray[np.int64]
 
@@ -58,24 +59,26 @@ class Group:
 
 
 class ReferenceAttention(AttentionBackend):
-    """On a CPU."""
+    """On a CPU; on a GPU it is there for other backends to be compared with."""
+
+    make_ready = staticmethod(qk_norm_rope_write_reference)
 
     def __init__(self, kv: KVCache, heads: int) -> None:
         super().__init__(kv)
         self._fold = heads // kv.keys.shape[2]
 
-    def plan(self, runs: Sequence[Run]) -> Attend:
-        written = torch.from_numpy(as_ints(run.context[-len(run.tokens) :] for run in runs)).long()
+    def plan(self, runs: Sequence[Run]) -> FusedAttend:
+        written = self._there(as_ints(run.context[-len(run.tokens) :] for run in runs).astype(np.int64))
         groups = [self._group(pieces) for pieces in gather_similar(cut(runs))]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.kv.write(layer, written, k, v)
+        def attend(layer: int, heads: Heads) -> Tensor:
+            q = self.write(layer, heads, written)
             out = torch.empty_like(q)
             for group in groups:
                 self._attend(layer, q, group, out)
             return out
 
-        return attend
+        return FusedAttend(attend)
 
     def _attend(self, layer: int, q: Tensor, group: Group, out: Tensor) -> None:
         """Fill the rows of ``out`` [tokens, heads, head_dim] that belong to ``group``."""
@@ -105,13 +108,16 @@ class ReferenceAttention(AttentionBackend):
         places = np.flatnonzero(np.arange(longest) < counts[:, None])
         padded = len(places) < queries.size
         return Group(
-            queries=torch.from_numpy(queries.reshape(-1)),
-            real=torch.from_numpy(places) if padded else None,
-            rows=torch.from_numpy(queries.reshape(-1)[places]),
-            slots=torch.from_numpy(slots.reshape(-1)),
-            mask=self._mask(counts, widths, longest, width),
+            queries=self._there(queries.reshape(-1)),
+            real=self._there(places) if padded else None,
+            rows=self._there(queries.reshape(-1)[places]),
+            slots=self._there(slots.reshape(-1)),
+            mask=self._mask(counts, widths, longest, width).to(self.kv.keys.device),
             pieces=len(pieces),
         )
+
+    def _there(self, places: Longs) -> Tensor:
+        return torch.from_numpy(places).to(self.kv.keys.device)
 
     def _mask(self, counts: Longs, widths: Longs, longest: int, width: int) -> Tensor:
         """Query i of a piece sees the first ``width - count + i + 1`` slots; one row serves all where the pieces are alike."""

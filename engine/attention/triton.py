@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.core import Run
 from engine.memory.kv import KVCache
-from engine.models.decoder import Attend
-from kernels.attention_layout import lay_out
+from engine.models.decoder import FusedAttend, Heads
+from kernels.attention_layout import Layout, Room, lay_out
 from kernels.paged_attention import block_rows, paged_attention_triton
+from kernels.qk_norm_rope import qk_norm_rope_write_triton
+
+MOST_SLOTS = 1 << 20
+"""Slots that the contexts of a step with fixed tables may list together: 8 MiB, a fraction of a millisecond to copy."""
 
 
 class TritonAttention(AttentionBackend):
     """On a GPU; on a CPU only in Triton's interpreter."""
+
+    make_ready = staticmethod(qk_norm_rope_write_triton)
 
     def __init__(self, kv: KVCache, heads: int) -> None:
         super().__init__(kv)
@@ -23,13 +30,42 @@ class TritonAttention(AttentionBackend):
         self._group = heads // self._kv_heads
         self._rows = block_rows(head_dim, kv.keys.dtype)
 
-    def plan(self, runs: Sequence[Run]) -> Attend:
-        lengths, contexts = [len(run.tokens) for run in runs], [run.context for run in runs]
-        host = lay_out(lengths, contexts, group=self._group, kv_heads=self._kv_heads, rows=self._rows)
-        layout = host.to(self.kv.keys.device)
+    def plan(self, runs: Sequence[Run]) -> FusedAttend:
+        return self._attend(self._lay_out(runs).to(self.kv.keys.device))
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.kv.write(layer, layout.own, k, v)
+    def _lay_out(self, runs: Sequence[Run]) -> Layout:
+        lengths, contexts = [len(run.tokens) for run in runs], [run.context for run in runs]
+        return lay_out(lengths, contexts, group=self._group, kv_heads=self._kv_heads, rows=self._rows)
+
+    def _attend(self, layout: Layout) -> FusedAttend:
+        def attend(layer: int, heads: Heads) -> Tensor:
+            q = self.write(layer, heads, layout.own)
             return paged_attention_triton(q, self.kv.keys[layer], self.kv.values[layer], layout)
 
-        return attend
+        return FusedAttend(attend)
+
+
+class FixedTritonAttention(TritonAttention):
+    """The same, on tables that stay where they are and as large as they are, so that what reads them can be captured once."""
+
+    def __init__(self, kv: KVCache, heads: int, most_tokens: int) -> None:
+        super().__init__(kv, heads)
+        numbers = self._room(most_tokens).numbers + MOST_SLOTS
+        self._tables = torch.zeros(numbers, dtype=torch.int64, device=kv.keys.device)
+
+    def attend(self, tokens: int) -> FusedAttend:
+        """Attention of a step of ``tokens``, some of them padding, as :meth:`fill` last described it."""
+        return self._attend(self._room(tokens).within(self._tables))
+
+    def fill(self, runs: Sequence[Run], tokens: int) -> bool:
+        """Queue the copy of the tables of ``runs``, padded to ``tokens``; False, and nothing is done, where they do not fit."""
+        packed = self._room(tokens).pack(self._lay_out(runs), self.kv.padding_slot)
+        if packed is None or len(packed) > len(self._tables):
+            return False
+        if self._tables.is_cuda:
+            packed = packed.pin_memory()
+        self._tables[: len(packed)].copy_(packed, non_blocking=True)
+        return True
+
+    def _room(self, tokens: int) -> Room:
+        return Room.of(tokens, group=self._group, kv_heads=self._kv_heads, rows=self._rows)

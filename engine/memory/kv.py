@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of every slot in every layer, [layers, slots, kv_heads, head_dim] each, allocated once."""
+    """Keys and values of every slot in every layer, [layers, slots + 1, kv_heads, head_dim] each, allocated once.
+
+    The last slot is nobody's: padding is written there, and nothing reads it.
+    """
 
     def __init__(
         self, *, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        shape = (layers, slots, kv_heads, head_dim)
+        self.slots = slots
+        shape = (layers, slots + 1, kv_heads, head_dim)
         # Zeros, so that reading a slot nobody has written, under a mask, cannot bring in a NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """slots: [tokens] int64; keys, values: [tokens, kv_heads, head_dim]."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+    @property
+    def padding_slot(self) -> int:
+        """Where padding is written."""
+        return self.slots

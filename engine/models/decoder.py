@@ -7,6 +7,7 @@ keys each query sees. Everything is differentiable, so that the same module is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,42 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+PlainAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v like k; q and k rotated) -> [tokens, heads, head_dim]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A layer's queries, keys and values as they are projected, and what is to be done to them before anyone attends."""
+
+    qkv: Tensor
+    """[tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order"""
+    kv_heads: int
+    q_weight: Tensor | None
+    """[head_dim], like k_weight; None where the model has no QK-norm"""
+    k_weight: Tensor | None
+    eps: float
+    cos: Tensor
+    """[tokens, head_dim / 2] float32, like sin"""
+    sin: Tensor
+
+    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, k, v), queries and keys normalised and rotated; differentiable."""
+        q, k, v = torch.split(self.qkv, [self.qkv.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_weight is not None and self.k_weight is not None:
+            q, k = rms_norm(q, self.q_weight, self.eps), rms_norm(k, self.k_weight, self.eps)
+        return rope(q, self.cos, self.sin), rope(k, self.cos, self.sin), v
+
+
+@dataclass(frozen=True, slots=True)
+class FusedAttend:
+    """Attention that takes the heads as they are projected, because it has a way of its own to make them ready."""
+
+    attend: Callable[[int, Heads], Tensor]
+    """(layer, heads) -> [tokens, heads, head_dim]"""
+
+
+Attend = PlainAttend | FusedAttend
 
 
 class Linear(nn.Linear):
@@ -72,12 +107,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden]"""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 · kv_heads, head_dim]
-        q, k, v = heads.split(self.split, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v)
+        heads = self._heads(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
+        out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+    def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+        kv_heads = self.split[1]
+        if self.q_norm is None or self.k_norm is None:
+            return Heads(qkv, kv_heads, None, None, 0.0, cos, sin)
+        return Heads(qkv, kv_heads, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin)
 
 
 class FeedForward(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.core import Run
 from engine.models.config import load_config
-from engine.models.decoder import Attend
+from engine.models.decoder import Attend, FusedAttend
 from engine.models.errors import ModelError
 from engine.parallel.orders import READY, Allocate, Assignment, Order, Step, frame
 from engine.parallel.shard import LOCAL, ShardedDecoder, join, load_part
@@ -75,7 +75,7 @@ class LeadingDecoder(ShardedDecoder):
 
     def lead(self, attention: AttentionBackend) -> AttentionBackend:
         """``attention`` for this process's part; the other processes get room for as many tokens."""
-        self._workers.send(Allocate(attention.kv.keys.shape[1]))
+        self._workers.send(Allocate(attention.kv.slots))
         return LeadingAttention(attention, self)
 
     def plan(self, runs: Sequence[Run]) -> None:
@@ -99,7 +99,7 @@ class LeadingAttention(AttentionBackend):
         self._backend = backend
         self._decoder = decoder
 
-    def plan(self, runs: Sequence[Run]) -> Attend:
+    def plan(self, runs: Sequence[Run]) -> FusedAttend:
         self._decoder.plan(runs)
         return self._backend.plan(runs)
 

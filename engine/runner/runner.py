@@ -18,6 +18,7 @@ from engine import wire
 from engine.attention.base import AttentionBackend
 from engine.core import EMPTY, Batch, Branch, GenerateRequest, Run, ScoreRequest
 from engine.models.decoder import Decoder
+from engine.runner.graphs import StepGraphs
 from engine.runner.transfer import Download, Upload
 from engine.sampling import SamplingBatch, SamplingRow, draw, prepare, token_logprobs
 from engine.scoring import label_logprobs, label_table, next_token_logprobs
@@ -131,9 +132,12 @@ class Flight:
 class Runner:
     """Owns the model and, through the attention backend, the keys and values; knows nothing of queues or slots' owners."""
 
-    def __init__(self, decoder: Decoder, attention: AttentionBackend, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, decoder: Decoder, attention: AttentionBackend, eos_token_ids: Sequence[int], graphs: StepGraphs | None = None
+    ) -> None:
         self._decoder = decoder
         self._attention = attention
+        self._graphs = graphs
         self._eos = tuple(eos_token_ids)
         self._device = attention.kv.keys.device
         self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -161,7 +165,7 @@ class Runner:
             tokens = tokens.index_copy(0, unknown, self._drawn.index_select(0, source))
         self._drawn_row = {}
         sampling = prepare([self._sampling_row(branch, request) for _, branch, request in asked.draws], self._device)
-        hidden = self._decoder(tokens, positions, self._attention.plan(batch.runs))
+        hidden = self._forward(tokens, positions, batch.runs)
         tensors: list[Tensor] = []
         if asked.scores:
             tensors.append(label_logprobs(self._decoder, hidden.index_select(0, score_rows), labels.view(len(score_rows), -1)))
@@ -173,6 +177,16 @@ class Runner:
             if len(following):
                 tensors += next_token_logprobs(self._decoder, hidden[first : first + len(following)], following, top)
         return Flight(batch, asked, wanted, Download(tensors))
+
+    @property
+    def replayed(self) -> int:
+        """Steps so far whose launches were replayed."""
+        return 0 if self._graphs is None else self._graphs.replayed
+
+    def _forward(self, tokens: Tensor, positions: Tensor, runs: Sequence[Run]) -> Tensor:
+        """[tokens, hidden], through a graph where one fits."""
+        hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, runs)
+        return self._decoder(tokens, positions, self._attention.plan(runs)) if hidden is None else hidden
 
     def _pending(self, batch: Batch) -> tuple[Longs, Longs]:
         """Rows whose token the step before is drawing, and its row there."""

@@ -110,7 +110,7 @@ def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> S
         try:
             return _capture(decoder, kv, budget)
         except Exception as error:  # of CUDA or Triton's compiler: the engine works without graphs
-            problem = f"capturing them failed: {str(error).partition(chr(10))[0] or type(error).__name__}"
+            problem = f"capturing them failed: {str(error).partition(chr(10))[0].rstrip('.') or type(error).__name__}"
             logger.warning("CUDA graphs: off, %s", problem, exc_info=wanted == "auto")
     elif decoder.embed.weight.is_cuda:
         logger.info("CUDA graphs: off, %s", problem)

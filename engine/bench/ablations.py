@@ -130,10 +130,11 @@ class NoSharing:
         return self._engine.score(wire.Score(message.id, [], prompts, message.labels))
 
 
-def variants(engine: Engine, decoder: Decoder) -> dict[str, Scorer]:
-    """All that score one request, the engine first."""
+def variants(engine: Engine, decoder: Decoder, launched: Engine | None = None) -> dict[str, Scorer]:
+    """All that score one request, the engine first; ``launched``: the engine without CUDA graphs, where it has them."""
     return {
         YARDSTICK: engine,
+        **({} if launched is None else {"no CUDA graphs": launched}),
         "no query sharing": NoSharing(engine),
         PLAIN: Plain(decoder),
         f"{PLAIN}, decode kept": DecodeKept(decoder),

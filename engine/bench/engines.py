@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -65,15 +66,30 @@ class Stopwatch:
 class Engine:
     """The loop, driven in this process."""
 
-    def __init__(self, decoder: Decoder, dtype: str, *, overlap: bool | None = None, slots: int = 131_072) -> None:
+    def __init__(
+        self, decoder: Decoder, dtype: str, *, overlap: bool | None = None, slots: int = 131_072, cuda_graphs: str = "auto"
+    ) -> None:
         settings = EngineSettings(
             model="bench",
             name="bench",
             dtype=dtype,
             max_tokens_in_cache=slots,
             overlap=overlap,
+            cuda_graphs=cuda_graphs,
         )
         self.loop: Loop = assemble(decoder, settings, "bench")
+
+    @contextmanager
+    def timed(self, decoder: Decoder, watch: Stopwatch) -> Iterator[None]:
+        """The decoder's time goes to ``watch``, whether its steps are launched or replayed."""
+        places: list[Any] = [decoder, *filter(None, [self.loop._runner._graphs])]
+        for place in places:
+            place.forward = watch.around(place.forward)
+        try:
+            yield
+        finally:
+            for place in places:
+                del place.forward
 
     def score(self, message: wire.Score) -> Scores:
         """Run one request to its end."""

@@ -62,20 +62,19 @@ def compare(engine: Engine, decoder: Decoder, peer: Scorer, vocab_size: int, rep
     """The standard workload, engine and peer in turn on the same requests."""
     workload, rng, head = Workload(), np.random.default_rng(0), Head(decoder)
     watch = Stopwatch(gpu=decoder.embed.weight.is_cuda)
-    decoder.forward = watch.around(decoder.forward)  # type: ignore[method-assign]
     timed_head = watch.around(head.run)
     worst = difference(engine, peer, workload.request("warm", rng, vocab_size))
     timed_head()
     ours, theirs, outside = [], [], []
-    for repeat in records.progress(range(repeats), "against transformers"):
-        message = workload.request(f"r{repeat}", rng, vocab_size)
-        watch.take()
-        ours.append(records.timed("offline", "Yardstick", partial(engine.score, message)))
-        timed_head()
-        outside.append(1 - watch.take() / ours[-1])
-        theirs.append(records.timed("offline", "transformers", partial(peer.score, message)))
+    with engine.timed(decoder, watch):
+        for repeat in records.progress(range(repeats), "against transformers"):
+            message = workload.request(f"r{repeat}", rng, vocab_size)
+            watch.take()
+            ours.append(records.timed("offline", "Yardstick", partial(engine.score, message)))
+            timed_head()
+            outside.append(1 - watch.take() / ours[-1])
+            theirs.append(records.timed("offline", "transformers", partial(peer.score, message)))
     ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
-    del decoder.forward
     return {
         "engine_items_per_s": workload.items / statistics.median(ours),
         "transformers_items_per_s": workload.items / statistics.median(theirs),

@@ -24,6 +24,9 @@ from engine.models.decoder import Decoder
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """Of a log-probability, between two ways to compute it."""
 
+LAUNCHED_SLOTS = 16_384
+"""Of the engine without CUDA graphs, which gets one request at a time."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -73,11 +76,13 @@ def _in_process(measured: Subject, options: Options, records: Records) -> dict[s
     if options.offline:
         found |= _offline(measured, decoder, engine, options, records)
     if options.ablations:
-        scorers = ablations.variants(engine, decoder)
+        on_gpu = decoder.embed.weight.is_cuda
+        launched = Engine(decoder, measured.dtype, slots=LAUNCHED_SLOTS, cuda_graphs="off") if on_gpu else None
+        scorers = ablations.variants(engine, decoder, launched)
         vocabulary, tolerance = measured.config.vocab_size, TOLERANCE[measured.dtype]
         found["ablations_ms"] = ablations.ablate(scorers, vocabulary, options.repeats, tolerance, records)
         ablations.show_ablations(found["ablations_ms"], records)
-        if torch.cuda.is_available():
+        if on_gpu:
             loops = {"overlapped": engine, "synchronous": Engine(decoder, measured.dtype, overlap=False)}
             found["loops_ms"] = ablations.compare_loops(loops, vocabulary, options.repeats, records)
             ablations.show_loops(found["loops_ms"], records)

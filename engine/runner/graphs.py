@@ -4,8 +4,8 @@ A graph repeats the same launches on the same addresses, so each is captured for
 are padded to it. What a step reads lies in tensors that never move, and they are filled by copies in the same stream: a step may be
 queued while the one before still runs. Steps that fit no bucket are launched as ever.
 
-Attention inside graphs is always the Triton backend's. Its tables are plain tensors that can be padded; FlashInfer keeps the plan of a
-step in a pinned buffer of its own, which a second step in flight would overwrite, and fixes the rows as well as the tokens.
+Attention inside graphs is always the Triton backend's. Its tables are plain tensors that can be padded. FlashInfer keeps the plan
+of a step in a pinned buffer of its own, which a second step in flight would overwrite, and fixes the rows as well as the tokens.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention_layout import MIN_CHUNK, NARROW, Layout, lay_out
+from kernels import attention_layout
+from kernels.attention_layout import MIN_CHUNK, MOST_MERGES, MOST_NARROW, NARROW, Layout, Room, lay_out
 from kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
@@ -162,6 +163,48 @@ def test_rows_of_zeros_do_nothing(device: torch.device) -> None:
         narrow=layout.narrow + 2,
     )
     assert torch.equal(paged_attention_triton(q, keys, values, padded), paged_attention_triton(q, keys, values, layout))
+
+
+def test_tables_of_fixed_size_change_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many queries and for more; padding has no item, and the padding slot for its own."""
+    monkeypatch.setattr(attention_layout, "PROGRAMS", 16)
+    shapes = [(1, 900), (30, 40), (2, 2)]
+    q, keys, values = tensors(shapes, device)
+    layout = layout_of(shapes, q, keys)
+    assert len(layout.merges)
+    expected = paged_attention_triton(q, keys, values, layout)
+    for queries in (33, 50):
+        room = Room.of(queries, group=2, kv_heads=1, rows=block_rows(32, q.dtype))
+        packed = room.pack(layout.to(torch.device("cpu")), 1499)
+        assert packed is not None
+        padded = room.within(packed.to(device))
+        assert (padded.own[33:] == 1499).all()
+        found = paged_attention_triton(torch.cat([q, q[: queries - 33]]), keys, values, padded)
+        assert torch.equal(found[:33], expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_there_is_room_for_whatever_is_laid_out(seed: int) -> None:
+    """But for more narrow items or merges than there is ever room for, and then nothing is packed."""
+    generator = np.random.default_rng(seed)
+    group, kv_heads, rows = int(generator.integers(1, 17)), int(generator.integers(1, 17)), [32, 128][seed % 2]
+    for _ in range(30):
+        contexts = generator.integers(1, [50, 3000, 30_000][generator.integers(3)], generator.integers(1, 300))
+        lengths = np.minimum(generator.integers(1, [2, 40, 2000][generator.integers(3)], len(contexts)), contexts)
+        layout = lay_out(
+            lengths, [np.broadcast_to(np.int64(7), size) for size in contexts], group=group, kv_heads=kv_heads, rows=rows
+        )
+        room = Room.of(int(lengths.sum() + generator.integers(3)), group=group, kv_heads=kv_heads, rows=rows)
+        packed = room.pack(layout, 9)
+        if packed is None:
+            assert layout.narrow > room.narrow >= MOST_NARROW or len(layout.merges) > room.merges == MOST_MERGES
+            continue
+        padded = room.within(packed)
+        for ours, theirs in ((padded.items, layout.items), (padded.merges, layout.merges)):
+            assert torch.equal(ours[ours.any(1)], theirs)
+        assert not padded.items[layout.narrow : room.narrow].any()
+        assert torch.equal(padded.slots, layout.slots)
+        assert len(packed) == room.numbers + len(layout.slots)
 
 
 @pytest.mark.parametrize("seed", range(20))

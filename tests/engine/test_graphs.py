@@ -1,0 +1,314 @@
+"""Captured steps against launched ones: buckets, padding, tables of fixed size, replays, and the settings that choose them.
+
+On a CPU a stand-in records the work; tests marked ``gpu`` capture it in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import build, wire
+from engine.attention.base import AttentionBackend
+from engine.attention.flashinfer import problem
+from engine.attention.reference import ReferenceAttention
+from engine.attention.triton import FixedTritonAttention, TritonAttention
+from engine.build import build_loop, make_graphs
+from engine.core import EMPTY, Batch, Ints, Request, Run, as_ints
+from engine.loop import Loop
+from engine.memory.kv import KVCache
+from engine.models.decoder import Decoder, FusedAttend
+from engine.models.errors import ModelError
+from engine.models.loader import load_model
+from engine.runner.graphs import Captured, CudaCapture, Graphs, StepGraphs
+from engine.runner.runner import Flight, Runner
+from engine.scheduler import Budget
+from engine.settings import EngineSettings
+from kernels import attention_layout
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.engine.recording import Recorder
+
+SLOTS = 400
+BUCKETS = (1, 4, 13, 18)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Decoder:
+    """With and without QK-norm."""
+    directory = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, num_hidden_layers=2)
+    return load_model(directory).to(device)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
+
+
+@pytest.fixture
+def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short contexts are cut, too, and the interpreter has less padding to run."""
+    monkeypatch.setattr(attention_layout, "PROGRAMS", 16)
+    monkeypatch.setattr(attention_layout, "MIN_CHUNK", 8)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Recorder | CudaCapture:
+    return CudaCapture(device) if device.type == "cuda" else Recorder(monkeypatch)
+
+
+class Rerun:
+    """Runs the work again, with all its Python: for what plans anew inside it."""
+
+    allocated = 0
+
+    def __call__(self, work) -> Captured:
+        output = work()
+        return Captured(output, lambda: output.copy_(work()))
+
+
+class Replanned:
+    """Any backend as one of fixed tables; padding is a run in the padding slot."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.backend = backend
+
+    def attend(self, tokens: int) -> FusedAttend:
+        return FusedAttend(lambda layer, heads: self.planned.attend(layer, heads))
+
+    def fill(self, runs: Sequence[Run], tokens: int) -> bool:
+        padding = tokens - sum(len(run.tokens) for run in runs)
+        slots = np.full(padding, self.backend.kv.padding_slot, np.int32)
+        self.planned = self.backend.plan([*runs, a_run(slots, padding)] if padding else runs)
+        return True
+
+
+def a_run(context: Ints, new: int) -> Run:
+    return Run(Request(id="r", prefix=EMPTY), None, np.zeros(new, np.int32), context)
+
+
+def cache(decoder: Decoder, slots: int = SLOTS) -> KVCache:
+    config, weight = decoder.config, decoder.embed.weight
+    return KVCache(
+        layers=config.num_layers,
+        slots=slots,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+
+
+def mixed_steps(seed: int = 0) -> Iterator[list[Run]]:
+    """A prompt, items on it with a decoded sequence beside them, single tokens, a chunk on all of it, one token."""
+    free = np.random.default_rng(seed).permutation(SLOTS).astype(np.int32)
+    places = itertools.count()
+
+    def take(count: int) -> Ints:
+        return free[[next(places) for _ in range(count)]]
+
+    prompt = take(12)
+    yield [a_run(prompt, 12)]
+    sequence = as_ints([prompt, take(1)])
+    yield [a_run(as_ints([prompt, take(count)]), count) for count in (5, 3, 1)] + [a_run(sequence, 1)]
+    sequences = [as_ints([sequence, take(1)]), as_ints([prompt[:7], take(1)]), take(1)]
+    yield [a_run(context, 1) for context in sequences]
+    yield [a_run(as_ints([sequences[0], take(18)]), 18)]
+    yield [a_run(as_ints([sequences[0], take(1)]), 1)]
+
+
+def inputs(runs: Sequence[Run], seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    positions = np.concatenate([np.arange(len(run.context) - len(run.tokens), len(run.context)) for run in runs])
+    tokens = np.random.default_rng(seed).integers(0, VOCAB_SIZE, len(positions))
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
+
+
+@torch.inference_mode()
+def compare(decoder: Decoder, graphs: StepGraphs, kept: KVCache, eager: AttentionBackend, tolerance: float) -> None:
+    """The graphs' steps and the same steps launched: hidden rows, and all that is kept but the padding."""
+    device = kept.keys.device
+    for seed, runs in enumerate(mixed_steps()):
+        tokens, positions = inputs(runs, seed, device)
+        found = graphs.forward(tokens, positions, runs)
+        assert found is not None
+        expected = decoder(tokens, positions, eager.plan(runs))
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        for ours, theirs in ((kept.keys, eager.kv.keys), (kept.values, eager.kv.values)):
+            torch.testing.assert_close(ours[:, :SLOTS], theirs[:, :SLOTS], atol=tolerance, rtol=tolerance)
+    assert graphs.replayed == 5
+
+
+def test_fixed_tables_give_what_launched_steps_give(decoder: Decoder, capture, small_work) -> None:
+    """From the record alone, nothing in it planned anew."""
+    kv = cache(decoder)
+    graphs = StepGraphs(decoder, FixedTritonAttention(kv, decoder.config.num_heads, max(BUCKETS)), capture, BUCKETS)
+    tolerance = 1e-4 if kv.keys.is_cuda else 2e-6  # products of other shapes add up in another order there
+    compare(decoder, graphs, kv, TritonAttention(cache(decoder), decoder.config.num_heads), tolerance)
+
+
+def test_padding_changes_nothing_for_the_reference(decoder: Decoder) -> None:
+    if decoder.embed.weight.is_cuda:
+        pytest.skip("it computes on the CPU")
+    heads, kv = decoder.config.num_heads, cache(decoder)
+    graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, heads)), Rerun(), BUCKETS)
+    compare(decoder, graphs, kv, ReferenceAttention(cache(decoder), heads), 2e-6)
+
+
+def test_what_fits_no_bucket_is_left_to_be_launched(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = cache(decoder)
+    attention = FixedTritonAttention(kv, decoder.config.num_heads, 4)
+    graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, decoder.config.num_heads)), Rerun(), (1, 4))
+    five = [a_run(np.arange(5, dtype=np.int32), 5)]
+    assert graphs.forward(*inputs(five, 0, kv.keys.device), five) is None
+    assert graphs.replayed == 0
+    assert attention.fill([a_run(np.arange(4, dtype=np.int32), 4)], 4)
+    before = attention._tables.clone()
+    assert not attention.fill([a_run(np.zeros(len(before), np.int32), 1)], 4)  # more slots than there is room for
+    assert torch.equal(attention._tables, before)
+
+
+def test_any_function_is_captured_by_bucket(capture, device: torch.device) -> None:
+    """Two inputs and a bucket of two numbers; what no value covers stays."""
+    rows, scale = torch.zeros(3, 2, device=device), torch.ones(1, device=device)
+    graphs: Graphs[tuple[int, int]] = Graphs(capture)
+    for bucket in ((3, 2), (2, 2)):
+        graphs.add(bucket, lambda given, by: (given * by).cumsum(0), rows[: bucket[0]], scale)
+    assert graphs.buckets == [(3, 2), (2, 2)]
+    ones = torch.ones(3, 2, device=device)
+    first = graphs.replay((3, 2), ones, 2 * ones[0, :1])
+    assert first.tolist() == [[2, 2], [4, 4], [6, 6]]
+    again = graphs.replay((3, 2), 5 * ones[:1], ones[0, :1])
+    assert again.data_ptr() == first.data_ptr()
+    assert again.tolist() == [[5, 5], [6, 6], [7, 7]]
+    assert graphs.replay((2, 2), ones[:2], 3 * ones[0, :1]).tolist() == [[3, 3], [6, 6]]
+
+
+def test_a_record_is_replayed_and_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in itself: it must notice what a CUDA graph would get wrong."""
+    given, planned = torch.zeros(2), [torch.tensor([1.0, 2.0])]
+    captured = Recorder(monkeypatch)(lambda: given + planned[0].clone())
+    planned[0] = torch.tensor([3.0, 4.0])
+    given.fill_(10.0)
+    captured.replay()
+    assert captured.output.tolist() == [11.0, 12.0]
+
+
+EVERYTHING: list[wire.Request] = [
+    wire.Score("s", list(range(3, 20)), [[7, 8], [9], [10, 11, 12]], [1, 2]),
+    wire.Generate("greedy", [5, 6], wire.Sampling(max_tokens=5, temperature=0, ignore_eos=True), logprobs=3),
+    wire.Generate("drawn", [5, 7], wire.Sampling(max_tokens=4, seed=3, ignore_eos=True, n=2)),
+    wire.Generate("echo", list(range(3, 30)), wire.Sampling(max_tokens=2, temperature=0), prompt_logprobs=1),
+]
+
+
+def answers(loop: Loop) -> dict[str, list[float]]:
+    """Every number that is answered, by request."""
+    for message in EVERYTHING:
+        loop.submit(message)
+    found: dict[str, list[float]] = {message.id: [] for message in EVERYTHING}
+    while not loop.idle:
+        for reply in loop.step():
+            assert isinstance(reply, wire.Scored | wire.Delta), reply
+            found[reply.id] += np.ravel(reply.logprobs).tolist() if isinstance(reply, wire.Scored) else numbers(reply)
+    return found
+
+
+def numbers(delta: wire.Delta) -> list[float]:
+    logprobs = [part for part in (delta.logprobs, delta.prompt_logprobs) if part is not None]
+    return [delta.index, *delta.tokens, *(value for part in logprobs for value in part.chosen if value is not None)]
+
+
+def settings(checkpoint: Path, **changes) -> EngineSettings:
+    defaults = {"max_tokens_in_cache": SLOTS, "token_budget": 40, "max_running": 4}
+    return EngineSettings(model=str(checkpoint), name="t", **(defaults | changes))
+
+
+@pytest.fixture
+def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where steps can be captured, by the stand-in."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
+        monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))
+        monkeypatch.setattr(build, "BUCKETS", (1, 4, 24))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_the_whole_engine_answers_the_same(
+    checkpoint: Path, overlap: bool, captured_anywhere, small_work, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With two steps in flight, too, whose tokens the first one draws; some steps are too large for every bucket."""
+    given = {"overlap": overlap, "attention": "triton", "dtype": "float32"}
+    launched = build_loop(settings(checkpoint, cuda_graphs="off", **given))
+    with caplog.at_level(logging.INFO, "engine.runner.graphs"):
+        captured = build_loop(settings(checkpoint, cuda_graphs="on", **given))
+    expected, found = answers(launched), answers(captured)
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
+        assert len(values) > 5
+        assert found[name] == pytest.approx(values, abs=1e-4), name
+    assert launched.stats.replayed_steps == 0
+    assert 0 < captured.stats.replayed_steps < captured.stats.steps
+    (message,) = caplog.messages
+    assert message.startswith("CUDA graphs: captured for 1, ")
+
+
+def test_slots_for_padding_are_not_handed_out(checkpoint: Path) -> None:
+    loop = build_loop(settings(checkpoint))
+    kv = loop._runner._attention.kv
+    assert (kv.keys.shape[1], kv.padding_slot) == (SLOTS + 1, SLOTS)
+    assert max(loop._scheduler.pool.free_slots) == SLOTS - 1
+
+
+def test_where_graphs_cannot_be(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = load_model(checkpoint)
+    kv, budget = cache(decoder), Budget(48, 4)
+    assert make_graphs(decoder, kv, "auto", budget) is None
+    assert make_graphs(decoder, kv, "off", budget) is None
+    with pytest.raises(ModelError, match=r"CUDA graphs cannot be used here: they need an NVIDIA GPU\. Start without"):
+        make_graphs(decoder, kv, "on", budget)
+
+    def out_of_memory(device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it.")
+
+    monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
+    monkeypatch.setattr(build, "CudaCapture", out_of_memory)
+    with caplog.at_level(logging.WARNING):
+        assert make_graphs(decoder, kv, "auto", budget) is None
+    assert caplog.messages == ["CUDA graphs: off, capturing them failed: CUDA out of memory"]
+    with pytest.raises(ModelError, match=r"capturing them failed: CUDA out of memory\. "):
+        make_graphs(decoder, kv, "on", budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["triton", "flashinfer"])
+def test_steps_in_flight_are_launched_without_waiting(
+    attention: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, several times over: a step's buffers are filled while the one before still runs."""
+    if attention == "flashinfer" and (reason := problem(device, 128, torch.bfloat16)):
+        pytest.skip(f"FlashInfer: {reason}")
+    model = make_checkpoint(tmp_path, "qwen3", head_dim=128)
+    launched, captured = (
+        build_loop(settings(model, attention=attention, overlap=True, cuda_graphs=graphs)) for graphs in ("off", "on")
+    )
+    expected = [answers(launched)["s"] for _ in range(5)]
+    answers(captured)  # compiles what is outside of the graphs
+    launch = Runner.launch
+
+    def watched(runner: Runner, batch: Batch) -> Flight:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(runner, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Runner, "launch", watched)
+    for values in expected:
+        assert answers(captured)["s"] == pytest.approx(values, abs=0.05)
+    assert captured.stats.replayed_steps > 20

@@ -112,7 +112,7 @@ class ReferenceAttention(AttentionBackend):
             real=self._there(places) if padded else None,
             rows=self._there(queries.reshape(-1)[places]),
             slots=self._there(slots.reshape(-1)),
-            mask=self._mask(counts, widths, longest, width).to(self.kv.keys.device),
+            mask=self._mask(counts, widths, longest, width),
             pieces=len(pieces),
         )
 
@@ -123,9 +123,9 @@ class ReferenceAttention(AttentionBackend):
         """Query i of a piece sees the first ``width - count + i + 1`` slots; one row serves all where the pieces are alike."""
         if (counts == counts[0]).all() and (widths == widths[0]).all():
             counts, widths = counts[:1], widths[:1]
-        seen = torch.from_numpy((widths - counts)[:, None] + np.arange(1, longest + 1))  # [pieces, longest]
-        hidden = torch.arange(width) >= seen[..., None]  # [pieces, longest, width]
-        mask = torch.zeros(hidden.shape, dtype=self.kv.keys.dtype).masked_fill_(hidden, float("-inf"))
+        seen = self._there((widths - counts)[:, None] + np.arange(1, longest + 1))  # [pieces, longest]
+        hidden = torch.arange(width, device=seen.device) >= seen[..., None]  # [pieces, longest, width]
+        mask = torch.zeros(hidden.shape, dtype=self.kv.keys.dtype, device=seen.device).masked_fill_(hidden, float("-inf"))
         return mask[:, None].repeat(1, 1, self._fold, 1)
 
 

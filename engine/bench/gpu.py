@@ -40,7 +40,7 @@ def parts(out: Path) -> tuple[Part, ...]:
         Part("offline", [*score, "--offline", "--ablations", "--quick", "--out", str(out / "offline")], 120),
         Part("online", [*score, *online, "--out", str(out / "online")], 150),
         Part("kernels", ["kernels.bench"], 90),
-        Part("tests", ["pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"], 150),
+        Part("tests", ["tests.shards"], 120),
     )
 
 

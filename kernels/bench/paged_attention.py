@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention_layout import lay_out
+from kernels.attention_layout import Room, lay_out
 from kernels.bench.harness import Gpu, Row
 from kernels.paged_attention import block_rows, paged_attention
 
@@ -24,26 +24,35 @@ def rows(gpu: Gpu) -> Iterator[Row]:
     yield _prefill(gpu, "512 after 20000", [(512, 20_512)])
     for count, context in ((256, 300), (64, 4096), (1, 20_000)):
         yield _decode(gpu, count, context)
+    yield _prefill(gpu, "120, 10 · 180; padded to 2048", [(120, 120), *10 * [(180, 300)]], padded=2048)
+    yield _decode(gpu, 100, 300, padded=128)
 
 
-def _prefill(gpu: Gpu, shape: str, shapes: list[tuple[int, int]]) -> Row:
+def _prefill(gpu: Gpu, shape: str, shapes: list[tuple[int, int]], padded: int | None = None) -> Row:
     pairs = sum(queries * context - queries * (queries - 1) // 2 for queries, context in shapes)
-    return gpu.computed("paged_attention", shape, 4 * pairs * HEADS * HEAD_DIM, _attention(shapes))
+    return gpu.computed("paged_attention", shape, 4 * pairs * HEADS * HEAD_DIM, _attention(shapes, padded))
 
 
-def _decode(gpu: Gpu, count: int, context: int) -> Row:
+def _decode(gpu: Gpu, count: int, context: int, padded: int | None = None) -> Row:
+    shape = f"{count} tokens after {context}" + (f", padded to {padded}" if padded else "")
     moved = 2 * count * context * KV_HEADS * HEAD_DIM * DTYPE.itemsize
-    return gpu.moved("paged_attention", f"{count} tokens after {context}", moved, _attention(count * [(1, context)]))
+    return gpu.moved("paged_attention", shape, moved, _attention(count * [(1, context)], padded))
 
 
-def _attention(shapes: list[tuple[int, int]]) -> Callable[[], Tensor]:
-    """Slots are scattered, as they are in a server that has run for a while."""
+def _attention(shapes: list[tuple[int, int]], padded: int | None) -> Callable[[], Tensor]:
+    """Slots are scattered, as they are in a server that has run for a while. ``padded``: queries that fixed tables are for."""
     scattered = np.random.default_rng(0).permutation(SLOTS)
     ends = np.cumsum([context for _, context in shapes])
     contexts = [scattered[end - context : end] for end, (_, context) in zip(ends, shapes, strict=True)]
     lengths = [queries for queries, _ in shapes]
-    cut = lay_out(lengths, contexts, group=HEADS // KV_HEADS, kv_heads=KV_HEADS, rows=block_rows(HEAD_DIM, DTYPE))
+    cutting = {"group": HEADS // KV_HEADS, "kv_heads": KV_HEADS, "rows": block_rows(HEAD_DIM, DTYPE)}
+    cut = lay_out(lengths, contexts, **cutting)
+    if padded is not None:
+        room = Room.of(padded, **cutting)
+        packed = room.pack(cut, SLOTS - 1)
+        assert packed is not None
+        cut = room.within(packed)
     layout = cut.to(torch.device("cuda"))
-    q = torch.randn(sum(lengths), HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
+    q = torch.randn(len(cut.own), HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
     keys, values = torch.randn(2, SLOTS, KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
     return lambda: paged_attention(q, keys, values, layout)

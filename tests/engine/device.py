@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -47,3 +49,15 @@ class Device(TorchDispatchMode):
         )
         assert self.in_kernel or not (masks or name in self.waiting), f"{name} waits for the device"
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """On a GPU: what would wait for it raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

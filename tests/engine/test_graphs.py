@@ -24,6 +24,7 @@ from engine.build import build_loop, make_graphs
 from engine.core import EMPTY, Batch, Ints, Request, Run, as_ints
 from engine.loop import Loop
 from engine.memory.kv import KVCache
+from engine.metrics import render
 from engine.models.decoder import Decoder, FusedAttend
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
@@ -33,6 +34,7 @@ from engine.scheduler import Budget
 from engine.settings import EngineSettings
 from kernels import attention_layout
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.engine.device import no_waiting
 from tests.engine.recording import Recorder
 
 SLOTS = 400
@@ -254,6 +256,7 @@ def test_the_whole_engine_answers_the_same(
         assert found[name] == pytest.approx(values, abs=1e-4), name
     assert launched.stats.replayed_steps == 0
     assert 0 < captured.stats.replayed_steps < captured.stats.steps
+    assert f"yardstick_engine_replayed_steps_total {captured.stats.replayed_steps}.0" in render(captured.stats)
     (message,) = caplog.messages
     assert message.startswith("CUDA graphs: captured for 1, ")
 
@@ -302,13 +305,10 @@ def test_steps_in_flight_are_launched_without_waiting(
     launch = Runner.launch
 
     def watched(runner: Runner, batch: Batch) -> Flight:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             return launch(runner, batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(Runner, "launch", watched)
     for values in expected:
-        assert answers(captured)["s"] == pytest.approx(values, abs=0.05)
+        assert answers(captured)["s"] == pytest.approx(values, abs=0.1)
     assert captured.stats.replayed_steps > 20

@@ -17,6 +17,7 @@ from engine.attention.triton import TritonAttention
 from engine.core import EMPTY, Ints, Request, Run, as_ints
 from engine.memory.kv import KVCache
 from engine.models.decoder import Heads
+from tests.engine.device import no_waiting
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LAYERS = 2
@@ -159,11 +160,8 @@ def test_a_step_does_not_wait_for_the_gpu(make: type[TritonAttention] | type[Fla
     heads = there(random_heads(201, 4, 2, 128, torch.bfloat16, turned=True), device)
     backend.plan(runs).attend(0, heads)  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         backend.plan(runs).attend(0, heads)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_tables_travel_as_one() -> None:

@@ -88,6 +88,14 @@ def bench(context: typer.Context) -> None:
     become("engine.bench", context.args)
 
 
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def load(context: typer.Context) -> None:
+    """Put a running server under load, and report how it bears it."""
+    from gateway.commands.launch import become
+
+    become("loadgen", context.args)
+
+
 @app.command()
 def score(
     query: Annotated[str, typer.Option(help="Text that all prompts share.")],

@@ -16,7 +16,8 @@ from gateway.commands.errors import CommandError
 
 _PR_SET_PDEATHSIG = 1
 _CLIENT_VARIABLES = ("YARDSTICK_API_KEY",)
-"""Meant for ``yardstick score``; a gateway takes every other ``YARDSTICK_`` variable for a setting."""
+"""Meant for clients; a gateway takes every other ``YARDSTICK_`` variable for a setting."""
+_CLIENTS = ("loadgen",)
 _LAST_LINES_SECONDS = 2.0
 
 
@@ -24,7 +25,8 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
     """Replace this process with ``python -m module``. Raises :class:`CommandError` where that is not installed."""
     if module.startswith("engine"):
         require_engine()
-    os.execve(sys.executable, [sys.executable, "-m", module, *arguments], _environment())  # noqa: S606 - no shell is wanted
+    environment = dict(os.environ) if module in _CLIENTS else _environment()
+    os.execve(sys.executable, [sys.executable, "-m", module, *arguments], environment)  # noqa: S606 - no shell is wanted
 
 
 def require_engine() -> None:

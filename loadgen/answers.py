@@ -1,0 +1,158 @@
+"""Reads answers: is this what the API promises, how many tokens, and when did they come?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import aiohttp
+import msgspec
+
+from loadgen.records import Record
+from loadgen.workloads import AnyWorkload, Score
+
+
+class BadAnswer(Exception):
+    """The answer is not what the API promises; the message says in what."""
+
+
+class StreamFailed(Exception):
+    """The stream told of an error; the message is the server's."""
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+
+
+class _Scores(msgspec.Struct):
+    scores: list[list[float]]
+    usage: _Usage = _Usage()
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    """Of a chat's answer or of a completion, whole or a piece."""
+
+    message: _Message | None = None
+    delta: _Message | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+    @property
+    def content(self) -> str | None:
+        told = self.message or self.delta
+        return told.content if told is not None else self.text
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+_scores = msgspec.json.Decoder(_Scores)
+_answer = msgspec.json.Decoder(_Answer)
+_refusal = msgspec.json.Decoder(_Refusal)
+_DETAIL = 200
+"""Characters of a message that are kept."""
+
+
+async def read(response: aiohttp.ClientResponse, record: Record, workload: AnyWorkload, clock: Callable[[], float]) -> None:
+    """Complete ``record`` from an answer with status 200. Raises :class:`BadAnswer`, :class:`StreamFailed` and aiohttp's errors."""
+    try:
+        if isinstance(workload, Score):
+            _read_scores(await response.read(), record, workload)
+        elif workload.stream:
+            await _read_stream(response, record, clock)
+        else:
+            _read_answer(await response.read(), record)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadAnswer(str(error)) from None
+
+
+def reason(body: bytes) -> str:
+    """What an answer with another status says: the error's message, or the body's start."""
+    try:
+        said = _refusal.decode(body).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = body.decode(errors="replace")
+    return " ".join(said.split())[:_DETAIL]
+
+
+def _read_scores(body: bytes, record: Record, workload: Score) -> None:
+    answer = _scores.decode(body)
+    if len(answer.scores) != record.items:
+        raise BadAnswer(f"{len(answer.scores)} score lists for {record.items} items")
+    if any(len(scores) != workload.label_count for scores in answer.scores):
+        raise BadAnswer(f"an item has not {workload.label_count} scores")
+    record.prompt_tokens = answer.usage.prompt_tokens
+
+
+def _read_answer(body: bytes, record: Record) -> None:
+    answer = _answer.decode(body)
+    if not answer.choices or any(choice.content is None for choice in answer.choices):
+        raise BadAnswer("an answer without text")
+    _count(answer.usage, record)
+
+
+async def _read_stream(response: aiohttp.ClientResponse, record: Record, clock: Callable[[], float]) -> None:
+    events, ended, done = Events(), 0, False
+    gaps: list[float] = []
+    async for chunk in response.content.iter_any():
+        now = clock()
+        for event in events.feed(chunk):
+            if event == b"[DONE]":
+                done = True
+                continue
+            answer = _answer.decode(event)
+            if answer.error is not None:
+                raise StreamFailed(answer.error.message[:_DETAIL])
+            ended += sum(choice.finish_reason is not None for choice in answer.choices)
+            if any(choice.content for choice in answer.choices):
+                _mark(record, gaps, now)
+            _count(answer.usage, record)
+    record.gaps = gaps
+    if not done:
+        raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+    if not ended:
+        raise BadAnswer("a stream in which no choice says why it ended")
+
+
+def _mark(record: Record, gaps: list[float], now: float) -> None:
+    """A piece of text came."""
+    if record.last_token is None:
+        record.first_token = now
+    else:
+        gaps.append(round(now - record.last_token, 6))
+    record.last_token = now
+
+
+def _count(usage: _Usage | None, record: Record) -> None:
+    if usage is not None:
+        record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens or 0
+
+
+class Events:
+    """Server-sent events out of bytes, wherever these are cut."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """The data of each event that is complete; it is one line, as JSON is."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()

@@ -1,0 +1,212 @@
+"""Sends what is due when it is due, whether or not earlier answers are there, and records what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+
+import aiohttp
+from yarl import URL
+
+from loadgen import answers
+from loadgen.arrivals import Closed, Share
+from loadgen.maker import Due, Maker
+from loadgen.records import Failure, Record
+from loadgen.scenario import Scenario
+
+SETTLE_SECONDS = 0.1
+"""Between the last preparation and the first arrival."""
+_TICK = 0.001
+"""Seconds of the shortest sleep: the event loop's timers know no less."""
+_IDLE_SECONDS = 3.0
+"""Idle connections are closed by us before servers do it, commonly after 5: a request sent at that moment would be lost."""
+_PATHS = {"score": "/v1/score", "chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS}
+
+
+class Client:
+    """One worker's run. :attr:`records` grows as requests end."""
+
+    def __init__(self, scenario: Scenario, share: Share, api_key: str | None) -> None:
+        self.records: list[Record] = []
+        self.sent = 0
+        self.interrupted = False
+        self._scenario = scenario
+        self._share = share
+        self._key = api_key
+        self._start = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._work: asyncio.Task[None] | None = None
+        base = scenario.target.url.rstrip("/")
+        self._urls = [URL(base + _PATHS[workload.kind]) for workload in scenario.workloads]
+        self._titles = [workload.title for workload in scenario.workloads]
+
+    @property
+    def in_flight(self) -> int:
+        """Requests sent and not ended."""
+        return self.sent - len(self.records)
+
+    def now(self) -> float:
+        """Seconds from the start of the run."""
+        return time.perf_counter() - self._start  # the event loop's own clock has milliseconds
+
+    def stop(self) -> None:
+        """Send no more, and give up what is under way."""
+        self.interrupted = True
+        if self._work is not None:
+            self._work.cancel()
+
+    def start(self) -> float:
+        """Set the start of the run, in a moment; returns it in seconds since 1970."""
+        self._start = time.perf_counter() + SETTLE_SECONDS
+        return time.time() + SETTLE_SECONDS
+
+    async def run(self, maker: Maker) -> None:
+        """Send everything that ``maker`` makes; returns when every request has ended. Raises :class:`LoadError`."""
+        if self.interrupted:
+            return
+        async with self._make_session() as self._session:
+            with _undisturbed():
+                self._work = asyncio.create_task(self._send_all(maker))
+                with suppress(asyncio.CancelledError):
+                    await self._work
+
+    def _make_session(self) -> aiohttp.ClientSession:
+        target = self._scenario.target
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        headers |= {} if target.cache else {"cache-control": "no-store"}
+        headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
+        connector = (
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
+            if target.keep_alive
+            else aiohttp.TCPConnector(limit=0, force_close=True)
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=target.timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def _send_all(self, maker: Maker) -> None:
+        arrivals = self._scenario.arrivals
+        try:
+            if isinstance(arrivals, Closed):
+                for _ in range(arrivals.clients_of(self._share)):
+                    self._begin(self._one_after_another(maker, arrivals.think_s))
+            else:
+                await self._send_scheduled(maker)
+            while self._tasks:
+                done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_scheduled(self, maker: Maker) -> None:
+        while (due := await maker.next()) is not None:
+            await self._until(due.scheduled)
+            self.sent += 1
+            self._begin(self._send(due, due.scheduled))
+
+    async def _until(self, due: float) -> None:
+        """Return at ``due``; where that has passed, at once, but let what has begun go on."""
+        if due <= self.now():
+            await asyncio.sleep(0)
+        while (left := due - self.now()) > 0:  # noqa: ASYNC110 - a time, not an event
+            await asyncio.sleep(max(left, _TICK))
+
+    async def _one_after_another(self, maker: Maker, pause: float) -> None:
+        """One client of a closed loop."""
+        await self._until(0.0)
+        while self.now() < self._scenario.duration_s and not self.interrupted:
+            due = await maker.next()
+            if due is None:
+                return
+            self.sent += 1
+            await self._send(due, self.now())
+            if pause:
+                await asyncio.sleep(pause)
+
+    async def _send(self, due: Due, scheduled: float) -> None:
+        """Send one request and record what became of it; that never raises."""
+        record = Record(workload=self._titles[due.workload], scheduled=scheduled, sent=self.now(), end=0.0, items=due.items)
+        try:
+            async with self._session.post(self._urls[due.workload], data=due.body) as response:
+                record.first_byte = self.now()
+                record.status = response.status
+                await self._read(response, record, due.workload)
+        except asyncio.CancelledError:
+            record.failure = "unfinished"
+        except (aiohttp.ClientError, TimeoutError, answers.BadAnswer, answers.StreamFailed, OSError) as error:
+            record.failure, record.detail = _failure(error, record), self._without_key(str(error))
+        record.end = self.now()
+        self.records.append(record)
+
+    async def _read(self, response: aiohttp.ClientResponse, record: Record, workload: int) -> None:
+        record.cache = response.headers.get("x-yardstick-cache", "")
+        if response.status == 200:
+            await answers.read(response, record, self._scenario.workloads[workload], self.now)
+            return
+        record.failure = "status"
+        record.retry_after = _seconds(response.headers.get("retry-after"))
+        record.detail = self._without_key(answers.reason(await response.read()))
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _failure(error: Exception, record: Record) -> Failure:
+    """The kind of what went wrong."""
+    match error:
+        case _ if record.failure is not None:
+            return record.failure  # a status whose body could not be read
+        case TimeoutError():
+            return "timeout"
+        case answers.BadAnswer() | aiohttp.ClientResponseError():
+            return "bad_body"
+        case answers.StreamFailed():
+            return "stream_error"
+        case OSError() if error.errno in _EXHAUSTED:
+            return "exhausted"
+        case aiohttp.ClientConnectorError():
+            return "connect"
+    return "lost" if record.first_byte is None else "cut"
+
+
+def _seconds(header: str | None) -> float | None:
+    """``Retry-After`` in seconds; None of none, and of a date, which the API does not use."""
+    try:
+        return float(header) if header is not None else None
+    except ValueError:
+        return None
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No pause of the garbage collector, which would be taken for the server's; :func:`tidy` collects a little at a time."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def tidy() -> None:
+    """Collect the youngest objects; called every second, it takes a millisecond or so."""
+    if not gc.isenabled():
+        gc.collect(0)

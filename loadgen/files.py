@@ -1,0 +1,39 @@
+"""What a run leaves in its folder: ``records.jsonl``, ``report.txt``, ``report.html`` and ``summary.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from loadgen import records
+from loadgen.errors import LoadError
+from loadgen.page import page
+from loadgen.records import Run
+from loadgen.report import as_json, as_text
+from loadgen.statistics import Results
+
+
+def write_reports(results: Results, folder: Path) -> None:
+    """All but the records. Raises :class:`LoadError`."""
+    with _writing(folder):
+        (folder / "report.txt").write_text(as_text(results), encoding="utf-8")
+        (folder / "report.html").write_text(page(results), encoding="utf-8")
+        (folder / "summary.json").write_text(as_json(results) + "\n", encoding="utf-8")
+
+
+def write_records(runs: Sequence[Run], folder: Path) -> None:
+    """The records of all workers, one after another. Raises :class:`LoadError`."""
+    with _writing(folder), (folder / records.RECORDS).open("wb") as stream:
+        for run in runs:
+            stream.writelines(records.lines(run))
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise LoadError(f"cannot write to {folder}: {reason}; choose another --out") from None

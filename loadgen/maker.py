@@ -1,0 +1,167 @@
+"""Makes the requests of a run, ahead of the one that sends them. ``python -m loadgen.maker``
+
+A process of its own, because making a body takes as long as sending it. It reads one :class:`Order` from standard input and writes
+frames to standard output, until the schedule ends or nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from loadgen.arrivals import Closed, Share, schedule
+from loadgen.errors import LoadError
+from loadgen.scenario import Scenario
+from loadgen.workloads import Content
+
+_FRAME = struct.Struct("<dIII")
+"""When it is due, the workload's place, items, and the length of the body that follows."""
+BUFFER_BYTES = 128 << 20
+"""Of bodies that wait to be sent; making goes on as they leave. A run starts when it is full, or everything is made."""
+_NICENESS = 5
+"""Where there is one core for both, sending comes first."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What to make."""
+
+    scenario: Scenario
+    share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A request and its time, in seconds from the start; 0 in a closed loop."""
+
+    scheduled: float
+    workload: int
+    items: int
+    body: bytes
+
+
+def make(order: Order) -> Iterator[Due]:
+    """All requests of this worker. Raises :class:`LoadError` where a trace cannot be read."""
+    scenario = order.scenario
+    sources = [
+        workload.asks(Content(scenario.seed, order.share, place), scenario.target.model)
+        for place, workload in enumerate(scenario.workloads)
+    ]
+    weights = [workload.weight for workload in scenario.workloads]
+    rng = order.share.seed(scenario.seed, "mix")
+    for scheduled in _times(order):
+        place = rng.choices(range(len(sources)), weights)[0]
+        ask = next(sources[place])
+        yield Due(scheduled, place, ask.items, ask.body)
+
+
+def _times(order: Order) -> Iterator[float]:
+    scenario = order.scenario
+    if isinstance(scenario.arrivals, Closed):
+        return iter(lambda: 0.0, None)
+    return schedule(scenario.arrivals, scenario.duration_s, scenario.seed, order.share)
+
+
+class Maker:
+    """The making process as its reader sees it: requests in order, a bounded number of bytes ahead."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._ready: deque[Due] = deque()
+        self._bytes = 0
+        self._news = asyncio.Event()
+        self._enough = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def __aenter__(self) -> Maker:
+        """Start it, and wait until the run can begin. Raises :class:`LoadError` with its reason where it fails."""
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "loadgen.maker", stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 20, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(self._order))
+        self._process.stdin.close()
+        self._reading = asyncio.create_task(self._read())
+        try:
+            await self._enough.wait()
+            if not self._ready:
+                await self._reading
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End it, whatever it has left to make."""
+        self._reading.cancel()
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        with suppress(asyncio.CancelledError, LoadError):
+            await self._reading
+        await self._process.wait()
+
+    async def next(self) -> Due | None:
+        """The next request; None after the last. Waits only where making falls behind sending. Raises :class:`LoadError`."""
+        while not self._ready:
+            if self._reading.done():
+                self._reading.result()
+                return None
+            self._news.clear()
+            await self._news.wait()
+        due = self._ready.popleft()
+        self._bytes -= len(due.body)
+        if self._bytes < BUFFER_BYTES:
+            self._room.set()
+        return due
+
+    async def _read(self) -> None:
+        try:
+            await self._read_frames()
+        finally:
+            self._enough.set()
+            asyncio.get_running_loop().call_soon(self._news.set)  # when this task is done
+
+    async def _read_frames(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        try:
+            while True:
+                scheduled, workload, items, length = _FRAME.unpack(await self._process.stdout.readexactly(_FRAME.size))
+                self._ready.append(Due(scheduled, workload, items, await self._process.stdout.readexactly(length)))
+                self._bytes += length
+                self._news.set()
+                if self._bytes >= BUFFER_BYTES:
+                    self._enough.set()
+                    self._room.clear()
+                    await self._room.wait()
+        except asyncio.IncompleteReadError:
+            said = (await self._process.stderr.read()).decode(errors="replace").strip()
+            if await self._process.wait():
+                raise LoadError(said.rpartition("\n")[2] or "the process that makes requests was killed") from None
+
+
+def main() -> None:
+    """Fill the order on standard input."""
+    os.nice(_NICENESS)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    try:
+        for due in make(order):
+            sys.stdout.buffer.write(_FRAME.pack(due.scheduled, due.workload, due.items, len(due.body)))
+            sys.stdout.buffer.write(due.body)
+        sys.stdout.buffer.flush()
+    except LoadError as error:
+        sys.exit(str(error))
+    except (BrokenPipeError, KeyboardInterrupt):
+        os._exit(0)  # nobody reads; a flush at exit would fail again
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""What became of each request, and the file that keeps it: one JSON document a line, the run itself first.
+
+Files of several workers may be concatenated: a line that describes a run begins the records of that run.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from loadgen.arrivals import Share
+from loadgen.errors import LoadError
+
+Failure = Literal["connect", "exhausted", "lost", "timeout", "status", "bad_body", "cut", "stream_error", "unfinished"]
+"""
+- ``connect``: no connection: name not found, refused, TLS
+- ``exhausted``: this machine has no file descriptor or port left; the fault of the generator
+- ``lost``: the connection ended before an answer began
+- ``timeout``: not done within ``target.timeout_s``
+- ``status``: an HTTP status other than 200
+- ``bad_body``: the answer is not what the API promises: no JSON, or not a score for every item and label
+- ``cut``: the answer ended in its middle; a stream without ``[DONE]``
+- ``stream_error``: the stream's last event was an error
+- ``unfinished``: under way when the run was ended by a signal
+"""
+
+
+class Record(msgspec.Struct, gc=False, omit_defaults=True):
+    """One request. Times are seconds from the start of the run."""
+
+    workload: str
+    scheduled: float
+    """When it was due. In a closed loop, when its client was free to send it."""
+    sent: float
+    """When it was handed to the connection pool."""
+    end: float
+    """Of the answer, or of the attempt."""
+    first_byte: float | None = None
+    """When the answer's head was there."""
+    first_token: float | None = None
+    """When the stream's first text was there."""
+    last_token: float | None = None
+    gaps: list[float] | None = None
+    """Seconds between one piece of the stream's text and the next."""
+    status: int | None = None
+    failure: Failure | None = None
+    detail: str = ""
+    """Of a failure: what the server or the operating system said."""
+    items: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cache: str = ""
+    """The header ``x-yardstick-cache``: hits/items."""
+    retry_after: float | None = None
+    """The header, in seconds."""
+
+    @property
+    def latency(self) -> float:
+        """From the time it was due: a generator or a server that falls behind does not hide it."""
+        return self.end - self.scheduled
+
+    @property
+    def lag(self) -> float:
+        """By how much it was sent late."""
+        return self.sent - self.scheduled
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from the time it was due."""
+        return None if self.first_token is None else self.first_token - self.scheduled
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None of one token."""
+        if self.first_token is None or self.last_token is None or self.completion_tokens < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.completion_tokens - 1)
+
+
+class RunInfo(msgspec.Struct, kw_only=True, tag_field="record", tag="run"):
+    """What was run, where and when."""
+
+    scenario: dict[str, Any]
+    """All values, defaults written out."""
+    started: float
+    """Seconds since 1970, of the records' time 0."""
+    command: str
+    machine: dict[str, str | int | float]
+    share: Share = Share()
+
+
+class RunEnd(msgspec.Struct, tag_field="record", tag="end"):
+    """The last line of a file; where it is missing, the run was killed."""
+
+    interrupted: bool
+    """Whether a signal ended it before its time."""
+
+
+class Run(msgspec.Struct):
+    """Records of one worker or of several, on one clock."""
+
+    infos: list[RunInfo]
+    records: list[Record]
+    interrupted: bool = True
+    """Whether a worker did not come to its end."""
+
+    @property
+    def scenario(self) -> dict[str, Any]:
+        """Of the first worker; :func:`merge` sees to it that they agree."""
+        return self.infos[0].scenario
+
+
+def merge(runs: Sequence[Run]) -> Run:
+    """The workers of one run as one, their clocks aligned. Raises :class:`LoadError` where they are not of one run."""
+    infos = [info for run in runs for info in run.infos]
+    if not infos:
+        raise LoadError("there are no records; name the folder or file that a run has left")
+    if any(info.scenario != infos[0].scenario or info.share.of != infos[0].share.of for info in infos):
+        raise LoadError("the records are of different scenarios; `yardstick load compare` sets two runs side by side")
+    indices = sorted(info.share.index for info in infos)
+    if indices != list(range(infos[0].share.of)):
+        raise LoadError(f"there are records of workers {indices}, of {infos[0].share.of}; give those of each worker once")
+    start = min(info.started for info in infos)
+    records = [_shifted(record, run.infos[0].started - start) for run in runs for record in run.records]
+    return Run(infos, sorted(records, key=lambda record: record.scheduled), any(run.interrupted for run in runs))
+
+
+def _shifted(record: Record, by: float) -> Record:
+    if not by:
+        return record
+    names = ("scheduled", "sent", "end", "first_byte", "first_token", "last_token")
+    times = {name: value + by for name in names if (value := getattr(record, name)) is not None}
+    return msgspec.structs.replace(record, **times)
+
+
+RECORDS = "records.jsonl"
+
+
+def read(sources: Sequence[Path]) -> list[Run]:
+    """The runs in folders and files, one a worker. Raises :class:`LoadError`."""
+    runs: list[Run] = []
+    for source in sources:
+        file = source / RECORDS if source.is_dir() else source
+        try:
+            runs += parse(file.read_bytes().splitlines(), str(file))
+        except OSError as error:
+            raise LoadError(f"cannot read {file}: {(error.strerror or str(error)).lower()}") from None
+    return runs
+
+
+def lines(run: Run) -> Iterator[bytes]:
+    """One worker's records as a file has them."""
+    (info,) = run.infos
+    for document in (info, *run.records, RunEnd(run.interrupted)):
+        yield msgspec.json.encode(document) + b"\n"
+
+
+_run_decoder = msgspec.json.Decoder(RunInfo)
+_end_decoder = msgspec.json.Decoder(RunEnd)
+_record_decoder = msgspec.json.Decoder(Record)
+
+
+def parse(text: Iterable[bytes], name: str) -> Iterator[Run]:
+    """The runs in lines of ``text``. ``name`` stands for their source in the :class:`LoadError`."""
+    run: Run | None = None
+    for number, line in enumerate(text, 1):
+        try:
+            if line.startswith(b'{"record":"run"'):
+                if run is not None:
+                    yield run
+                run = Run([_run_decoder.decode(line)], [])
+            elif run is None:
+                raise LoadError(f"{name} does not begin like a file of records; name one that `yardstick load` has left")
+            elif line.startswith(b'{"record":"end"'):
+                run.interrupted = _end_decoder.decode(line).interrupted
+            else:
+                run.records.append(_record_decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise LoadError(f"{name}, line {number} is not a record ({error}); was the file cut?") from None
+    if run is not None:
+        yield run
+
+
+_MARK = "yardstick-load-records"
+_CHARACTERS = 12_000
+"""Of a log line: container runtimes break lines at 16 KiB."""
+
+
+def to_log(run: Run) -> Iterator[str]:
+    """One worker's records as lines for a log, compressed; :func:`from_log` finds them among whatever else is there."""
+    text = base64.b64encode(zlib.compress(b"".join(lines(run)), 9)).decode()
+    pieces = [text[place : place + _CHARACTERS] for place in range(0, len(text), _CHARACTERS)]
+    for number, piece in enumerate(pieces, 1):
+        yield f"{_MARK} {run.infos[0].share.index} {number}/{len(pieces)} {piece}"
+
+
+def from_log(log: Iterable[str]) -> list[Run]:
+    """The runs in the logs of one worker or several, in any order. Raises :class:`LoadError`."""
+    pieces: dict[str, dict[int, str]] = {}
+    totals: dict[str, int] = {}
+    for line in log:
+        words = line[line.find(_MARK) :].split() if _MARK in line else []
+        if len(words) == 4:
+            number, _, total = words[2].partition("/")
+            pieces.setdefault(words[1], {})[int(number)] = words[3]
+            totals[words[1]] = int(total)
+    if not pieces:
+        raise LoadError("the log has no records; run with --log-records, and read the log to its end")
+    runs: list[Run] = []
+    for worker, parts in sorted(pieces.items()):
+        if len(parts) != totals[worker]:
+            raise LoadError(f"the log has {len(parts)} of the {totals[worker]} lines of worker {worker}; read it from its start")
+        raw = zlib.decompress(base64.b64decode("".join(part for _, part in sorted(parts.items()))))
+        runs += parse(raw.splitlines(), f"the log of worker {worker}")
+    return runs

@@ -1,0 +1,166 @@
+"""A run for a person at a terminal, and as one line of JSON for a program."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.objectives import Verdict
+from loadgen.records import Run
+from loadgen.statistics import LAG_LIMIT, Results, Summary, failure_kind
+
+WIDTH = 110
+"""Columns of text, where there is no terminal to ask."""
+TIME_NAMES = {
+    "latency": "latency",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "gap between pieces",
+    "lag": "generator's lag",
+}
+_COLUMNS = ("p50", "p90", "p99", "max")
+
+
+def show(results: Results) -> None:
+    """Print the report to standard output, one line of JSON last."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    for part in _parts(results):
+        console.print(part)
+    print(as_json(results), flush=True)
+
+
+def as_text(results: Results) -> str:
+    """The report without its last line."""
+    console = Console(file=io.StringIO(), width=WIDTH)
+    with console.capture() as capture:
+        for part in _parts(results):
+            console.print(part)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def as_json(results: Results) -> str:
+    """Everything in numbers, in one line."""
+    document = {
+        "name": results.run.scenario["name"],
+        "passed": results.passed,
+        "interrupted": results.run.interrupted,
+        "objectives": [
+            {"objective": verdict.objective.text, "met": verdict.met, "value": verdict.value} for verdict in results.verdicts
+        ],
+        **results.total.as_json(),
+        "workloads": {summary.title: summary.as_json() for summary in results.workloads},
+        "lagging": results.lagging is not None,
+        "retry_after_answers": results.retry_after,
+        "workers": len(results.run.infos),
+        "command": results.run.infos[0].command,
+        "machine": results.run.infos[0].machine,
+        "scenario": results.run.scenario,
+    }
+    return msgspec.json.encode(document).decode()
+
+
+def heading(run: Run) -> str:
+    """What was run, in a line."""
+    scenario = run.scenario
+    arrivals = ", ".join(f"{name} {value}" for name, value in scenario["arrivals"].items() if name != "kind")
+    workers = f", {len(run.infos)} workers" if len(run.infos) > 1 else ""
+    kind, seconds, target = scenario["arrivals"]["kind"], scenario["duration_s"], scenario["target"]["url"]
+    return f"{scenario['name']}: {kind} arrivals ({arrivals}) for {seconds:g} s at {target}{workers}"
+
+
+def warnings(results: Results) -> list[str]:
+    """What a reader of the numbers must know."""
+    found = []
+    if results.lagging is not None:
+        found.append(
+            f"The generator lagged its schedule by {1000 * results.lagging:.1f} ms at P99 (more than {1000 * LAG_LIMIT:g}): "
+            "its machine is too slow or too busy for this rate. Latencies include the lag; use more workers or a quieter machine."
+        )
+    if results.run.interrupted:
+        found.append("The run did not come to its end; these are the requests until then.")
+    if "exhausted" in results.total.failures:
+        found.append("The generator ran out of file descriptors or ports (`exhausted`): raise `ulimit -n`, or use more workers.")
+    return found
+
+
+def told(verdict: Verdict) -> str:
+    """The value beside an objective."""
+    if verdict.value is None:
+        return "not measured"
+    return f"{1000 * verdict.value:.1f} ms" if verdict.objective.of else f"{verdict.value:.4g}"
+
+
+def failure_rows(run: Run) -> list[tuple[str, int, str]]:
+    """Kind, count and an example of each failure, most frequent first."""
+    counts: dict[str, int] = {}
+    examples: dict[str, str] = {}
+    for record in run.records:
+        if record.failure is not None:
+            kind = failure_kind(record)
+            counts[kind] = counts.get(kind, 0) + 1
+            examples.setdefault(kind, record.detail)
+    return [(kind, count, examples[kind]) for kind, count in sorted(counts.items(), key=lambda pair: -pair[1])]
+
+
+def amount_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Counts and rates of each workload, and of all."""
+    for summary in (*results.workloads, results.total):
+        hits, items = summary.cache
+        yield (
+            summary.title,
+            str(summary.requests),
+            str(summary.requests - summary.succeeded),
+            f"{summary.rate(summary.succeeded):.1f}",
+            f"{summary.rate(summary.good):.1f}",
+            f"{summary.rate(summary.items):.1f}" if summary.items else "–",
+            f"{summary.rate(summary.tokens):.0f}",
+            f"{hits / items:.0%}" if items else "–",
+        )
+
+
+AMOUNTS = ("workload", "sent", "failed", "requests/s", "goodput/s", "items/s", "tokens/s", "from cache")
+
+
+def time_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Percentiles of each time that was measured, in milliseconds."""
+    for summary in (*results.workloads, results.total):
+        for name, title in TIME_NAMES.items():
+            if summary.times[name] and (name != "lag" or summary is results.total):
+                yield (summary.title, title, *_milliseconds(summary, name))
+
+
+TIMES = ("workload", "ms", "P50", "P90", "P99", "max")
+
+
+def _milliseconds(summary: Summary, name: str) -> list[str]:
+    values = summary.values
+    return [f"{1000 * values[f'{name}_{column}']:.1f}" for column in _COLUMNS]
+
+
+def _parts(results: Results) -> Iterator[RenderableType]:
+    yield Text(heading(results.run))
+    yield _table(AMOUNTS, amount_rows(results), left=1)
+    yield _table(TIMES, time_rows(results), left=2)
+    failures = [(kind, str(count), example) for kind, count, example in failure_rows(results.run)]
+    if failures:
+        yield _table(("failure", "count", "for example"), failures, left=1)
+    for warning in warnings(results):
+        yield Text(f"! {warning}")
+    for verdict in results.verdicts:
+        yield Text(f"{'PASS' if verdict.met else 'FAIL'}  {verdict.objective.text}: {told(verdict)}")
+
+
+def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]], left: int) -> Table:
+    """``left``: columns of words; those of numbers stand to the right."""
+    table = Table()
+    for place, name in enumerate(headings):
+        table.add_column(name, justify="left" if place < left or name == "for example" else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

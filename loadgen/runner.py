@@ -1,0 +1,98 @@
+"""One run from its start to its records, and the signals that end it early."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import uvloop
+
+from loadgen.arrivals import Share
+from loadgen.client import Client
+from loadgen.errors import LoadError
+from loadgen.machine import describe
+from loadgen.maker import Maker, Order
+from loadgen.progress import Teller
+from loadgen.records import RECORDS, Record, Run, RunEnd, RunInfo
+from loadgen.scenario import Scenario, as_settings
+
+
+class Recorder:
+    """The file of records, written as the run goes on so that nothing is lost with the process."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Without a ``folder``, nothing is written. Raises :class:`LoadError`."""
+        self._written = 0
+        self._stream: BinaryIO | None = None
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._stream = (folder / RECORDS).open("wb")
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                raise LoadError(f"cannot write to {folder}: {reason}; choose another --out") from None
+
+    def begin(self, info: RunInfo) -> None:
+        """The first line."""
+        self._write([info])
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Append what is new of ``records``."""
+        new = records[self._written :]
+        self._written += len(new)
+        self._write(new)
+
+    def finish(self, interrupted: bool) -> None:
+        """The last line."""
+        self._write([RunEnd(interrupted)])
+        if self._stream is not None:
+            self._stream.close()
+
+    def _write(self, documents: Sequence[msgspec.Struct]) -> None:
+        if self._stream is not None:
+            self._stream.write(b"".join(msgspec.json.encode(document) + b"\n" for document in documents))
+            self._stream.flush()
+
+
+def run(scenario: Scenario, share: Share, api_key: str | None, command: str, folder: Path | None) -> Run:
+    """Run the scenario; SIGINT and SIGTERM end it early, with what there is. Raises :class:`LoadError`."""
+    _raise_limit()
+    return uvloop.run(_run(scenario, share, api_key, command, Recorder(folder)))
+
+
+async def _run(scenario: Scenario, share: Share, api_key: str | None, command: str, recorder: Recorder) -> Run:
+    client = Client(scenario, share, api_key)
+    machine = describe()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, client.stop)
+    tell = Teller()
+    tell.say("making requests")
+    async with Maker(Order(scenario, share)) as maker:
+        info = RunInfo(scenario=as_settings(scenario), started=client.start(), command=command, machine=machine, share=share)
+        recorder.begin(info)
+        tell.say(f"sending to {scenario.target.url} for {scenario.duration_s:g} s")
+        following = asyncio.create_task(tell.follow(client, scenario.duration_s, recorder))
+        try:
+            await client.run(maker)
+        finally:
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+            tell.end()
+    recorder.add(client.records)
+    recorder.finish(client.interrupted)
+    return Run([info], sorted(client.records, key=lambda record: record.scheduled), client.interrupted)
+
+
+def _raise_limit() -> None:
+    """As many connections as this user may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

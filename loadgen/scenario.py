@@ -1,0 +1,188 @@
+"""The scenario: one TOML file, every value of which can be given on the command line as well."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import msgspec
+
+from loadgen.arrivals import Arrivals, Closed, Constant, Poisson, Ramp, Trace
+from loadgen.distributions import Empirical, LogNormal, Uniform
+from loadgen.errors import LoadError
+from loadgen.objectives import Objective
+from loadgen.workloads import AnyWorkload, Score
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=10_000_000)]
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where requests go. The API key is no part of a scenario: see ``--api-key-file``."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Without `/v1`."""
+    model: str | None = None
+    """May be left out where one is served."""
+    timeout_s: Seconds = 60.0
+    """A request that takes longer has failed."""
+    keep_alive: bool = True
+    """False: a connection for each request, so that a Service spreads them over gateways that appear during the run."""
+    cache: bool = True
+    """False: every request says `Cache-Control: no-store`, so that nothing comes from the result cache."""
+
+    def __post_init__(self) -> None:
+        """Raises :class:`ValueError`, which msgspec reports with the key's place."""
+        if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", self.url):
+            raise ValueError("`url` is not like http://host:port, without a user name, `?` and `#`")
+        if self.url.rstrip("/").endswith("/v1"):
+            raise ValueError("`url` ends in /v1, which is added to it; leave that out")
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run. The default is the standard scoring workload at a request a second."""
+
+    name: str = "load"
+    seed: int = 0
+    """The same seed gives the same requests at the same times."""
+    duration_s: Seconds = 30.0
+    """Of arrivals; answers are waited for beyond it."""
+    warmup_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Requests due before it are sent and recorded, and left out of the report."""
+    target: Target = Target()
+    arrivals: Arrivals = Poisson(rate=1.0)
+    workloads: Annotated[tuple[AnyWorkload, ...], msgspec.Meta(min_length=1)] = (Score(),)
+    """A request is of one of them, drawn by weight."""
+    objectives: tuple[str, ...] = ()
+    """What the run must reach, such as `p99 <= 500ms`; docs/load.md lists the measures."""
+
+    def __post_init__(self) -> None:
+        """Raises :class:`ValueError`, which msgspec reports with the key's place."""
+        if self.warmup_s >= self.duration_s:
+            raise ValueError("`warmup_s` leaves nothing of `duration_s`; shorten it")
+        titles = [workload.title for workload in self.workloads]
+        if len(set(titles)) < len(titles):
+            raise ValueError("two `workloads` have the same name; give each a `name` of its own")
+        for text in self.objectives:
+            Objective.parse(text)
+
+
+def load(file: Path | None, settings: Sequence[str] = ()) -> Scenario:
+    """The scenario in ``file``, or the default one, with ``KEY=VALUE`` settings applied in order. Raises :class:`LoadError`."""
+    document = _read(file) if file is not None else {}
+    for setting in settings:
+        _set(document, setting)
+    arrivals = document.get("arrivals")
+    if file is not None and isinstance(arrivals, dict) and isinstance(arrivals.get("file"), str):
+        arrivals["file"] = str(file.parent / arrivals["file"])
+    try:
+        return msgspec.convert(document, Scenario, strict=True)
+    except msgspec.ValidationError as error:
+        where = f"{file}: " if file is not None else ""
+        raise LoadError(where + _located(str(error), document)) from None
+
+
+def as_settings(scenario: Scenario) -> dict[str, Any]:
+    """The scenario as plain values, all defaults written out: what a run records."""
+    plain: dict[str, Any] = msgspec.to_builtins(scenario)
+    return plain
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LoadError(f"cannot read {file}: {(error.strerror or str(error)).lower()}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LoadError(f"{file} is not TOML: {error}") from None
+
+
+_STEP = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?")
+
+
+def _set(document: dict[str, Any], setting: str) -> None:
+    """Apply ``arrivals.rate=20`` or ``workloads[0].items=5``. The value is TOML; what is not, is taken as a text."""
+    key, equals, text = setting.partition("=")
+    steps = [_STEP.fullmatch(step.strip()) for step in key.split(".")]
+    if not equals or not all(steps):
+        raise LoadError(f"--set {setting}: write it as KEY=VALUE, such as arrivals.rate=20 or workloads[0].items=5")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    place: Any = document
+    for last, step in zip((*[False] * (len(steps) - 1), True), steps, strict=True):
+        assert step is not None
+        place = _enter(place, step[1], step[2], value if last else None, setting)
+
+
+def _enter(place: Any, name: str, index: str | None, value: Any, setting: str) -> Any:
+    """One step of a key: what is there, made where it is not; ``value``, unless None, is put there."""
+    if not isinstance(place, dict):
+        raise LoadError(f"--set {setting}: there is nothing named {name} within a plain value")
+    if index is None:
+        if value is not None:
+            place[name] = value
+        return place.setdefault(name, {})
+    entries = place.setdefault(name, [])
+    if not isinstance(entries, list) or int(index) > len(entries):
+        raise LoadError(f"--set {setting}: {name} has no [{index}]; count from 0")
+    if int(index) == len(entries):
+        entries.append({})
+    if value is not None:
+        entries[int(index)] = value
+    return entries[int(index)]
+
+
+_AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+_KINDS: dict[str, type[msgspec.Struct]] = {
+    str(kind.__struct_config__.tag): kind
+    for kind in (*get_args(AnyWorkload), Poisson, Constant, Ramp, Trace, Closed, Uniform, LogNormal, Empirical)
+}
+
+
+def _located(message: str, document: dict[str, Any]) -> str:
+    """msgspec's message as one that starts with the key and ends with what to write instead."""
+    found = _AT.search(message)
+    path, what = (found["path"], message[: found.start()]) if found else ("", message)
+    unknown = _UNKNOWN.search(what)
+    if unknown is not None:
+        return _unknown_key(path, unknown["name"], document)
+    subject = f"`{path}`: " if path else ""
+    missing = re.search(r"missing required field `(.+?)`", what)
+    if missing:
+        return f"{subject}`{missing[1]}` is missing; add it"
+    if what.startswith("Invalid value '"):
+        known = ", ".join(sorted(name for name in _KINDS if _fits(_KINDS[name], path)))
+        return f"{subject}{what[0].lower()}{what[1:]}; known: {known}"
+    return f"{subject}{what[:1].lower()}{what[1:]}"
+
+
+def _unknown_key(path: str, name: str, document: dict[str, Any]) -> str:
+    """The message for a key that means nothing."""
+    kind: type[msgspec.Struct] = Target if path == "target" else Scenario
+    if path not in ("", "target"):
+        kind = _KINDS[_at(document, path)["kind"]]
+    known = [field.encode_name for field in msgspec.structs.fields(kind)]
+    near = difflib.get_close_matches(name, known, 1)
+    remedy = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+    return f"`{path + '.' if path else ''}{name}` is not a setting; {remedy}"
+
+
+def _at(document: Any, path: str) -> Any:
+    for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+        document = document[int(index)] if index else document[name]
+    return document
+
+
+def _fits(kind: type[msgspec.Struct], path: str) -> bool:
+    """Whether ``kind`` can stand at ``path``, whose last part may be the key ``kind`` itself."""
+    room = {"arrivals": get_args(Arrivals)}.get(path.removesuffix(".kind"))
+    if room is None:
+        inside = re.fullmatch(r"workloads\[\d+\](\.kind)?", path)
+        room = get_args(AnyWorkload) if inside else (Uniform, LogNormal, Empirical)
+    return kind in room

@@ -1,0 +1,180 @@
+"""Numbers of a run, from its raw records."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadgen.objectives import TIMES, Objective, Verdict, judge
+from loadgen.records import Record, Run
+
+PERCENTILES = (50.0, 90.0, 99.0)
+LAG_LIMIT = 0.005
+"""Seconds of lag at P99 beyond which a report warns that the generator, not the server, may be the slow part."""
+
+
+def percentile(ascending: Sequence[float], percent: float) -> float:
+    """The smallest of the values that ``percent`` per cent of them do not exceed; it is one of them, and there is at least one."""
+    return ascending[max(0, math.ceil(round(percent * len(ascending) / 100, 9)) - 1)]
+
+
+@dataclass
+class Summary:
+    """Of all requests of a run, or of those of one workload."""
+
+    title: str
+    requests: int
+    failures: dict[str, int]
+    """By kind, most frequent first; ``status 429`` and so on for statuses."""
+    seconds: float
+    """From the end of the warm-up to the last good answer."""
+    times: dict[str, list[float]]
+    """[name]: ascending, seconds; ``lag`` of all requests, the others of those that succeeded."""
+    items: int
+    tokens: int
+    """Of answers, or of prompts where nothing was generated."""
+    completion_tokens: int
+    good: int
+    """Requests that succeeded within the times that the objectives allow."""
+    cache: tuple[int, int]
+    """Hits and items of the answers that told."""
+    wanted: dict[str, float] = field(default_factory=dict)
+    """Percentiles that objectives ask for."""
+
+    @property
+    def succeeded(self) -> int:
+        """Requests with a good answer."""
+        return self.requests - sum(self.failures.values())
+
+    def rate(self, amount: float) -> float:
+        """``amount`` a second."""
+        return amount / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Every measure that an objective or a comparison can name; times in seconds."""
+        failed = sum(self.failures.values())
+        found = {
+            "requests": float(self.requests),
+            "failures": float(failed),
+            "failure_rate": failed / self.requests if self.requests else 0.0,
+            "requests_per_s": self.rate(self.succeeded),
+            "items_per_s": self.rate(self.items),
+            "tokens_per_s": self.rate(self.tokens),
+            "goodput": self.rate(self.good),
+        }
+        if self.cache[1]:
+            found["cache_hit_rate"] = self.cache[0] / self.cache[1]
+        for name, ascending in self.times.items():
+            if ascending:
+                found |= {f"{name}_p{percent:g}": percentile(ascending, percent) for percent in PERCENTILES}
+                found |= {f"{name}_max": ascending[-1], f"{name}_mean": math.fsum(ascending) / len(ascending)}
+        return found | self.wanted
+
+    def as_json(self) -> dict[str, Any]:
+        """The values, times in milliseconds, and the failures by kind."""
+        told = {
+            f"{name}_ms" if _is_time(name) else name: round(1000 * value if _is_time(name) else value, 4)
+            for name, value in self.values.items()
+        }
+        return told | {"failures_by_kind": self.failures, "completion_tokens": self.completion_tokens, "seconds": self.seconds}
+
+
+@dataclass
+class Results:
+    """A run in numbers."""
+
+    run: Run
+    total: Summary
+    workloads: list[Summary]
+    """Where there are several."""
+    verdicts: list[Verdict]
+    retry_after: int
+    """Answers that said when to come back."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every objective is met, something was answered, and the run came to its end."""
+        return all(verdict.met for verdict in self.verdicts) and self.total.succeeded > 0 and not self.run.interrupted
+
+    @property
+    def lagging(self) -> float | None:
+        """Seconds of lag at P99, where it is too much; None in order."""
+        lag = self.total.values.get("lag_p99", 0.0)
+        return lag if lag > LAG_LIMIT else None
+
+
+def evaluate(run: Run) -> Results:
+    """Everything that a report says."""
+    objectives = [Objective.parse(text) for text in run.scenario["objectives"]]
+    warmup = run.scenario["warmup_s"]
+    counted = [record for record in run.records if record.scheduled >= warmup]
+    end = max((record.end for record in counted if record.failure is None), default=warmup)
+    total = _summary("all", counted, end - warmup, objectives)
+    titles = [workload["name"] or workload["kind"] for workload in run.scenario["workloads"]]
+    parts = [
+        _summary(title, [record for record in counted if record.workload == title], end - warmup, objectives) for title in titles
+    ]
+    told = sum(record.retry_after is not None for record in counted)
+    return Results(run, total, parts if len(parts) > 1 else [], judge(objectives, total.values), told)
+
+
+def failure_kind(record: Record) -> str:
+    """The kind, and the status of a wrong one."""
+    return f"status {record.status}" if record.failure == "status" else str(record.failure)
+
+
+def _summary(title: str, records: Sequence[Record], seconds: float, objectives: Sequence[Objective]) -> Summary:
+    done = [record for record in records if record.failure is None]
+    failures = Counter(failure_kind(record) for record in records if record.failure is not None)
+    times = {
+        "latency": sorted(record.latency for record in done),
+        "ttft": _sorted(record.ttft for record in done),
+        "tpot": _sorted(record.tpot for record in done),
+        "itl": sorted(gap for record in done for gap in record.gaps or ()),
+        "lag": sorted(record.lag for record in records),
+    }
+    completion = sum(record.completion_tokens for record in done)
+    return Summary(
+        title=title,
+        requests=len(records),
+        failures=dict(failures.most_common()),
+        seconds=seconds,
+        times=times,
+        items=sum(record.items for record in done),
+        tokens=sum(record.completion_tokens or record.prompt_tokens for record in done),
+        completion_tokens=completion,
+        good=sum(all(objective.allows(record) for objective in objectives) for record in done),
+        cache=_cache(done),
+        wanted=_wanted(times, objectives),
+    )
+
+
+def _sorted(values: Iterable[float | None]) -> list[float]:
+    return sorted(value for value in values if value is not None)
+
+
+def _wanted(times: dict[str, list[float]], objectives: Sequence[Objective]) -> dict[str, float]:
+    """The percentiles that objectives name and no table shows."""
+    found: dict[str, float] = {}
+    for objective in objectives:
+        name, _, what = objective.measure.rpartition("_")
+        if objective.of and times[name] and what[0] == "p":
+            found[objective.measure] = percentile(times[name], float(what[1:]))
+    return found
+
+
+def _cache(records: Sequence[Record]) -> tuple[int, int]:
+    hits = items = 0
+    for record in records:
+        if record.cache:
+            hit, _, of = record.cache.partition("/")
+            hits, items = hits + int(hit), items + int(of)
+    return hits, items
+
+
+def _is_time(name: str) -> bool:
+    return name.startswith(tuple(f"{time}_" for time in TIMES))

@@ -95,8 +95,9 @@ def _read_scores(body: bytes, record: Record, workload: Score) -> None:
     answer = _scores.decode(body)
     if len(answer.scores) != record.items:
         raise BadAnswer(f"{len(answer.scores)} score lists for {record.items} items")
-    if any(len(scores) != workload.label_count for scores in answer.scores):
-        raise BadAnswer(f"an item has not {workload.label_count} scores")
+    labels = workload.label_count
+    if any(len(scores) != labels for scores in answer.scores):
+        raise BadAnswer(f"an item has not {labels} scores")
     record.prompt_tokens = answer.usage.prompt_tokens
 
 

@@ -64,8 +64,6 @@ def run(
 
     flags = {"target.url": url, "target.model": model, "arrivals.rate": rate, "duration_s": duration, "seed": seed}
     given = [f"{key}={_toml(value)}" for key, value in flags.items() if value is not None]
-    if rate is not None and scenario is None:
-        given.insert(0, "arrivals.kind='poisson'")
     if objective:
         given.append(f"objectives=[{', '.join(map(_toml, objective))}]")
     plan = load(scenario, [*(settings or ()), *given])

@@ -72,7 +72,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def load(file: Path | None, settings: Sequence[str] = ()) -> Scenario:
     """The scenario in ``file``, or the default one, with ``KEY=VALUE`` settings applied in order. Raises :class:`LoadError`."""
-    document = _read(file) if file is not None else {}
+    document = _read(file) if file is not None else {"arrivals": {"kind": "poisson", "rate": 1.0}, "workloads": [{"kind": "score"}]}
     for setting in settings:
         _set(document, setting)
     arrivals = document.get("arrivals")
@@ -124,6 +124,8 @@ def _enter(place: Any, name: str, index: str | None, value: Any, setting: str) -
     if not isinstance(place, dict):
         raise LoadError(f"--set {setting}: there is nothing named {name} within a plain value")
     if index is None:
+        if name == "kind" and value is not None and place.get(name) != value:
+            place.clear()  # what belonged to the other kind means nothing to this one
         if value is not None:
             place[name] = value
         return place.setdefault(name, {})

@@ -25,7 +25,8 @@ from loadgen.workloads import Content
 _FRAME = struct.Struct("<dIII")
 """When it is due, the workload's place, items, and the length of the body that follows."""
 BUFFER_BYTES = 128 << 20
-"""Of bodies that wait to be sent; making goes on as they leave. A run starts when it is full, or everything is made."""
+BUFFER_REQUESTS = 10_000
+"""What may wait to be sent, whichever is reached first; making goes on as they leave. A run starts when that much is there."""
 _NICENESS = 5
 """Where there is one core for both, sending comes first."""
 
@@ -118,9 +119,13 @@ class Maker:
             await self._news.wait()
         due = self._ready.popleft()
         self._bytes -= len(due.body)
-        if self._bytes < BUFFER_BYTES:
+        if not self._full:
             self._room.set()
         return due
+
+    @property
+    def _full(self) -> bool:
+        return self._bytes >= BUFFER_BYTES or len(self._ready) >= BUFFER_REQUESTS
 
     async def _read(self) -> None:
         try:
@@ -138,7 +143,7 @@ class Maker:
                 self._ready.append(Due(scheduled, workload, items, await self._process.stdout.readexactly(length)))
                 self._bytes += length
                 self._news.set()
-                if self._bytes >= BUFFER_BYTES:
+                if self._full:
                     self._enough.set()
                     self._room.clear()
                     await self._room.wait()

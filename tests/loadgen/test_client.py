@@ -1,0 +1,292 @@
+"""Every kind of ending, provoked on a real socket, and times that are counted from the schedule."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadgen.arrivals import Share
+from loadgen.errors import LoadError
+from loadgen.records import Record, Run
+from loadgen.runner import run
+from loadgen.scenario import load
+from loadgen.statistics import evaluate
+from tests.loadgen.servers import Handler, Request, answer, end, event, piece, scores, serving, stream
+
+SCORE = ("workloads[0].query_length=3", "workloads[0].item_length=4", "workloads[0].items=2")
+CHAT = ("workloads[0].kind=chat", "workloads[0].max_tokens=4")
+
+
+def drive(url: str, *settings: str, key: str | None = None) -> Run:
+    """A short run at a constant rate."""
+    plain = ("arrivals.kind=constant", "arrivals.rate=20", "duration_s=0.25", f"target.url={url}")
+    return run(load(None, [*plain, *settings]), Share(), key, "test", None)
+
+
+async def good(request: Request, writer: asyncio.StreamWriter) -> None:
+    answer(writer, scores(request), x_yardstick_cache="1/2")
+
+
+def test_good_answers_are_recorded() -> None:
+    with serving(good) as url:
+        done = drive(url, *SCORE)
+    assert [record.scheduled for record in done.records] == [0.0, 0.05, 0.1, 0.15, 0.2]
+    for record in done.records:
+        assert record.scheduled <= record.sent < record.first_byte <= record.end
+        assert (record.workload, record.status, record.failure, record.items) == ("score", 200, None, 2)
+        assert (record.prompt_tokens, record.cache) == (7, "1/2")
+    assert not done.interrupted
+
+
+async def refusing(request: Request, writer: asyncio.StreamWriter) -> None:
+    error = {"error": {"message": "Too much to do; key sk-secret.", "code": "overloaded"}}
+    answer(writer, error, "429 Too Many Requests", retry_after="2")
+
+
+async def hanging(request: Request, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(30)
+
+
+async def closing(request: Request, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def cut_short(request: Request, writer: asyncio.StreamWriter) -> None:
+    writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"scores": [[')
+    await writer.drain()
+    writer.close()
+
+
+async def no_json(request: Request, writer: asyncio.StreamWriter) -> None:
+    answer(writer, b"<html>")
+
+
+async def no_http(request: Request, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"SSH-2.0-OpenSSH_9\r\n\r\n")
+    await writer.drain()
+    writer.close()
+
+
+async def too_few_items(request: Request, writer: asyncio.StreamWriter) -> None:
+    answer(writer, {"scores": [[0.5, 0.5]]})
+
+
+async def too_few_labels(request: Request, writer: asyncio.StreamWriter) -> None:
+    answer(writer, {"scores": [[0.5], [0.5]]})
+
+
+async def stalling(request: Request, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
+    await writer.drain()
+    await asyncio.sleep(30)
+
+
+FAULTS: list[tuple[Handler, str, str]] = [
+    (refusing, "status", "Too much to do; key ***."),
+    (hanging, "timeout", ""),
+    (stalling, "timeout", ""),
+    (closing, "lost", "disconnected"),
+    (cut_short, "cut", ""),
+    (no_json, "bad_body", "malformed"),
+    (no_http, "bad_body", "HTTP"),
+    (too_few_items, "bad_body", "1 score lists for 2 items"),
+    (too_few_labels, "bad_body", "an item has not 2 scores"),
+]
+
+
+@pytest.mark.parametrize(("handler", "failure", "says"), FAULTS)
+def test_failures_have_kinds(handler: Handler, failure: str, says: str) -> None:
+    with serving(handler) as url:
+        done = drive(url, *SCORE, "target.timeout_s=0.3", key="sk-secret")
+    assert [record.failure for record in done.records] == [failure] * 5
+    assert all(says in record.detail and "sk-secret" not in record.detail for record in done.records)
+    results = evaluate(done)
+    assert results.total.failures == {"status 429" if failure == "status" else failure: 5}
+    assert results.retry_after == (5 if failure == "status" else 0)
+    assert not results.passed
+
+
+def test_no_server_and_no_such_name() -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        done = drive(f"http://127.0.0.1:{unheard.getsockname()[1]}", *SCORE)
+    assert {record.failure for record in done.records} == {"connect"}
+    done = drive("http://nowhere.invalid", *SCORE, "duration_s=0.05")
+    assert {record.failure for record in done.records} == {"connect"}
+
+
+def test_running_out_of_descriptors_is_the_generators_fault() -> None:
+    program = f"""
+import resource, sys
+from loadgen import runner
+from tests.loadgen.test_client import drive, SCORE
+runner._raise_limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+done = drive(sys.argv[1], *SCORE, "arrivals.rate=400", "target.timeout_s=1")
+from loadgen.statistics import evaluate
+from loadgen.report import warnings
+print(evaluate(done).total.failures, warnings(evaluate(done)))
+"""
+    with serving(hanging) as url:
+        done = subprocess.run([sys.executable, "-c", program, url], capture_output=True, text=True, timeout=60, check=True)
+    assert "'exhausted'" in done.stdout
+    assert "ulimit" in done.stdout
+
+
+CHUNKS = [piece("a"), piece(""), piece("b"), piece("", "length")]
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}}
+
+
+def streaming(*, pause: float = 0.0, events: list[Any], ends: bool = True) -> Handler:
+    async def handler(request: Request, writer: asyncio.StreamWriter) -> None:
+        assert request.path == "/v1/chat/completions"
+        stream(writer)
+        for one in events:
+            event(writer, one)
+            await writer.drain()
+            await asyncio.sleep(pause)
+        if ends:
+            end(writer)
+        else:
+            writer.close()
+
+    return handler
+
+
+def test_a_stream_is_timed() -> None:
+    with serving(streaming(pause=0.05, events=[*CHUNKS, USAGE, "[DONE]"])) as url:
+        done = drive(url, *CHAT)
+    for record in done.records:
+        assert record.failure is None
+        assert (record.prompt_tokens, record.completion_tokens) == (9, 3)
+        assert record.gaps is not None
+        assert record.gaps == [pytest.approx(record.last_token - record.first_token, abs=1e-5)], "an empty piece is no token"
+        assert record.gaps[0] >= 0.09
+        assert record.tpot == pytest.approx(record.gaps[0] / 2, abs=1e-5)
+        assert record.ttft == pytest.approx(record.first_token - record.scheduled)
+        assert record.end - record.last_token >= 0.09
+
+
+BROKEN: list[tuple[Handler, str]] = [
+    (streaming(events=CHUNKS[:2], ends=False), "cut"),
+    (streaming(events=CHUNKS), "cut"),
+    (streaming(events=[CHUNKS[0], {"error": {"message": "the engine was lost", "code": None}}]), "stream_error"),
+    (streaming(events=[CHUNKS[0], "{"]), "bad_body"),
+    (streaming(events=[CHUNKS[0], "[DONE]"]), "bad_body"),
+]
+
+
+@pytest.mark.parametrize(("handler", "failure"), BROKEN)
+def test_broken_streams_have_kinds(handler: Handler, failure: str) -> None:
+    with serving(handler) as url:
+        done = drive(url, *CHAT)
+    assert [record.failure for record in done.records] == [failure] * 5
+    if failure == "stream_error":
+        assert done.records[0].detail == "the engine was lost"
+
+
+def test_latency_counts_from_the_schedule_and_nobody_waits_for_an_answer() -> None:
+    """An open loop: a server that takes one request at a time, 0.1 s each, is sent all of them, and queueing shows."""
+    gate = asyncio.Lock()
+
+    async def one_at_a_time(request: Request, writer: asyncio.StreamWriter) -> None:
+        async with gate:
+            await asyncio.sleep(0.1)
+        answer(writer, scores(request))
+
+    with serving(one_at_a_time) as url:
+        done = drive(url, *SCORE, "arrivals.rate=50", "duration_s=0.2")
+    assert len(done.records) == 10
+    assert max(record.latency for record in done.records) > 0.75
+    ends = sorted(record.end for record in done.records)
+    assert max(record.sent for record in done.records) < ends[5]
+    assert all(record.latency == record.end - record.scheduled for record in done.records)
+
+
+def test_a_closed_loop_waits_and_its_clients_are_bounded() -> None:
+    now, most = 0, 0
+
+    async def counting(request: Request, writer: asyncio.StreamWriter) -> None:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.05)
+        now -= 1
+        answer(writer, scores(request))
+
+    with serving(counting) as url:
+        done = drive(url, *SCORE, "arrivals.kind=closed", "arrivals.clients=3", "arrivals.think_s=0.05", "duration_s=0.5")
+    assert most == 3
+    assert 3 < len(done.records) <= 18, "0.1 s of answer and thought for each of three clients, in 0.5 s"
+    assert all(record.scheduled < 0.5 for record in done.records)
+
+
+@pytest.mark.parametrize("keep_alive", ["true", "false"])
+def test_connections_are_kept_or_not(keep_alive: str) -> None:
+    peers: Counter[Any] = Counter()
+
+    async def noting(request: Request, writer: asyncio.StreamWriter) -> None:
+        peers[writer.get_extra_info("peername")] += 1
+        answer(writer, scores(request))
+
+    with serving(noting) as url:
+        closed = ("arrivals.kind=closed", "arrivals.clients=1", "arrivals.think_s=0.02")
+        done = drive(url, *SCORE, *closed, f"target.keep_alive={keep_alive}")
+    assert len(done.records) > 1
+    assert len(peers) == (1 if keep_alive == "true" else len(done.records))
+
+
+def test_what_is_sent() -> None:
+    got: list[Request] = []
+
+    async def noting(request: Request, writer: asyncio.StreamWriter) -> None:
+        got.append(request)
+        answer(writer, scores(request))
+
+    with serving(noting) as url:
+        drive(f"{url}/prefix/", *SCORE, "target.cache=false", "target.model=ranker", key="sk-1")
+    assert {request.path for request in got} == {"/prefix/v1/score"}
+    assert {request.headers["authorization"] for request in got} == {"Bearer sk-1"}
+    assert {request.headers["cache-control"] for request in got} == {"no-store"}
+    assert {request.body["model"] for request in got} == {"ranker"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_what_there_is(number: signal.Signals) -> None:
+    with serving(hanging) as url:
+        threading.Timer(2.0, os.kill, [os.getpid(), number]).start()
+        done = drive(url, *SCORE, "arrivals.rate=5", "duration_s=60")
+    assert done.interrupted
+    assert 0 < len(done.records) < 30
+    assert {record.failure for record in done.records} == {"unfinished"}
+
+
+def test_a_trace_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"arrivals\.file.*no such file"):
+        drive("http://127.0.0.1:1", "arrivals.kind=trace", f"arrivals.file={tmp_path / 'none'}")
+
+
+def test_a_record_of_one_token_has_no_tpot() -> None:
+    one = Record("chat", 0.0, 0.0, 1.0, first_token=0.5, last_token=0.5, completion_tokens=1)
+    assert (one.ttft, one.tpot) == (0.5, None)
+
+
+def test_descriptors_are_given_back() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with serving(good) as url:
+        drive(url, *SCORE)
+        before = descriptors()
+        drive(url, *SCORE)
+        assert descriptors() <= before + 5
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1024

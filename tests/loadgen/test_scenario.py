@@ -1,0 +1,141 @@
+"""Scenarios: what is wrong in one is an error that names the key and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadgen.arrivals import Closed, Constant, Poisson, Trace
+from loadgen.distributions import LogNormal
+from loadgen.errors import LoadError
+from loadgen.scenario import Scenario, load
+from loadgen.workloads import Chat, Score
+
+FULL = """
+name = "everything"
+seed = 7
+duration_s = 10
+warmup_s = 1.5
+objectives = ["p99 <= 500ms", "failures == 0"]
+
+[target]
+url = "https://gateway.example/base"
+cache = false
+
+[arrivals]
+kind = "constant"
+rate = 5
+
+[[workloads]]
+kind = "score"
+weight = 2
+items = { kind = "lognormal", median = 10, sigma = 0.5, max = 100 }
+
+[[workloads]]
+kind = "chat"
+name = "short"
+length_guidance = { target_length = 80 }
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "scenario.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    scenario = load(write(tmp_path, FULL))
+    assert (scenario.name, scenario.seed, scenario.duration_s, scenario.warmup_s) == ("everything", 7, 10, 1.5)
+    assert scenario.arrivals == Constant(rate=5)
+    score, chat = scenario.workloads
+    assert isinstance(score, Score)
+    assert score.items == LogNormal(median=10, sigma=0.5, max=100)
+    assert isinstance(chat, Chat)
+    assert (chat.title, chat.length_guidance) == ("short", {"target_length": 80})
+
+
+def test_the_default_is_the_standard_workload() -> None:
+    assert load(None) == Scenario()
+
+
+def test_settings_change_everything(tmp_path: Path) -> None:
+    file = write(tmp_path, FULL)
+    changed = load(file, ["arrivals.rate=9", "workloads[1].max_tokens=7", "target.model=ranker", "objectives=[]", "seed=8"])
+    assert changed.arrivals == Constant(rate=9)
+    assert changed.workloads[1].max_tokens == 7
+    assert (changed.target.model, changed.objectives, changed.seed) == ("ranker", (), 8)
+    assert load(file, ["arrivals.kind=closed", "arrivals.clients=4"]).arrivals == Closed(clients=4)
+    assert load(file, ["arrivals.kind=poisson", "arrivals.rate=2"]).arrivals == Poisson(rate=2)
+    added = load(None, ["workloads[1].kind=chat", "workloads[1].length_guidance.target_length=80"])
+    assert added.workloads == (Score(), Chat(length_guidance={"target_length": 80}))
+
+
+def test_a_trace_lies_beside_its_scenario(tmp_path: Path) -> None:
+    scenario = load(write(tmp_path, '[arrivals]\nkind = "trace"\nfile = "times.txt"\n'))
+    assert scenario.arrivals == Trace(file=str(tmp_path / "times.txt"))
+
+
+WRONG = [
+    ("duration = 5", "`duration` is not a setting; did you mean `duration_s`?"),
+    ("[target]\nurls = 'http://a'", "`target.urls` is not a setting; did you mean `url`?"),
+    ("[arrivals]\nkind = 'poisson'\nrate = 1\nqps = 2", "`arrivals.qps` is not a setting; known here: rate"),
+    ("[arrivals]\nkind = 'poisson'", "`arrivals`: `rate` is missing; add it"),
+    ("[arrivals]\nrate = 1", "`arrivals`: `kind` is missing; add it"),
+    ("[arrivals]\nkind = 'poison'\nrate = 1", "known: closed, constant, poisson, ramp, trace"),
+    ("[arrivals]\nkind = 'poisson'\nrate = 0", "`arrivals.rate`: expected `float` > 0"),
+    ("[arrivals]\nkind = 'poisson'\nrate = nan", "`arrivals.rate`"),
+    ("[arrivals]\nkind = 'poisson'\nrate = '5'", "`arrivals.rate`: expected `float`, got `str`"),
+    ("[[workloads]]\nkind = 'rerank'", "`workloads[0].kind`: invalid value 'rerank'; known: chat, completions, score"),
+    ("[[workloads]]\nkind = 'score'\nitem = 5", "`workloads[0].item` is not a setting; did you mean `items`?"),
+    ("[[workloads]]\nkind = 'score'\nitems = 0", "`workloads[0].items`: expected `int` >= 1"),
+    ("[[workloads]]\nkind = 'score'\nitems = {kind = 'normal'}", "known: empirical, lognormal, uniform"),
+    ("[[workloads]]\nkind = 'score'\nitems = {kind = 'uniform', min = 5, max = 2}", "`workloads[0].items`: `min` is above `max`"),
+    ("[[workloads]]\nkind = 'score'\nitems = {kind = 'uniform', min = 5, max = 9, mean = 7}", "`workloads[0].items.mean`"),
+    ("[[workloads]]\nkind = 'score'\nitems = {kind = 'empirical', values = [1], weights = [1, 2]}", "give one for each"),
+    ("[[workloads]]\nkind = 'score'\nrepeated_items = 50", "`workloads[0].repeated_items`: expected `float` <= 1"),
+    ("[[workloads]]\nkind = 'score'\n[[workloads]]\nkind = 'score'", "give each a `name`"),
+    ("workloads = []", "`workloads`"),
+    ("warmup_s = 30", "`warmup_s` leaves nothing"),
+    ("objectives = ['p99 < 5']", "needs a unit, ms or s"),
+    ("objectives = ['failures < 5 ms']", "needs no unit of time"),
+    ("objectives = ['speed > 5']", "names no measure; known: p50"),
+    ("objectives = ['fast']", "is not like `p99 <= 500ms`"),
+    ("objectives = ['p0 < 5ms']", "not above 0"),
+    ("[target]\nurl = 'gateway:80'", "`target`: `url` is not like http://host:port"),
+    ("[target]\nurl = 'http://me:secret@gateway'", "without a user name"),
+    ("[target]\nurl = 'http://gateway/v1'", "ends in /v1"),
+    ("= 5", "is not TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(LoadError) as raised:
+        load(file)
+    assert says in str(raised.value)
+    assert str(raised.value).startswith(str(file))
+    assert "\n" not in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("arrivals", "KEY=VALUE"),
+        ("a-b=1", "KEY=VALUE"),
+        ("workloads[3].items=1", r"workloads has no \[3\]"),
+        ("seed.x=1", "is not a setting|plain value|expected `int`"),
+        ("sed=1", "did you mean `seed`"),
+    ],
+)
+def test_settings_that_are_wrong(setting: str, says: str) -> None:
+    with pytest.raises(LoadError, match=says):
+        load(None, [setting])
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="no such file"):
+        load(tmp_path / "none.toml")

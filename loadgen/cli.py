@@ -14,7 +14,7 @@ import typer
 from loadgen.arrivals import Share
 from loadgen.errors import LoadError
 
-KEY_VARIABLE = "YARDSTICK_API_KEY"
+KEY_VARIABLES = ["YARDSTICK_LOAD_KEY", "YARDSTICK_API_KEY"]
 
 app = typer.Typer(
     name="yardstick load",
@@ -48,7 +48,7 @@ def run(
     duration: Annotated[float | None, typer.Option(help="Seconds; the same as --set duration_s=…")] = None,
     seed: Annotated[int | None, typer.Option(help="The same as --set seed=…")] = None,
     objective: Annotated[list[str] | None, typer.Option(help="In place of the scenario's, such as 'p99 <= 500ms'; repeat.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLE, help="Key, where the gateway asks for one.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLES, help="Key, where the gateway asks for one.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File that has the key in its first line.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the records and the reports.")] = None,
     worker: Annotated[str, typer.Option(help="INDEX/COUNT: this one's share of the load, the first being 0.")] = "0/1",

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# One of two engines is deleted under load, and comes back. HOW="--grace-period=0 --force" kills it instead of letting it drain.
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+scale_to 2
+begin_load
+sleep 10
+pod=$(k get pods --selector "$(of engine)" --output name | head -n 1)
+# shellcheck disable=SC2086 # several words are meant
+k delete "$pod" --wait=false ${HOW:-} >/dev/null
+say "deleted $pod"
+sleep 5
+k rollout status "$(name engine statefulset)" --timeout "${DURATION}s" >/dev/null || fail "the engine did not come back"
+acted "both engines are ready again"
+end_load

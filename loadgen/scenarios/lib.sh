@@ -1,0 +1,99 @@
+# What the scenarios share: they source it. Plain kubectl, with the cluster that KUBECONFIG names.
+#
+#   NAMESPACE   of the release and of the load           (the context's own)
+#   RELEASE     of helm                                  (yardstick)
+#   IMAGE       name:tag of the gateway's image          (as in loadgen/deploy)
+#   RATE        requests a second, 10 items each         (2)
+#   DURATION    seconds of load                          (90)
+#   OBJECTIVES  a TOML list                              (["failures == 0"])
+#   LOGS        folder for the load's log, from which `yardstick load report -` makes the page
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+scenario=$(basename "$0" .sh)
+: "${RELEASE:=yardstick}" "${RATE:=2}" "${DURATION:=90}" "${OBJECTIVES:=[\"failures == 0\"]}"
+job=job/yardstick-load
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+
+k() { kubectl ${NAMESPACE:+--namespace "$NAMESPACE"} "$@"; }
+say() { printf '%s  %s: %s\n' "$(date +%T)" "$scenario" "$*" >&2; }
+fail() { say "FAIL: $*"; exit 1; }
+of() { printf 'app.kubernetes.io/instance=%s,app.kubernetes.io/component=%s' "$RELEASE" "$1"; }
+
+# name COMPONENT KIND: the release's StatefulSet or Deployment.
+name() {
+  local found
+  found=$(k get "$2" --selector "$(of "$1")" --output name | head -n 1)
+  [ -n "$found" ] || fail "the release $RELEASE has no $2 of component $1; set RELEASE and NAMESPACE"
+  printf '%s' "$found"
+}
+
+# scale_to COUNT: so many engines, all of them ready.
+scale_to() {
+  local engines
+  engines=$(name engine statefulset)
+  say "scaling $engines to $1"
+  k scale "$engines" --replicas "$1" >/dev/null
+  k rollout status "$engines" --timeout 300s >/dev/null || fail "$engines did not become ready with $1 pods"
+}
+
+# begin_load: starts the Job and returns when requests are being sent.
+begin_load() {
+  cp "$here"/../deploy/* "$folder"
+  if [ -n "${IMAGE:-}" ]; then
+    sed -i.old "s|newName:.*|newName: ${IMAGE%:*}|; s|newTag:.*|newTag: \"${IMAGE##*:}\"|" "$folder/kustomization.yaml"
+    rm "$folder/kustomization.yaml.old"
+  fi
+  cat >"$folder/scenario.toml" <<EOF
+name = "$scenario"
+duration_s = $DURATION
+objectives = $OBJECTIVES
+[target]
+url = "http://$(k get service --selector "$(of gateway)" --output 'jsonpath={.items[0].metadata.name}')"
+timeout_s = 60
+keep_alive = ${KEEP_ALIVE:-true}
+[arrivals]
+kind = "poisson"
+rate = $RATE
+[[workloads]]
+kind = "score"
+EOF
+  k delete "$job" --ignore-not-found --wait >/dev/null
+  k apply --kustomize "$folder" >/dev/null
+  for _ in $(seq 120); do
+    if k logs "$job" 2>/dev/null | grep -q '^sending to'; then
+      say "load is on: $RATE requests/s for $DURATION s"
+      return
+    fi
+    sleep 1
+  done
+  fail "the load did not begin within two minutes; look at: kubectl describe $job"
+}
+
+# state: how many of the Job's pods have succeeded/failed; nothing while it runs or the API is away.
+state() { k get "$job" --output 'jsonpath={.status.succeeded}/{.status.failed}' 2>/dev/null | grep -E '[0-9]' || true; }
+
+# acted WHAT: what was done to the cluster counts only if the load was still on when it was complete.
+acted() {
+  [ -z "$(state)" ] || fail "the load ended before this was complete: $*; raise DURATION"
+  say "$*"
+}
+
+# end_load: waits for the Job, shows its report, and exits by its verdict.
+end_load() {
+  local ended=
+  for _ in $(seq $((DURATION + 180))); do
+    ended=$(state)
+    [ -z "$ended" ] || break
+    sleep 1
+  done
+  [ -n "$ended" ] || fail "the load did not end"
+  k logs "$job" --tail -1 >"$folder/log"
+  [ -z "${LOGS:-}" ] || { mkdir -p "$LOGS" && cp "$folder/log" "$LOGS/$scenario.log"; }
+  grep -v '^yardstick-load-records ' "$folder/log"
+  case $ended in
+    1/) say PASS ;;
+    *) fail "an objective was not met" ;;
+  esac
+}

@@ -87,7 +87,7 @@ def load(file: Path | None, settings: Sequence[str] = ()) -> Scenario:
 
 def as_settings(scenario: Scenario) -> dict[str, Any]:
     """The scenario as plain values, all defaults written out: what a run records."""
-    plain: dict[str, Any] = msgspec.to_builtins(scenario)
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(scenario))
     return plain
 
 

@@ -120,7 +120,9 @@ def test_every_scenario_is_known() -> None:
 @pytest.mark.parametrize("name", ACTS)
 @pytest.mark.parametrize(("state", "code"), [("1/", 0), ("/1", 1)])
 def test_a_scenario_acts_and_ends_by_the_loads_verdict(tmp_path: Path, name: str, state: str, code: int) -> None:
-    done, asked = play(tmp_path, name, state, IMAGE="registry:5000/gw:1.2", RATE="7", DURATION="30", LOGS=str(tmp_path / "logs"), **AWAY)
+    done, asked = play(
+        tmp_path, name, state, IMAGE="registry:5000/gw:1.2", RATE="7", DURATION="30", LOGS=str(tmp_path / "logs"), **AWAY
+    )
     assert done.returncode == code, done.stderr
     assert ("PASS" if code == 0 else "FAIL") in done.stderr.splitlines()[-1]
     assert done.stdout == "sending to http://yardstick\nthe table\n"

@@ -134,4 +134,3 @@ def test_a_mix_is_drawn_by_weight() -> None:
     assert 2850 < len(scores) < 3150
     assert all(due.items == 2 and b'"items"' in due.body for due in scores)
     assert all(due.items == 0 and b'"messages"' in due.body for due in dues if due.workload == 1)
-

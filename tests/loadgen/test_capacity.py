@@ -1,0 +1,89 @@
+"""What one core of the generator can send."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from loadgen.arrivals import Share
+from loadgen.client import Client
+from loadgen.maker import Maker, Order
+from loadgen.scenario import load
+from loadgen.statistics import LAG_LIMIT, percentile
+
+RATE, SECONDS, TRIES = 2000, 4, 3
+CPU_LIMIT = 0.00035
+"""Seconds a request: 70 % of a core at the rate, which leaves room to be on time. 0.00017 were measured."""
+STOLEN = 0.02
+"""Share of the time that the generator wanted a core and had none, from which a machine is too busy to tell."""
+
+
+@dataclass
+class Try:
+    lag: float
+    cpu: float
+    waited: float
+
+
+def waited() -> float:
+    """Seconds that this process has been ready to run and has not run."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+
+
+async def measure(port: int) -> Try:
+    scenario = load(None, [f"target.url=http://127.0.0.1:{port}", f"arrivals.rate={RATE}", f"duration_s={SECONDS}"])
+    client = Client(scenario, Share(), None)
+    async with Maker(Order(scenario, Share())) as maker:
+        cpu, waiting = time.process_time(), waited()
+        client.start()
+        await client.run(maker)
+        cpu, waiting = time.process_time() - cpu, waited() - waiting
+    assert all(record.failure is None for record in client.records)
+    assert abs(len(client.records) - RATE * SECONDS) < 500
+    lags = sorted(record.lag for record in client.records)
+    return Try(percentile(lags, 99), cpu / len(client.records), waiting / SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_thousand_requests_a_second_are_sent_on_time() -> None:
+    """Requests of ten items of 180 tokens, Poisson. The best of several tries counts, as other programs may take the cores."""
+    stub = subprocess.Popen([sys.executable, "-m", "tests.loadgen.stub", "10"], stdout=subprocess.PIPE, text=True)
+    tries: list[Try] = []
+    try:
+        assert stub.stdout is not None
+        port = int(stub.stdout.readline())
+        while len(tries) < TRIES and not (tries and tries[-1].lag <= LAG_LIMIT):
+            tries.append(uvloop.run(measure(port)))
+    finally:
+        stub.kill()
+        stub.communicate()
+    print(*tries, sep="\n")
+    assert min(one.cpu for one in tries) <= CPU_LIMIT
+    if tries[-1].lag > LAG_LIMIT and min(one.waited for one in tries) > STOLEN:
+        pytest.skip(f"this machine is too busy to tell whether the generator is on time: {tries}")
+    assert tries[-1].lag <= LAG_LIMIT, tries
+
+
+def test_the_clock_of_the_schedule_is_finer_than_the_loops() -> None:
+    """Requests leave within a few milliseconds of their time although the event loop's timers have whole ones."""
+
+    async def waits() -> list[float]:
+        client = Client(load(None), Share(), None)
+        client.start()
+        late = []
+        for place in range(50):
+            due = place * 0.0037
+            await client._until(due)
+            late.append(client.now() - due)
+        return late
+
+    late = sorted(uvloop.run(waits()))
+    assert late[0] >= 0, "never early"
+    assert percentile(late, 50) < 0.01

@@ -1,0 +1,250 @@
+"""Numbers against plain definitions, objectives, merging, logs, pages and comparisons."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from fractions import Fraction
+from pathlib import Path
+from random import Random
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from loadgen.arrivals import Share
+from loadgen.compare import differing
+from loadgen.errors import LoadError
+from loadgen.objectives import Objective
+from loadgen.page import page
+from loadgen.plots import Chart, Series, steps
+from loadgen.records import Record, Run, RunInfo, from_log, lines, merge, parse, to_log
+from loadgen.report import as_json, as_text, warnings
+from loadgen.scenario import as_settings, load
+from loadgen.statistics import evaluate, percentile
+
+
+def info(*settings: str, started: float = 1000.0, share: Share | None = None) -> RunInfo:
+    scenario = as_settings(load(None, settings))
+    return RunInfo(scenario=scenario, started=started, command="yardstick load run", machine={"host": "h"}, share=share or Share())
+
+
+def run_of(records: list[Record], *settings: str, interrupted: bool = False) -> Run:
+    return Run([info(*settings)], records, interrupted)
+
+
+def ok(scheduled: float, latency: float, **more: Any) -> Record:
+    return Record("score", scheduled, scheduled + 0.001, scheduled + latency, status=200, items=10, prompt_tokens=100, **more)
+
+
+def failed(scheduled: float, failure: Any = "timeout", **more: Any) -> Record:
+    return Record("score", scheduled, scheduled, scheduled + 5, failure=failure, items=10, **more)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 99, 100, 101, 1000])
+@pytest.mark.parametrize("percent", [0, 1, 50, 90, 99, 99.9, 100])
+def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(count: int, percent: float) -> None:
+    values = sorted(Random(count).random() for _ in range(count))
+    share = Fraction(str(percent)) / 100
+    expected = next(value for value in values if Fraction(sum(other <= value for other in values), count) >= share)
+    assert percentile(values, percent) == expected
+
+
+def test_sums_and_rates() -> None:
+    records = [ok(place, 0.1 + place / 100, cache="3/10") for place in range(10)]
+    records += [failed(10), failed(11, "status", status=429, retry_after=2.0), failed(12, "status", status=429)]
+    results = evaluate(run_of(records, "duration_s=20", 'objectives=["p50 <= 151ms", "failures == 0"]'))
+    values = results.total.values
+    seconds = 9 + 0.19
+    assert results.total.seconds == pytest.approx(seconds)
+    assert (values["requests"], values["failures"], values["failure_rate"]) == (13, 3, pytest.approx(3 / 13))
+    assert values["requests_per_s"] == pytest.approx(10 / seconds)
+    assert values["items_per_s"] == pytest.approx(100 / seconds)
+    assert values["tokens_per_s"] == pytest.approx(1000 / seconds)
+    assert values["goodput"] == pytest.approx(6 / seconds), "requests within 151 ms"
+    assert values["latency_p50"] == pytest.approx(0.14)
+    assert values["latency_max"] == pytest.approx(0.19)
+    assert values["cache_hit_rate"] == pytest.approx(0.3)
+    assert results.total.failures == {"status 429": 2, "timeout": 1}
+    assert results.retry_after == 1
+    assert [verdict.met for verdict in results.verdicts] == [True, False]
+    assert not results.passed
+
+
+def test_a_warm_up_is_left_out() -> None:
+    records = [failed(0.5), ok(0.9, 5), ok(1.0, 0.1), ok(2.0, 0.2)]
+    results = evaluate(run_of(records, "warmup_s=1", 'objectives=["failures == 0", "max <= 201ms"]'))
+    assert results.total.requests == 2
+    assert results.passed
+    assert results.total.seconds == pytest.approx(1.2)
+
+
+def test_streams_and_workloads() -> None:
+    def chat(scheduled: float, ttft: float, gap: float) -> Record:
+        first = scheduled + ttft
+        times = {"first_token": first, "last_token": first + 2 * gap, "gaps": [gap, gap]}
+        return Record("chat", scheduled, scheduled, first + 2 * gap, completion_tokens=3, prompt_tokens=9, **times)
+
+    settings = ("workloads[1].kind=chat", 'objectives=["ttft_p50 <= 200ms", "tpot_p90 < 50ms", "itl_p99.9 <= 1s"]')
+    results = evaluate(run_of([chat(0, 0.1, 0.02), chat(1, 0.2, 0.04), chat(2, 0.3, 0.06), ok(3, 1)], *settings))
+    assert [summary.title for summary in results.workloads] == ["score", "chat"]
+    values = results.total.values
+    assert [values[f"ttft_{what}"] for what in ("p50", "max")] == [pytest.approx(0.2), pytest.approx(0.3)]
+    assert [values[f"tpot_{what}"] for what in ("p50", "max")] == [pytest.approx(0.04), pytest.approx(0.06)]
+    assert values["itl_p99.9"] == pytest.approx(0.06)
+    assert [verdict.met for verdict in results.verdicts] == [True, False, True]
+    assert results.total.good == 3, "a score has no tokens and is within; the third chat is not"
+    assert results.total.tokens == 3 * 3 + 100
+    assert "ttft_p50" not in results.workloads[0].values
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "met"),
+    [
+        ("p99 <= 500ms", 0.5, True),
+        ("p99<=0.5s", 0.501, False),
+        ("latency_p99.9 < 1s", 0.99, True),
+        ("failures == 0", 0.0, True),
+        ("failure_rate <= 1%", 0.02, False),
+        ("items_per_s >= 1000", 1000.0, True),
+        ("goodput > 5", 5.0, False),
+        ("ttft_max <= 1s", None, False),
+    ],
+)
+def test_objectives(text: str, value: float | None, met: bool) -> None:
+    assert Objective.parse(text).met(value) is met
+
+
+@pytest.mark.parametrize("records", [[], [failed(0)]])
+def test_a_run_without_an_answer_passes_nothing(records: list[Record]) -> None:
+    assert not evaluate(run_of(records)).passed
+    assert not evaluate(run_of([], 'objectives=["failures == 0"]')).verdicts[0].met
+
+
+def test_an_interrupted_run_does_not_pass() -> None:
+    results = evaluate(run_of([ok(0, 0.1)], interrupted=True))
+    assert not results.passed
+    assert any("did not come to its end" in warning for warning in warnings(results))
+
+
+def test_a_generator_that_lags_says_so() -> None:
+    quick = evaluate(run_of([ok(0, 0.1)]))
+    assert quick.lagging is None
+    late = evaluate(run_of([Record("score", 0, 0.02, 0.1)]))
+    assert late.lagging == pytest.approx(0.02)
+    assert "lagged its schedule by 20.0 ms" in as_text(late)
+    assert json.loads(as_json(late))["lagging"] is True
+
+
+def test_workers_are_merged_on_one_clock() -> None:
+    first = Run([info(started=1000.0, share=Share(0, 2))], [ok(0.5, 0.1), ok(2.0, 0.1)], False)
+    second = Run([info(started=1000.5, share=Share(1, 2))], [ok(0.25, 0.1, first_byte=0.3)], False)
+    merged = merge([second, first])
+    assert [record.scheduled for record in merged.records] == [0.5, 0.75, 2.0]
+    assert merged.records[1].first_byte == pytest.approx(0.8)
+    assert [record.latency for record in merged.records] == [pytest.approx(0.1)] * 3
+    assert not merged.interrupted
+    assert json.loads(as_json(evaluate(merged)))["workers"] == 2
+
+
+def test_what_does_not_belong_together_is_not_merged() -> None:
+    part = Run([info(share=Share(0, 2))], [], False)
+    with pytest.raises(LoadError, match=r"records of workers \[0\], of 2"):
+        merge([part])
+    with pytest.raises(LoadError, match=r"workers \[0, 0\]"):
+        merge([part, part])
+    with pytest.raises(LoadError, match="different scenarios"):
+        merge([part, Run([info("seed=1", share=Share(1, 2))], [], False)])
+    with pytest.raises(LoadError, match="no records"):
+        merge([])
+
+
+def runs_of_two() -> list[Run]:
+    rng = Random(0)
+    records = [ok(place / 100, rng.random(), cache="1/10") for place in range(5000)]
+    return [Run([info(share=Share(index, 2))], records[index::2], False) for index in range(2)]
+
+
+def test_files_and_logs_give_back_what_was_put_in() -> None:
+    runs = runs_of_two()
+    assert list(parse([line for run in runs for line in lines(run)], "test")) == runs
+    logs = [[f"[pod/load-{index}] {line}\n" for line in to_log(run)] for index, run in enumerate(runs)]
+    assert all(len(log) > 3 for log in logs)
+    noise = ["making requests\n", "5 s of 60 · 3 sent\n", '{"name":"load"}\n']
+    assert from_log([*noise, *logs[1], *reversed(logs[0]), *noise]) == runs
+    with pytest.raises(LoadError, match=r"has \d+ of the \d+ lines of worker 0; read it from its start"):
+        from_log([*logs[0][1:], *logs[1]])
+    with pytest.raises(LoadError, match="--log-records"):
+        from_log(noise)
+
+
+def test_a_file_without_an_end_is_of_a_run_that_was_killed() -> None:
+    (run,) = parse(list(lines(runs_of_two()[0]))[:-1], "test")
+    assert run.interrupted
+
+
+@pytest.mark.parametrize("text", [b"hello", b'{"workload":"score"}'])
+def test_a_file_that_has_no_records(text: bytes) -> None:
+    with pytest.raises(LoadError, match="does not begin"):
+        list(parse([text], "notes.txt"))
+    good = list(lines(runs_of_two()[0]))[:3]
+    with pytest.raises(LoadError, match=r"notes\.txt, line 4"):
+        list(parse([*good, b'{"workload":'], "notes.txt"))
+
+
+def a_page(count: int) -> str:
+    records = [ok(place / 100, 0.1 + Random(place).random() / 10) for place in range(count)]
+    records += [failed(count / 100, "status", status=503, detail="<script>alert(1)</script>")]
+    return page(evaluate(run_of(records, 'name="<b>"', 'objectives=["p99 <= 500ms", "failures == 0"]')))
+
+
+@pytest.mark.parametrize("count", [1, 50, 5000])
+def test_a_page_stands_alone_and_is_well_formed(count: int) -> None:
+    text = a_page(count)
+    body = text.replace("<!doctype html>", "").replace('<meta charset="utf-8">', "")
+    ElementTree.fromstring(re.sub(r"<meta [^>]*>", "", body).replace("<br>", "<br/>"))
+    assert "<script" not in text
+    assert "http://www" not in text
+    assert not re.search(r"""(src|href|url)\s*[=(]""", text)
+    assert text.count("<svg") == 3
+    assert "PASS: p99" in text
+    assert "FAIL: failures == 0" in text
+    assert len(text) < 400_000
+
+
+def test_a_chart_keeps_within_its_frame() -> None:
+    points = [(float(x), 10.0 ** (x % 5)) for x in range(100)]
+    svg = Chart("t", "x", "y", [Series("a", points), Series("b", [(1, 0.0)], dots=True)], log_y=True).svg()
+    places = [tuple(map(float, pair)) for pair in re.findall(r"[ML]([0-9.-]+) ([0-9.-]+)", svg)]
+    assert all(0 <= x <= 760 and 0 <= y <= 300 for x, y in places)
+    assert Chart("t", "x", "y", [Series("a", [])]).svg() == ""
+    assert "NaN" not in svg
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.003), (5, 5), (0, 123456), (0.2, 0.9)])
+def test_ticks_are_few_and_round(low: float, high: float) -> None:
+    found = steps(low, high)
+    assert 1 <= len(found) <= 8
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
+    assert all(math.isclose(float(f"{tick:.2g}"), tick, abs_tol=1e-12) for tick in found)
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: the page is not opened in one")
+def test_a_browser_draws_the_page(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    (tmp_path / "report.html").write_text(a_page(500))
+    picture = tmp_path / "page.png"
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={picture}", str(tmp_path / "report.html")]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+    assert picture.stat().st_size > 10_000
+
+
+def test_differences_are_named() -> None:
+    one, other = {"a": {"b": [1, {"c": 2}]}, "d": 1}, {"a": {"b": [1, {"c": 3}]}, "e": 1}
+    assert dict(differing(one, other)) == {"a.b[1].c": (2, 3), "d": (1, None), "e": (None, 1)}

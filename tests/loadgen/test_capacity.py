@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +39,30 @@ def waited() -> float:
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
+@contextmanager
+def first_in_line(*processes: int) -> Iterator[None]:
+    """Where we may, the processes come before all others on their core, so that those do not count. Theirs do not inherit it."""
+    policy = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK
+    try:
+        with suppress(PermissionError):
+            for process in processes:
+                os.sched_setscheduler(process, policy, os.sched_param(1))
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """This process, and those that it starts, on one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 async def measure(port: int) -> Try:
     scenario = load(None, [f"target.url=http://127.0.0.1:{port}", f"arrivals.rate={RATE}", f"duration_s={SECONDS}"])
     client = Client(scenario, Share(), None)
@@ -60,7 +87,8 @@ def test_two_thousand_requests_a_second_are_sent_on_time() -> None:
         assert stub.stdout is not None
         port = int(stub.stdout.readline())
         while len(tries) < TRIES and not (tries and tries[-1].lag <= LAG_LIMIT):
-            tries.append(uvloop.run(measure(port)))
+            with first_in_line(0, stub.pid), one_core():
+                tries.append(uvloop.run(measure(port)))
     finally:
         stub.kill()
         stub.communicate()

@@ -127,7 +127,7 @@ def test_no_server_and_no_such_name() -> None:
 
 
 def test_running_out_of_descriptors_is_the_generators_fault() -> None:
-    program = f"""
+    program = """
 import resource, sys
 from loadgen import runner
 from tests.loadgen.test_client import drive, SCORE
@@ -282,7 +282,7 @@ def test_a_record_of_one_token_has_no_tpot() -> None:
 
 def test_descriptors_are_given_back() -> None:
     def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     with serving(good) as url:
         drive(url, *SCORE)

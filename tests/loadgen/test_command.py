@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loadgen.cli import main
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
 from tests.loadgen.servers import serving
@@ -168,10 +169,15 @@ def test_a_key_comes_from_a_flag_or_a_file_and_is_not_recorded(gateway: Any, tmp
         (["compare", "none", "none"], "cannot read none"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_exit_code_2(arguments: list[str], says: str, tmp_path: Path) -> None:
-    done = yardstick(*arguments, directory=tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["yardstick load", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("yardstick load: ")
     assert says in line
 

@@ -24,7 +24,7 @@ of() { printf 'app.kubernetes.io/instance=%s,app.kubernetes.io/component=%s' "$R
 # name COMPONENT KIND: the release's StatefulSet or Deployment.
 name() {
   local found
-  found=$(k get "$2" --selector "$(of "$1")" --output name | head -n 1)
+  found=$(k get "$2" --selector "$(of "$1")" --output name | sed -n 1p)
   [ -n "$found" ] || fail "the release $RELEASE has no $2 of component $1; set RELEASE and NAMESPACE"
   printf '%s' "$found"
 }
@@ -62,7 +62,7 @@ EOF
   k delete "$job" --ignore-not-found --wait >/dev/null
   k apply --kustomize "$folder" >/dev/null
   for _ in $(seq 120); do
-    if k logs "$job" 2>/dev/null | grep -q '^sending to'; then
+    if k logs "$job" 2>/dev/null | grep '^sending to' >/dev/null; then
       say "load is on: $RATE requests/s for $DURATION s"
       return
     fi

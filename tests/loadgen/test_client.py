@@ -239,7 +239,7 @@ def test_connections_are_kept_or_not(keep_alive: str) -> None:
         answer(writer, scores(request))
 
     with serving(noting) as url:
-        closed = ("arrivals.kind=closed", "arrivals.clients=1", "arrivals.think_s=0.02")
+        closed = ("arrivals.kind=closed", "arrivals.clients=1", "arrivals.think_s=0.02", "duration_s=1")
         done = drive(url, *SCORE, *closed, f"target.keep_alive={keep_alive}")
     assert len(done.records) > 1
     assert len(peers) == (1 if keep_alive == "true" else len(done.records))

@@ -107,7 +107,7 @@ class Maker:
             self._process.kill()
         with suppress(asyncio.CancelledError, LoadError):
             await self._reading
-        await self._process.wait()
+        await self._process.communicate()  # the pipes are read to their ends, or their transports would stay open
 
     async def next(self) -> Due | None:
         """The next request; None after the last. Waits only where making falls behind sending. Raises :class:`LoadError`."""

@@ -41,8 +41,19 @@ def test_entries(text: str, address: Address) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["engines:8100", "http://", "http://x:port", "dns://engines", "dns://x:1/y", "kubernetes://engines", "kubernetes://a/b/c:1"]
-    + ["kubernetes://Engines:1", "kubernetes://engines:70000", "ftp://x", ""],
+    [
+        "engines:8100",
+        "http://",
+        "http://x:port",
+        "dns://engines",
+        "dns://x:1/y",
+        "kubernetes://engines",
+        "kubernetes://a/b/c:1",
+        "kubernetes://Engines:1",
+        "kubernetes://engines:70000",
+        "ftp://x",
+        "",
+    ],
 )
 def test_what_is_no_entry(text: str) -> None:
     with pytest.raises(ValueError, match=r"write it like|a port is"):
@@ -222,7 +233,7 @@ async def following(source: Discovery) -> AsyncIterator[list[Sequence[Endpoint]]
 
 async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  nobody signals it
             await asyncio.sleep(0.005)
 
 

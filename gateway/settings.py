@@ -52,8 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engine_seconds: Seconds = 600.0
     """Longest silence of an engine within a request before it counts as lost."""
     engine_token_file: Path | None = None
-    """File with the token that engines know the gateway by (``Authorization: Bearer``); read again when it changes. None: no token
-    is sent."""
+    """File whose first line is the token that engines know the gateway by (``Authorization: Bearer``); read again when it changes.
+    None: no token is sent."""
     resolve_seconds: Seconds = 5.0
     """Time between two look-ups of the names in ``dns://`` entries."""
     wait_seconds: NotNegative = 10.0

@@ -103,6 +103,8 @@ class FakeEngine:
     generates: list[wire.Generate] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     """Requests whose caller closed the connection before their end."""
+    running: set[str] = field(default_factory=set)
+    """Ids of the requests that are being worked on."""
     url: str = ""
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
     token: str | None = None
@@ -161,9 +163,12 @@ class _Call:
             while (await self.receive())["type"] != "http.disconnect":
                 pass
 
+        assert id not in self.engine.running, "ids of requests that run at a time are unique"
+        self.engine.running.add(id)
         working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
+        self.engine.running.discard(id)
         if not working.done():
             working.cancel()
             self.engine.left.append(id)

@@ -40,7 +40,7 @@ def open_transport() -> AiohttpTransport:
 
 
 class EngineToken:
-    """The secret in ``file`` that engines know the gateway by; the file may be replaced at any time."""
+    """The secret in the first line of ``file`` that engines know the gateway by; the file may be replaced at any time."""
 
     def __init__(self, file: Path) -> None:
         """Raises :class:`OSError`, and :class:`ValueError` where the file holds no token."""
@@ -63,9 +63,9 @@ class EngineToken:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _read(self) -> dict[str, str]:
-        token = self._file.read_text("ascii").strip()
+        token = self._file.read_text("ascii").strip().partition("\n")[0].strip()
         if not token or not token.isprintable() or " " in token:
-            raise ValueError(f"{self._file} holds no token; it should be one line of printable characters")
+            raise ValueError(f"{self._file} holds no token; its first line should be one, of printable characters without spaces")
         return {"authorization": f"Bearer {token}"}
 
 

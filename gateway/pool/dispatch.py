@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -150,9 +151,11 @@ class Dispatcher:
 
 
 def rest_of(generate: wire.Generate, output: list[int], index: int) -> wire.Generate:
-    """What is left of one sequence of ``generate`` after ``output``, for any replica to go on with."""
+    """What is left of one sequence of ``generate`` after ``output``, for any replica to go on with; also for one that still has the
+    first attempt, or goes on with another sequence, so it is a request of its own."""
     return msgspec.structs.replace(
         generate,
+        id=uuid.uuid4().hex,
         prompt=generate.prompt + output,
         resume_offset=generate.resume_offset + len(output),
         sampling=msgspec.structs.replace(generate.sampling, n=1),

@@ -8,6 +8,7 @@ import math
 import uuid
 from array import array
 from collections.abc import Coroutine
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +27,8 @@ from gateway.telemetry import Telemetry
 SUB_BATCHES_PER_REPLICA = 2
 """Of one request, at a time: one that runs and one that waits, so that a large request leaves room for others in the queue."""
 
+
+T = TypeVar("T")
 
 MIN_AFFINITY = 16
 """Tokens that a prefix has at least for its request to prefer a replica: to compute fewer again costs next to nothing."""
@@ -110,7 +113,7 @@ class Scorer:
             self._flights.begin(branch_of)
         try:
             first = _affinity(prompts.prefix)
-            return sum(await _all_or_cancel([run(keys, None if place else first) for place, keys in enumerate(parts)]))
+            return sum(await all_or_cancel([run(keys, None if place else first) for place, keys in enumerate(parts)]))
         finally:
             if policy.read:
                 self._flights.end(branch_of, results)
@@ -152,7 +155,7 @@ def _affinity(prefix: list[int]) -> bytes | None:
     return hashlib.blake2b(array("I", prefix), digest_size=16).digest()
 
 
-async def _all_or_cancel(runs: list[Coroutine[None, None, int]]) -> list[int]:
+async def all_or_cancel(runs: list[Coroutine[None, None, T]]) -> list[T]:
     """Run all at once; the first failure, or being cancelled, ends the others before it is passed on."""
     if len(runs) == 1:
         return [await runs[0]]

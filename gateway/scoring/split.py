@@ -6,6 +6,9 @@ import heapq
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def split(prefix: int, lengths: Sequence[int], *, replicas: int, split_tokens: int, max_branches: int) -> list[list[int]]:
@@ -31,8 +34,8 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def cut(places: list[int], longest: int) -> list[list[int]]:
-    """``places`` in order, as few runs as possible of at most ``longest``, of even length."""
-    count = math.ceil(len(places) / longest)
-    bounds = [len(places) * part // count for part in range(count + 1)]
-    return [places[start:end] for start, end in pairwise(bounds)]
+def cut(asked: list[T], longest: int) -> list[list[T]]:
+    """``asked`` in order, as few runs as possible of at most ``longest``, of even length."""
+    count = math.ceil(len(asked) / longest)
+    bounds = [len(asked) * part // count for part in range(count + 1)]
+    return [asked[start:end] for start, end in pairwise(bounds)]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -14,13 +17,42 @@ from gateway.pool.discovery.access import Access, find_access
 from gateway.pool.discovery.address import ServiceAddress
 from gateway.pool.discovery.base import Endpoint
 from gateway.pool.discovery.kubernetes import EndpointSlices
-from tests.cluster.conftest import Api
 from tests.gateway.test_discovery import following, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no cluster"),
+]
 
 GROUP = "apis/discovery.k8s.io/v1"
 MERGE = "application/merge-patch+json"
+
+
+class Api:
+    """The Kubernetes API, in one namespace of it."""
+
+    def __init__(self) -> None:
+        access = find_access(os.environ)
+        self.client = httpx.Client(base_url=access.server, headers=access.headers, verify=access.tls, timeout=20)
+        self.namespace = f"yardstick-{uuid.uuid4().hex[:8]}"
+
+    def send(self, method: str, path: str, body: object = None, *, kind: str = "application/json") -> httpx.Response:
+        """Raises for what is no success."""
+        return self.client.request(method, path, json=body, headers={"content-type": kind}).raise_for_status()
+
+    def path(self, resource: str, group: str = "api/v1") -> str:
+        return f"/{group}/namespaces/{self.namespace}/{resource}"
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    api = Api()
+    api.send("POST", "/api/v1/namespaces", {"metadata": {"name": api.namespace}})
+    try:
+        yield api
+    finally:
+        api.send("DELETE", f"/api/v1/namespaces/{api.namespace}")
+        api.client.close()
 
 
 def slice_of(name: str, *addresses: str, service: str = "engines", terminating: bool = False) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Literal
 
 import aiohttp
@@ -121,18 +122,19 @@ class EndpointSlices:
         while True:
             try:
                 access = await asyncio.to_thread(self._access)
-                async for _ in self._changes(access):
-                    self._backoff.reset()
-                    found = endpoints_of(self._slices.values(), self._address.port)
-                    if found != known:
-                        known = found
-                        yield found
-            except (_Refused, msgspec.MsgspecError, UnicodeDecodeError) as error:
+                async with aclosing(self._changes(access)) as changes:
+                    async for _ in changes:
+                        self._backoff.reset()
+                        found = endpoints_of(self._slices.values(), self._address.port)
+                        if found != known:
+                            known = found
+                            yield found
+            except (AccessError, OSError, httpx.TransportError, aiohttp.ClientError) as error:
+                self._warn(error)
+            except Exception as error:  # whatever the API sends, following it goes on
                 self._version = None
                 if not (isinstance(error, _Refused) and error.status == 410):
                     self._warn(error)
-            except (AccessError, OSError, httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError) as error:
-                self._warn(error)
             await asyncio.sleep(self._backoff.wait())
 
     def _warn(self, error: Exception) -> None:
@@ -149,8 +151,9 @@ class EndpointSlices:
             if self._version is None:
                 await self._list(client, url, selector)
                 yield
-            async for _ in self._watch(client, url, selector):
-                yield
+            async with aclosing(self._watch(client, url, selector)) as events:
+                async for _ in events:
+                    yield
 
     async def _list(self, client: httpx.AsyncClient, url: str, selector: dict[str, str]) -> None:
         response = await client.get(url, params=selector)

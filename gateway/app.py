@@ -46,7 +46,13 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Lites
     telemetry = Telemetry()
     transport = open_transport()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
-    pool = Pool(sources, _connector(settings, transport), telemetry, probe_seconds=settings.probe_seconds)
+    pool = Pool(
+        sources,
+        _connector(settings, transport),
+        telemetry,
+        probe_seconds=settings.probe_seconds,
+        lost_seconds=settings.lost_seconds,
+    )
     dispatcher = Dispatcher(telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting)
     cache = cache or MemoryCache(settings.cache_entries, settings.cache_bytes)
     scorer = Scorer(cache, dispatcher, telemetry, split_tokens=settings.split_tokens)

@@ -51,6 +51,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest wait for a connection to an engine."""
     engine_seconds: Seconds = 600.0
     """Longest silence of an engine within a request before it counts as lost."""
+    lost_seconds: Seconds = 15.0
+    """Time without an answer to any probe after which what an engine works on is taken from it: a machine that is gone closes no
+    connections."""
     engine_token_file: Path | None = None
     """File whose first line is the token that engines know the gateway by (``Authorization: Bearer``); read again when it changes.
     None: no token is sent."""

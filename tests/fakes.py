@@ -107,6 +107,8 @@ class FakeEngine:
     """Ids of the requests that are being worked on."""
     url: str = ""
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
+    silent: bool = False
+    """Nothing is answered, and no connection closed."""
     token: str | None = None
     """Without it in their headers, requests are answered 401."""
 
@@ -136,6 +138,8 @@ class _Call:
 
     async def answer(self) -> None:
         path = self.scope["path"]
+        while self.engine.silent:  # noqa: ASYNC110  a flag that tests set from another thread
+            await asyncio.sleep(0.01)
         headers = {name.decode(): value.decode() for name, value in self.scope["headers"]}
         if self.engine.token and path != "/readyz" and headers.get("authorization") != f"Bearer {self.engine.token}":
             await self._reply(401, b"")

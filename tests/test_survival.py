@@ -31,13 +31,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Fleet:
     """Two engines and a gateway."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **environment: str) -> None:
         self.model = model
         self.pods = [self.pod() for _ in range(2)]
         for pod in self.pods:
             pod.wait_ready()
         entries = [argument for pod in self.pods for argument in ("--engine", pod.url)]
-        self.gateway = Program("gateway", *entries).wait_ready()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            self.gateway = Program("gateway", *entries)
+        self.gateway.wait_ready()
         self.wait_for(2)
 
     def pod(self, port: int | None = None) -> Pod:
@@ -115,6 +119,27 @@ def test_a_stream_outlives_its_engine(fleet: Fleet, n: int) -> None:
     metrics = fleet.gateway.client.get("/metrics").text
     assert "yardstick_resumed_sequences_total 0.0" not in metrics
     fleet.revive(killed)
+
+
+def test_an_engine_that_falls_silent(model: Path) -> None:
+    """Stopped, as where its machine is gone: no connection breaks, and the stream goes on all the same."""
+    fleet = Fleet(model, YARDSTICK_LOST_SECONDS="1")
+    try:
+        whole = fleet.gateway.client.post("/v1/completions", json=TEXT).raise_for_status().json()
+        events: list[dict[str, Any]] = []
+        silent = None
+        with fleet.gateway.client.stream("POST", "/v1/completions", json=TEXT | {"stream": True}) as answer:
+            for line in answer.iter_lines():
+                events += [json.loads(line[6:])] if line.startswith("data: {") else []
+                if len(events) == 20 and silent is None:
+                    silent = fleet.pods[fleet.running()]
+                    for pid in (silent.process.pid, silent.loop_pid):
+                        os.kill(pid, signal.SIGSTOP)
+        assert silent is not None
+        assert choices_of(events)[0][:2] == (whole["choices"][0]["text"], whole["choices"][0]["logprobs"]["tokens"])
+        os.kill(silent.loop_pid, signal.SIGKILL)
+    finally:
+        fleet.close()
 
 
 def test_no_score_fails(fleet: Fleet) -> None:

@@ -90,13 +90,13 @@ class EngineClient:
         self._score_url = httpx.URL(f"{url}/score")
         self._generate_url = httpx.URL(f"{url}/generate")
 
-    async def ready(self) -> bool:
-        """Whether the pod takes requests."""
+    async def ready(self) -> bool | None:
+        """Whether the pod takes requests; None where it does not say."""
         request = self._get("/readyz", self._probe_timeout)
         try:
             return (await self._fetch(request)).status_code == 200
         except GatewayError:
-            return False
+            return None
 
     async def info(self) -> wire.Info:
         """What the pod serves."""

@@ -72,7 +72,8 @@ class Dispatcher:
             replica = await self._choose(model, tokens, affinity, tries)
             try:
                 with replica.busy(tokens):
-                    answer = await ask(replica.client)
+                    async with replica.patience():
+                        answer = await ask(replica.client)
             except GatewayError as error:
                 self._judge(error, replica)
                 self.check_retry(error, model, tries)
@@ -91,7 +92,7 @@ class Dispatcher:
             try:
                 with replica.busy(tokens):
                     async with aclosing(replica.client.generate(generate)) as batches:
-                        async for batch in batches:
+                        while (batch := await _next(replica, batches)) is not None:
                             if not started:
                                 started = True
                                 replica.health.succeeded()
@@ -148,6 +149,12 @@ class Dispatcher:
         elif isinstance(error, _FAULTS) and replica.health.failed():
             self._telemetry.ejections.inc()
             logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)
+
+
+async def _next(replica: Replica, batches: AsyncGenerator[list[wire.Delta], None]) -> list[wire.Delta] | None:
+    """The next batch, None after the last. Only the wait for it is in the hands of ``replica``, not what is done with it."""
+    async with replica.patience():
+        return await anext(batches, None)
 
 
 def rest_of(generate: wire.Generate, output: list[int], index: int) -> wire.Generate:

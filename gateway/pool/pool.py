@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from engine import wire
@@ -27,11 +28,13 @@ class Pool:
         telemetry: Telemetry,
         *,
         probe_seconds: float,
+        lost_seconds: float,
     ) -> None:
         """``sources`` by entry of the setting ``engines``; ``connect`` makes the replica at a URL that an entry led to."""
         self._sources = sources
         self._connect = connect
         self._probe_seconds = probe_seconds
+        self._lost_seconds = lost_seconds
         self._found: dict[str, Sequence[Endpoint]] = {}  # by entry, once it is known
         self._replicas: dict[str, Replica] = {}  # by URL
         self._served: dict[tuple[str, str], ServedModel] = {}  # by name and fingerprint
@@ -133,7 +136,9 @@ class Pool:
 
     async def _look(self, replica: Replica) -> None:
         """Update what is known. A pod may come back as another model, so ``/info`` is read whenever it becomes ready."""
-        ready = await replica.client.ready()
+        said = await replica.client.ready()
+        self._check_alive(replica, alive=said is not None)
+        ready = bool(said)
         replica.problem = replica.problem if ready else None
         if ready and not replica.ready:
             info = await replica.client.info()
@@ -147,6 +152,14 @@ class Pool:
         elif replica.ready and not ready:
             logger.warning("engine %s: not ready", replica.client.url)
         replica.ready = ready
+
+    def _check_alive(self, replica: Replica, *, alive: bool) -> None:
+        now = time.monotonic()
+        if alive:
+            replica.answered = now
+        elif now - replica.answered > self._lost_seconds and replica.in_flight:
+            logger.warning("engine %s: given up with %d requests", replica.client.url, replica.in_flight)
+            replica.give_up()
 
     async def _group(self, replica: Replica, info: wire.Info) -> ServedModel:
         key = (info.model, info.fingerprint)

@@ -6,14 +6,14 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from engine import wire
-from gateway.errors import ContextExceeded, NotReady
+from gateway.errors import ContextExceeded, EngineLost, NotReady
 from gateway.pool.client import EngineClient
 from gateway.pool.health import Health
 from gateway.text.chat_template import ChatTemplate
@@ -46,6 +46,9 @@ class Replica:
     """Requests of this gateway that the pod works on."""
     tokens: int = 0
     """Of those requests."""
+    answered: float = field(default_factory=time.monotonic)
+    """When it last answered a probe, by the monotonic clock."""
+    _waits: set[asyncio.Timeout] = field(default_factory=set)
 
     @property
     def takes_work(self) -> bool:
@@ -62,6 +65,24 @@ class Replica:
         if not self.ready:
             return "not_ready"
         return "ejected" if self.health.ejected else "half_open" if self.health.half_open else "ready"
+
+    @asynccontextmanager
+    async def patience(self) -> AsyncIterator[None]:
+        """A wait for the pod. Raises :class:`EngineLost` when it has been given up."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                try:
+                    yield
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            raise EngineLost("The engine does not answer any more; try again.", retryable=True) from None
+
+    def give_up(self) -> None:
+        """End all waits: a machine that is gone closes no connections."""
+        for wait in self._waits:
+            wait.reschedule(asyncio.get_running_loop().time())
 
     @contextmanager
     def busy(self, tokens: int) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 
@@ -41,7 +42,9 @@ async def pool_of(*sources: Told) -> AsyncIterator[tuple[Pool, Dispatcher, Telem
     def connect(url: str, entry: str) -> Replica:
         return Replica(EngineClient(url, transport, connect_seconds=1, engine_seconds=5), entry)
 
-    pool = Pool({str(place): source for place, source in enumerate(sources)}, connect, telemetry, probe_seconds=0.02)
+    pool = Pool(
+        {str(place): source for place, source in enumerate(sources)}, connect, telemetry, probe_seconds=0.02, lost_seconds=5
+    )
     pool.start()
     try:
         yield pool, Dispatcher(telemetry, wait_seconds=5, max_waiting=10), telemetry
@@ -55,7 +58,7 @@ def engines_ready(telemetry: Telemetry) -> int:
 
 
 async def score(pool: Pool, dispatcher: Dispatcher, name: str | None = None) -> wire.Scored:
-    request = wire.Score("x", [1], [[2]], [3])
+    request = wire.Score(uuid.uuid4().hex, [1], [[2]], [3])
     return await dispatcher.call(pool.model(name), lambda client: client.score(request), tokens=2)
 
 

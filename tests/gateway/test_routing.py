@@ -273,3 +273,16 @@ def test_a_token_that_is_away_stays_in_use(tmp_path: Path) -> None:
     assert token.headers == {"authorization": "Bearer first"}
     with pytest.raises(ValueError, match="no token"):
         EngineToken(file)
+
+
+def test_an_engine_that_falls_silent_is_given_up(start: Start) -> None:
+    """It keeps its connections open and answers neither a probe nor a request; other engines do."""
+    engines = [FakeEngine(), FakeEngine()]
+    client = start(*engines, lost_seconds=0.1)
+    engines[0].silent = True
+    body = {"query": [1], "label_token_ids": [1]}
+    for place in range(10):
+        began = time.perf_counter()
+        assert client.post("/v1/score", json={**body, "items": [[place]]}).status_code == 200
+        assert time.perf_counter() - began < 9
+    assert len(engines[1].scores) == 10

@@ -266,6 +266,8 @@ def _generate_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]
         count = getattr(message, name)
         if count is not None and not 0 <= count <= limits.max_logprobs:
             yield f"{name} is {count}; between 0 and {limits.max_logprobs} is allowed."
+    if not 0 <= message.index <= limits.max_sequences - sampling.n:
+        yield f"index is {message.index}; with n it may reach {limits.max_sequences}."
     total = len(message.prompt) + max(sampling.max_tokens - message.resume_offset, 0)
     if total > min(info.max_context, limits.max_slots):
         yield f"Prompt and max_tokens come to {total} tokens; {min(info.max_context, limits.max_slots)} fit."

@@ -150,6 +150,9 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     resume_offset: int = 0
     """The last so many tokens of ``prompt`` are output of an earlier attempt; ``Delta.offset`` and noise go on from there, and they
     count against ``max_tokens``. Only with ``n`` = 1."""
+    index: int = 0
+    """The sequence index that the noise of the first of the ``n`` sequences is drawn with, so that each can be resumed by itself.
+    ``Delta.index`` counts from 0 all the same."""
     priority: int = 0
     deadline: float | None = None
     """Seconds from receipt after which it need not begin."""

@@ -24,11 +24,18 @@ GRACE_SECONDS = 30
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the process's exit status: 1, after one line on stderr, where it cannot start."""
     parser = argparse.ArgumentParser(prog="gateway", description="Serve the OpenAI-compatible API in front of engines.")
-    parser.add_argument("--engine", action="append", dest="engines", metavar="URL", help="an engine's base URL; repeat for more")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        dest="engines",
+        metavar="URL",
+        help="http://, dns:// or kubernetes:// and a host and port; repeat for more",
+    )
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", help="TCP port to listen on (8000); 0 takes a free one")
     parser.add_argument("--api-keys-file", metavar="FILE", help="JSON file of the API keys' hashes")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every call of the Kubernetes API
     try:
         settings = load_settings(os.environ, vars(parser.parse_args(arguments)))
         return serve(settings)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 from litestar import Litestar, Request, Response, Router
 from litestar.exceptions import HTTPException, ValidationException
 
@@ -17,9 +19,12 @@ from gateway.errors import ClientGone, GatewayError, from_status
 from gateway.exchange import Exchange, exchange
 from gateway.limits import Admission
 from gateway.openapi import DocumentedStructs, asset_route, openapi_config
-from gateway.pool.client import EngineClient, open_transport
+from gateway.pool.client import EngineClient, EngineToken, open_transport
+from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
+from gateway.pool.health import Health
 from gateway.pool.pool import Pool
+from gateway.pool.replica import Replica
 from gateway.routes.chat import chat_route
 from gateway.routes.completions import completion_route
 from gateway.routes.generating import Generator
@@ -27,7 +32,7 @@ from gateway.routes.health import health_routes
 from gateway.routes.models import model_routes
 from gateway.routes.score import score_route
 from gateway.scoring.scorer import Scorer
-from gateway.settings import Settings
+from gateway.settings import Settings, SettingsError
 from gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -40,13 +45,17 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Lites
     """The gateway. ``cache`` None: the embedded one. Raises :class:`SettingsError` for a bad file of keys."""
     telemetry = Telemetry()
     transport = open_transport()
-    clients = [
-        EngineClient(url, transport, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds)
-        for url in settings.engines
-    ]
-    pool = Pool(clients, telemetry, probe_seconds=settings.probe_seconds)
-    dispatcher = Dispatcher(telemetry)
-    scorer = Scorer(cache or MemoryCache(settings.cache_entries, settings.cache_bytes), dispatcher)
+    sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
+    pool = Pool(
+        sources,
+        _connector(settings, transport),
+        telemetry,
+        probe_seconds=settings.probe_seconds,
+        lost_seconds=settings.lost_seconds,
+    )
+    dispatcher = Dispatcher(telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting)
+    cache = cache or MemoryCache(settings.cache_entries, settings.cache_bytes)
+    scorer = Scorer(cache, dispatcher, telemetry, split_tokens=settings.split_tokens)
     generator = Generator(dispatcher, telemetry)
 
     @asynccontextmanager
@@ -79,6 +88,27 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Lites
         plugins=[DocumentedStructs()],
         logging_config=None,
     )
+
+
+def _connector(settings: Settings, transport: httpx.AsyncBaseTransport) -> Callable[[str, str], Replica]:
+    """Makes the replica at a URL that an entry led to. Raises :class:`SettingsError` where the engines' token is missing."""
+    token = _read_token(settings.engine_token_file) if settings.engine_token_file else None
+
+    def connect(url: str, entry: str) -> Replica:
+        client = EngineClient(
+            url, transport, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds, token=token
+        )
+        return Replica(client, entry, Health(settings.eject_failures, settings.eject_seconds))
+
+    return connect
+
+
+def _read_token(file: Path) -> EngineToken:
+    """Raises :class:`SettingsError`."""
+    try:
+        return EngineToken(file)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"YARDSTICK_ENGINE_TOKEN_FILE: {error}") from None
 
 
 class Gateway(Litestar):

@@ -18,6 +18,7 @@
     │   └── UnusableModel       503  an engine serves a model whose text side cannot be read
     ├── OutOfMemory             503  the engine has no memory for this request
     └── DeadlineExceeded        504  the engine gave up on time
+        └── EngineSilent        504  nothing came from the engine for too long
 
 A message is for a person: what was wrong and what to do. It carries no path, no traceback and no secret.
 """
@@ -159,6 +160,10 @@ class DeadlineExceeded(GatewayError):
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
+
+
+class EngineSilent(DeadlineExceeded):
+    pass
 
 
 _ERROR_OF_CODE: dict[wire.ErrorCode, type[GatewayError]] = {

@@ -6,14 +6,16 @@ import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
+
+from gateway.pool.discovery.address import parse_address
 
 PREFIX = "YARDSTICK_"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -25,7 +27,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Everything that can be chosen about a gateway. In the environment a setting is ``YARDSTICK_`` and its name in capitals."""
 
     engines: tuple[str, ...]
-    """Base URLs of the engine pods, such as ``http://127.0.0.1:8100``; separated by commas in the environment."""
+    """Where the engines are; separated by commas in the environment. ``http://host:port`` (or ``https``) is one engine;
+    ``dns://name:port`` one at each address of a name, such as that of a headless Service; ``kubernetes://service:port`` or
+    ``kubernetes://namespace/service:port`` one at each endpoint of a Service (a port's name or number; the gateway's own namespace
+    unless given). Engines that serve the same model share its requests, whichever entries they were found by."""
     host: str = "127.0.0.1"
     """Address to listen on. Beyond loopback, ``api_keys_file`` is required."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
@@ -46,12 +51,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest wait for a connection to an engine."""
     engine_seconds: Seconds = 600.0
     """Longest silence of an engine within a request before it counts as lost."""
+    lost_seconds: Seconds = 15.0
+    """Time without an answer to any probe after which what an engine works on is taken from it: a machine that is gone closes no
+    connections."""
+    engine_token_file: Path | None = None
+    """File whose first line is the token that engines know the gateway by (``Authorization: Bearer``); read again when it changes.
+    None: no token is sent."""
+    resolve_seconds: Seconds = 5.0
+    """Time between two look-ups of the names in ``dns://`` entries."""
+    wait_seconds: NotNegative = 10.0
+    """Longest wait for an engine where none of a model is ready, before the answer is 503. 0: no waiting."""
+    max_waiting: Count = 256
+    """Requests that wait so at a time; more are answered 503 at once."""
+    eject_failures: Positive = 3
+    """Failures in a row after which an engine is left alone for a while (but never more than half of a model's)."""
+    eject_seconds: Seconds = 5.0
+    """How long that is the first time; it doubles, up to a minute, each time the one request it then gets fails too."""
+    split_tokens: Positive = 4096
+    """Least work, in tokens, that is worth a sub-batch: smaller score requests go to one engine whole."""
 
     def __post_init__(self) -> None:
         if not self.engines:
             raise SettingsError(_remedy("engines", "no engine is named", "give at least one URL, such as http://127.0.0.1:8100"))
-        for url in self.engines:
-            _check_url(url)
+        for entry in self.engines:
+            _check_entry(entry)
         if self.api_keys_file is None and not is_loopback(self.host):
             problem = f"{self.host} can be reached from other machines and no API keys are set"
             raise SettingsError(_remedy("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1"))
@@ -95,10 +118,11 @@ def _convert(name: str, value: object, kind: object) -> Any:
         raise SettingsError(_remedy(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:])) from None
 
 
-def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError(_remedy("engines", f"{url!r} is not a URL of an engine", "write it like http://127.0.0.1:8100"))
+def _check_entry(entry: str) -> None:
+    try:
+        parse_address(entry)
+    except ValueError as error:
+        raise SettingsError(_remedy("engines", f"{entry!r} is not a URL of an engine", str(error))) from None
 
 
 def _remedy(name: str, problem: str, remedy: str) -> str:

@@ -77,6 +77,8 @@ class Faults:
     """Messages of a generation after which the connection breaks; a score's at once."""
     skip_after: int | None = None
     """Messages of a generation after which one token is lost."""
+    seconds_per_branch: float = 0.0
+    """Seconds of work that a score's branch is, one score at a time, as where a device does it."""
     garbage: bool = False
     """The answer is no msgpack."""
 
@@ -101,7 +103,14 @@ class FakeEngine:
     generates: list[wire.Generate] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     """Requests whose caller closed the connection before their end."""
+    running: set[str] = field(default_factory=set)
+    """Ids of the requests that are being worked on."""
     url: str = ""
+    device: asyncio.Lock = field(default_factory=asyncio.Lock)
+    silent: bool = False
+    """Nothing is answered, and no connection closed."""
+    token: str | None = None
+    """Without it in their headers, requests are answered 401."""
 
     @property
     def vocab_size(self) -> int:
@@ -129,7 +138,12 @@ class _Call:
 
     async def answer(self) -> None:
         path = self.scope["path"]
-        if path == "/readyz":
+        while self.engine.silent:  # noqa: ASYNC110  a flag that tests set from another thread
+            await asyncio.sleep(0.01)
+        headers = {name.decode(): value.decode() for name, value in self.scope["headers"]}
+        if self.engine.token and path != "/readyz" and headers.get("authorization") != f"Bearer {self.engine.token}":
+            await self._reply(401, b"")
+        elif path == "/readyz":
             await self._reply(200 if self.engine.ready else 503, b"")
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
@@ -153,9 +167,12 @@ class _Call:
             while (await self.receive())["type"] != "http.disconnect":
                 pass
 
+        assert id not in self.engine.running, "ids of requests that run at a time are unique"
+        self.engine.running.add(id)
         working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
+        self.engine.running.discard(id)
         if not working.done():
             working.cancel()
             self.engine.left.append(id)
@@ -179,6 +196,9 @@ class _Call:
     async def _score(self, request: wire.Score) -> None:
         engine, faults = self.engine, self.engine.faults
         await asyncio.sleep(faults.delay)
+        if faults.seconds_per_branch:
+            async with engine.device:
+                await asyncio.sleep(faults.seconds_per_branch * len(request.branches))
         longest = len(request.prefix) + max(map(len, request.branches))
         if failed := faults.fail or _refusal(engine, request.id, longest, len(request.branches)):
             await self._refuse(failed)
@@ -233,8 +253,9 @@ def interleaved(sequences: list[list[wire.Delta]]) -> Iterator[wire.Delta]:
 def sequence_deltas(engine: FakeEngine, request: wire.Generate, index: int) -> Iterator[wire.Delta]:
     """Everything that one sequence of ``request`` sends."""
     tokens, finish = _drawn(engine, request, index)
-    size = engine.tokens_per_delta
-    for offset in range(0, max(1, len(tokens)), size):
+    size, start = engine.tokens_per_delta, request.resume_offset
+    prompt = request.prompt[: len(request.prompt) - start]
+    for offset in range(start, max(start + 1, len(tokens)), size):
         part = tokens[offset : offset + size]
         last = offset + size >= len(tokens)
         yield wire.Delta(
@@ -242,16 +263,17 @@ def sequence_deltas(engine: FakeEngine, request: wire.Generate, index: int) -> I
             offset,
             part,
             index,
-            _logprobs(engine, request.prompt + tokens[:offset], part, request.logprobs),
+            _logprobs(engine, prompt + tokens[:offset], part, request.logprobs),
             finish if last else None,
-            _prompt_logprobs(engine, request) if index == offset == 0 else None,
+            _prompt_logprobs(engine, request) if index == 0 and offset == start else None,
         )
 
 
 def _drawn(engine: FakeEngine, request: wire.Generate, index: int) -> tuple[list[int], wire.FinishReason]:
     """The tokens of a sequence and why it ends."""
     sampling = request.sampling
-    tokens: list[int] = []
+    start = len(request.prompt) - request.resume_offset
+    request, tokens = msgspec.structs.replace(request, prompt=request.prompt[:start]), request.prompt[start:]
     stops = {*sampling.stop_token_ids, *([] if sampling.ignore_eos else [engine.eos])}
     while len(tokens) < sampling.max_tokens:
         tokens.append(_next(engine, request, index, tokens))
@@ -268,7 +290,7 @@ def _next(engine: FakeEngine, request: wire.Generate, index: int, tokens: list[i
     row = logprobs_after(request.prompt + tokens, library().get_vocab_size())
     for id, bias in sampling.logit_bias.items():
         row[id] += bias
-    noise = random.Random(f"{sampling.seed} {index} {len(tokens)}")
+    noise = random.Random(f"{sampling.seed} {request.index + index} {len(tokens)}")
     drawn = [value - sampling.temperature * math.log(-math.log(noise.random())) for value in row]
     return max(range(len(drawn)), key=drawn.__getitem__)
 

@@ -210,7 +210,7 @@ class Runner:
     def _sampling_row(self, branch: Branch, request: GenerateRequest) -> SamplingRow:
         return SamplingRow(
             params=request.message.sampling,
-            index=branch.index,
+            index=request.message.index + branch.index,
             position=request.offset(branch),
             prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
             output_tokens=request.output(branch) if request.penalised else EMPTY,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from engine import wire
 from gateway.errors import EngineLost
+from gateway.generation.merge import merged
+from gateway.generation.relay import Relay
 from gateway.generation.sequence import Piece, Sequence, TextOptions, prompt_tokens
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
@@ -43,7 +44,7 @@ class Generation:
         """As many at a time as have arrived, until every sequence has ended. Raises :class:`GatewayError`."""
         early: list[wire.Delta] = []  # of sequences that overtook the prompt's log-probabilities
         echoed = self._echo is None
-        async with aclosing(dispatcher.generate(self.model, self.request)) as batches:
+        async with aclosing(Relay(dispatcher, self.model, self.request).deltas()) as batches:
             async for batch in batches:
                 pieces: list[Piece] = []
                 self.cached_tokens += sum(delta.cached_tokens for delta in batch)
@@ -74,35 +75,6 @@ class Generation:
 
 async def run_all(generations: list[Generation], dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
     """The pieces of all prompts. The first failure ends them all; closing the iterator does too."""
-    if len(generations) == 1:
-        async with aclosing(generations[0].pieces(dispatcher)) as pieces:
-            async for batch in pieces:
-                yield batch
-        return
-    arrived: asyncio.Queue[list[Piece] | Exception | None] = asyncio.Queue(maxsize=2 * CONCURRENT_PROMPTS)
-    gate = asyncio.Semaphore(CONCURRENT_PROMPTS)
-
-    async def run(generation: Generation) -> None:
-        try:
-            async with gate, aclosing(generation.pieces(dispatcher)) as pieces:
-                async for batch in pieces:
-                    await arrived.put(batch)
-            await arrived.put(None)
-        except Exception as error:  # handed to the one who reads
-            await arrived.put(error)
-
-    runs = [asyncio.create_task(run(generation)) for generation in generations]
-    try:
-        unfinished = len(runs)
-        while unfinished:
-            news = await arrived.get()
-            if isinstance(news, Exception):
-                raise news
-            if news is None:
-                unfinished -= 1
-            else:
-                yield news
-    finally:
-        for task in runs:
-            task.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
+    async with aclosing(merged([generation.pieces(dispatcher) for generation in generations], CONCURRENT_PROMPTS)) as batches:
+        async for batch in batches:
+            yield batch

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
@@ -12,7 +15,9 @@ import msgspec
 from httpx_aiohttp import AiohttpTransport
 
 from engine import wire
-from gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady, from_engine
+from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady, from_engine
+
+logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
 """Longest wait for an answer to a probe; the tokeniser's file may take longer, and has ``engine_seconds``."""
@@ -21,7 +26,7 @@ KEEPALIVE_SECONDS = 2.0
 
 T = TypeVar("T")
 
-_MSGPACK = {"content-type": "application/msgpack"}
+_MSGPACK = "application/msgpack"
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _scored = msgspec.msgpack.Decoder(wire.Scored)
 _failed = msgspec.msgpack.Decoder(wire.Failed)
@@ -34,37 +39,77 @@ def open_transport() -> AiohttpTransport:
     return AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=KEEPALIVE_SECONDS), trust_env=False)
 
 
+class EngineToken:
+    """The secret in the first line of ``file`` that engines know the gateway by; the file may be replaced at any time."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises :class:`OSError`, and :class:`ValueError` where the file holds no token."""
+        self._file = file
+        self._version = self._stat()
+        self._headers = self._read()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those of a request. What was read last holds while the file is away or holds no token."""
+        try:
+            if (version := self._stat()) != self._version:
+                self._headers, self._version = self._read(), version
+        except (OSError, ValueError) as error:
+            logger.warning("the engines' token cannot be read again: %s", error)
+        return self._headers
+
+    def _stat(self) -> tuple[int, int, int]:
+        found = os.stat(self._file)  # noqa: PTH116  twice as fast as pathlib's, and once for each request
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _read(self) -> dict[str, str]:
+        token = self._file.read_text("ascii").strip().partition("\n")[0].strip()
+        if not token or not token.isprintable() or " " in token:
+            raise ValueError(f"{self._file} holds no token; its first line should be one, of printable characters without spaces")
+        return {"authorization": f"Bearer {token}"}
+
+
 class EngineClient:
     """Speaks to the pod at ``url``. Every method raises :class:`GatewayError` where the pod refuses or cannot be reached."""
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport, *, connect_seconds: float, engine_seconds: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.AsyncBaseTransport,
+        *,
+        connect_seconds: float,
+        engine_seconds: float,
+        token: EngineToken | None = None,
+    ) -> None:
         self.url = url
+        self._token = token
+        self._engine_seconds = engine_seconds
         self._transport = transport
         self._timeout = httpx.Timeout(engine_seconds, connect=connect_seconds).as_dict()
         self._probe_timeout = httpx.Timeout(PROBE_SECONDS, connect=connect_seconds).as_dict()
         self._score_url = httpx.URL(f"{url}/score")
         self._generate_url = httpx.URL(f"{url}/generate")
 
-    async def ready(self) -> bool:
-        """Whether the pod takes requests."""
-        request = httpx.Request("GET", f"{self.url}/readyz", extensions={"timeout": self._probe_timeout})
+    async def ready(self) -> bool | None:
+        """Whether the pod takes requests; None where it does not say."""
+        request = self._get("/readyz", self._probe_timeout)
         try:
             return (await self._fetch(request)).status_code == 200
         except GatewayError:
-            return False
+            return None
 
     async def info(self) -> wire.Info:
         """What the pod serves."""
-        request = httpx.Request("GET", f"{self.url}/info", extensions={"timeout": self._probe_timeout})
-        return _read(_info, await self._fetch(request))
+        return _read(_info, await self._fetch(self._get("/info", self._probe_timeout)))
 
     async def tokenizer(self) -> wire.TokenizerFiles:
         """The text side of its model."""
-        request = httpx.Request("GET", f"{self.url}/tokenizer", extensions={"timeout": self._timeout})
-        return _read(_tokenizer, await self._fetch(request))
+        return _read(_tokenizer, await self._fetch(self._get("/tokenizer", self._timeout)))
 
     async def score(self, score: wire.Score) -> wire.Scored:
-        """One sub-batch."""
+        """One sub-batch. Where it has no deadline, it gets the time after which the answer would be waited for no longer."""
+        if score.deadline is None:
+            score = msgspec.structs.replace(score, deadline=self._engine_seconds)
         return _read(_scored, await self._fetch(self._post(self._score_url, score)))
 
     async def generate(self, generate: wire.Generate) -> AsyncGenerator[list[wire.Delta], None]:
@@ -83,7 +128,15 @@ class EngineClient:
             await response.aclose()
 
     def _post(self, url: httpx.URL, message: wire.Score | wire.Generate) -> httpx.Request:
-        return httpx.Request("POST", url, headers=_MSGPACK, content=wire.encode(message), extensions={"timeout": self._timeout})
+        headers = self._headers | {"content-type": _MSGPACK}
+        return httpx.Request("POST", url, headers=headers, content=wire.encode(message), extensions={"timeout": self._timeout})
+
+    def _get(self, path: str, timeout: dict[str, float | None]) -> httpx.Request:
+        return httpx.Request("GET", f"{self.url}{path}", headers=self._headers, extensions={"timeout": timeout})
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return self._token.headers if self._token else {}
 
     async def _fetch(self, request: httpx.Request) -> httpx.Response:
         with _engine_errors():
@@ -125,6 +178,8 @@ def _failure(response: httpx.Response) -> wire.Failed:
     try:
         return _failed.decode(response.content)
     except msgspec.DecodeError:  # not the engine's own words: it crashed, or something else listens there
+        if response.status_code == 401:
+            return wire.Failed("", "not_ready", "The engine does not accept the gateway's token.", retryable=True, retry_after=1)
         message = f"The engine failed with status {response.status_code} and gave no reason; try again."
         return wire.Failed("", "internal", message, retryable=response.status_code >= 500)
 
@@ -139,7 +194,7 @@ def _engine_errors() -> Iterator[None]:
     try:
         yield
     except httpx.ReadTimeout:
-        raise DeadlineExceeded("The engine was silent for too long; try again, or ask for less at once.") from None
+        raise EngineSilent("The engine was silent for too long; try again, or ask for less at once.") from None
     except httpx.TransportError as error:
         # the transport gives a refused connection and a broken one the same class; their causes differ
         if isinstance(error.__cause__, _UNREACHABLE):

@@ -2,57 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
 
 from engine import wire
-from gateway.errors import GatewayError, NotReady
+from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
+from gateway.pool.client import EngineClient
 from gateway.pool.replica import Replica, ServedModel
 from gateway.telemetry import Telemetry
 
+logger = logging.getLogger(__name__)
+
+EXPECTED_OUTPUT = 256
+"""Tokens that a sequence counts for when it may become longer: few do."""
+
+T = TypeVar("T")
+
+_FAULTS = (EngineLost, EngineSilent, InternalError)
+"""Failures that speak against the replica. Refusals (overload, a wrong request, no memory for it) do not."""
+
+
+@dataclass
+class Tries:
+    """Where a request has been sent, and how long it may still wait for a replica."""
+
+    patience: float
+    """Seconds."""
+    replicas: list[Replica] = field(default_factory=list)
+    """Not to be asked again."""
+
+    def progressed(self, replica: Replica) -> None:
+        """``replica`` has answered: the others may have recovered by the time it is lost."""
+        self.replicas = [replica]
+
 
 class Dispatcher:
-    """Sends requests, counts failures, and tries each ready replica once while nothing of an answer has been passed on."""
+    """Sends requests, judges replicas by the results, and tries each once while nothing of an answer has been passed on.
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    Where no replica of a model takes requests, up to ``max_waiting`` requests wait for one, each for ``wait_seconds``.
+    """
+
+    def __init__(self, telemetry: Telemetry, *, wait_seconds: float, max_waiting: int) -> None:
         self._telemetry = telemetry
+        self._wait_seconds = wait_seconds
+        self._max_waiting = max_waiting
+        self._waiting = 0
 
-    async def score(self, model: ServedModel, score: wire.Score) -> wire.Scored:
-        """One sub-batch; a score can be asked for twice without harm."""
-        tried: list[Replica] = []
+    def tries(self) -> Tries:
+        """For a request that begins."""
+        return Tries(self._wait_seconds)
+
+    async def call(
+        self, model: ServedModel, ask: Callable[[EngineClient], Awaitable[T]], *, tokens: int, affinity: bytes | None = None
+    ) -> T:
+        """The answer of ``ask``, which may be asked of several replicas, also when one has done some of the work.
+
+        ``tokens`` is what the request costs; requests of one ``affinity`` (at most 64 bytes) go to one replica while it has not too
+        much to do.
+        """
+        tries = self.tries()
         while True:
-            replica = model.choose(tried)
-            tried.append(replica)
+            replica = await self._choose(model, tokens, affinity, tries)
             try:
-                with replica.busy():
-                    return await replica.client.score(score)
+                with replica.busy(tokens):
+                    async with replica.patience():
+                        answer = await ask(replica.client)
             except GatewayError as error:
-                self._judge(error, replica, model, tried)
+                self._judge(error, replica)
+                self.check_retry(error, model, tries)
+            else:
+                replica.health.succeeded()
+                return answer
 
-    async def generate(self, model: ServedModel, generate: wire.Generate) -> AsyncGenerator[list[wire.Delta], None]:
-        """Batches of deltas. Close the iterator to abort."""
-        tried: list[Replica] = []
-        started = False
+    async def generate(self, model: ServedModel, generate: wire.Generate, tries: Tries) -> AsyncGenerator[list[wire.Delta], None]:
+        """Batches of deltas. Close the iterator to abort. A failure after the first is raised; :mod:`gateway.generation.relay`
+        goes on from there."""
+        sampling = generate.sampling
+        tokens = len(generate.prompt) + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
         while True:
-            replica = model.choose(tried)
-            tried.append(replica)
+            replica = await self._choose(model, tokens, None, tries)
+            started = False
             try:
-                with replica.busy():
+                with replica.busy(tokens):
                     async with aclosing(replica.client.generate(generate)) as batches:
-                        async for batch in batches:
-                            started = True
+                        while (batch := await _next(replica, batches)) is not None:
+                            if not started:
+                                started = True
+                                replica.health.succeeded()
+                                tries.progressed(replica)
                             yield batch
                 return
             except GatewayError as error:
-                self._judge(error, replica, model, tried, started=started)
+                self._judge(error, replica)
+                if started:
+                    raise
+                self.check_retry(error, model, tries)
 
-    def _judge(
-        self, error: GatewayError, replica: Replica, model: ServedModel, tried: list[Replica], *, started: bool = False
-    ) -> None:
-        """Return where another replica should be tried; raise ``error`` where not. A pod that cannot be reached is not chosen
-        again before the pool has seen it ready."""
+    def resumed(self) -> None:
+        """A sequence is about to go on at another replica."""
+        self._telemetry.resumptions.inc()
+
+    def check_retry(self, error: GatewayError, model: ServedModel, tries: Tries) -> None:
+        """Return where another replica should be asked, or waited for; raise ``error`` where not."""
+        ready = model.ready
+        if not error.retryable or (ready and all(replica in tries.replicas for replica in ready)):
+            raise error
+        if not ready:
+            if tries.patience <= 0:
+                raise error
+            tries.replicas.clear()
+        self._telemetry.retried(error.code or error.type)
+
+    async def _choose(self, model: ServedModel, tokens: int, affinity: bytes | None, tries: Tries) -> Replica:
+        """Waits only where no replica takes requests. Raises :class:`NotReady`."""
+        if not model.ready:
+            await self._wait(model, tries)
+        replica = model.choose(tokens, affinity, tries.replicas)
+        tries.replicas.append(replica)
+        return replica
+
+    async def _wait(self, model: ServedModel, tries: Tries) -> None:
+        if self._waiting >= self._max_waiting or tries.patience <= 0:
+            return
+        self._waiting += 1
+        self._telemetry.waiting.set(self._waiting)
+        began = time.monotonic()
+        try:
+            await model.wait_ready(tries.patience)
+        finally:
+            self._waiting -= 1
+            self._telemetry.waiting.set(self._waiting)
+            tries.patience -= time.monotonic() - began
+
+    def _judge(self, error: GatewayError, replica: Replica) -> None:
+        """A pod that cannot be reached is not chosen again before the pool has seen it ready."""
         self._telemetry.engine_failed(error.code or error.type)
         if isinstance(error, NotReady):
             replica.ready = False
-        if started or not error.retryable or all(other in tried for other in model.ready):
-            raise error
+        elif isinstance(error, _FAULTS) and replica.health.failed():
+            self._telemetry.ejections.inc()
+            logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)
+
+
+async def _next(replica: Replica, batches: AsyncGenerator[list[wire.Delta], None]) -> list[wire.Delta] | None:
+    """The next batch, None after the last. Only the wait for it is in the hands of ``replica``, not what is done with it."""
+    async with replica.patience():
+        return await anext(batches, None)
+
+
+def rest_of(generate: wire.Generate, output: list[int], index: int) -> wire.Generate:
+    """What is left of one sequence of ``generate`` after ``output``, for any replica to go on with; also for one that still has the
+    first attempt, or goes on with another sequence, so it is a request of its own."""
+    return msgspec.structs.replace(
+        generate,
+        id=uuid.uuid4().hex,
+        prompt=generate.prompt + output,
+        resume_offset=generate.resume_offset + len(output),
+        sampling=msgspec.structs.replace(generate.sampling, n=1),
+        index=generate.index + index,
+        prompt_logprobs=None if output or index else generate.prompt_logprobs,
+    )

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import os
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from engine import wire
-from gateway.errors import ContextExceeded, NotReady
+from gateway.errors import ContextExceeded, EngineLost, NotReady
 from gateway.pool.client import EngineClient
+from gateway.pool.health import Health
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer
+
+MAX_EJECTED_SHARE = 0.5
+"""Of a model's ready replicas; when more fail, the fault is likely not theirs, and those that return soonest stay in use."""
+AFFINITY_BOUND = 1.25
+"""A replica may have so many times the mean load, and one request more, before requests that prefer it go elsewhere: consistent
+hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
+
+State = Literal["ready", "half_open", "ejected", "draining", "unusable", "not_ready"]
 
 
 @dataclass(eq=False)
@@ -20,20 +33,75 @@ class Replica:
     """One engine pod and what is known about it."""
 
     client: EngineClient
+    source: str = ""
+    """The entry of the setting ``engines`` that it was found by."""
+    health: Health = field(default_factory=Health)
     ready: bool = False
+    """By its own account, when last asked."""
+    draining: bool = False
+    """It is about to end, or is gone from where it was found: what runs there may finish."""
     problem: str | None = None
     """Why its model cannot be used, where that is so although the pod is ready."""
     in_flight: int = 0
     """Requests of this gateway that the pod works on."""
+    tokens: int = 0
+    """Of those requests."""
+    answered: float = field(default_factory=time.monotonic)
+    """When it last answered a probe, by the monotonic clock."""
+    _waits: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it would answer."""
+        return self.ready and not self.draining
+
+    @property
+    def state(self) -> State:
+        """In a word."""
+        if self.draining:
+            return "draining"
+        if self.problem is not None:
+            return "unusable"
+        if not self.ready:
+            return "not_ready"
+        return "ejected" if self.health.ejected else "half_open" if self.health.half_open else "ready"
+
+    @asynccontextmanager
+    async def patience(self) -> AsyncIterator[None]:
+        """A wait for the pod. Raises :class:`EngineLost` when it has been given up."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                try:
+                    yield
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            raise EngineLost("The engine does not answer any more; try again.", retryable=True) from None
+
+    def give_up(self) -> None:
+        """End all waits: a machine that is gone closes no connections."""
+        for wait in self._waits:
+            wait.reschedule(asyncio.get_running_loop().time())
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self, tokens: int) -> Iterator[None]:
         """Count one request."""
         self.in_flight += 1
+        self.tokens += tokens
         try:
             yield
         finally:
             self.in_flight -= 1
+            self.tokens -= tokens
+
+    def weight(self, affinity: bytes) -> bytes:
+        """How much requests of ``affinity`` prefer this replica: of all they prefer the one with the most.
+
+        Rendezvous hashing, Thaler and Ravishankar, https://doi.org/10.1109/90.663936: a replica that comes or goes moves only the
+        requests that prefer it.
+        """
+        return hashlib.blake2b(self.client.url.encode(), key=affinity, digest_size=8).digest()
 
 
 @dataclass(eq=False)
@@ -44,7 +112,10 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     replicas: list[Replica] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
+    """Entries of the setting ``engines`` that it was last seen behind; it is remembered while its replicas are away."""
     created: int = field(default_factory=lambda: int(time.time()))
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
@@ -59,14 +130,53 @@ class ServedModel:
     @property
     def ready(self) -> list[Replica]:
         """Replicas that take requests."""
-        return [replica for replica in self.replicas if replica.ready]
+        return [replica for replica in self.replicas if replica.takes_work]
 
-    def choose(self, tried: Collection[Replica] = ()) -> Replica:
-        """The ready replica with the least to do, none of ``tried``. Raises :class:`NotReady`."""
-        candidates = [replica for replica in self.ready if replica not in tried]
+    @property
+    def usable(self) -> list[Replica]:
+        """Those of them that should get some: without the ejected ones, as far as the cap on their share allows, and with those on
+        trial only while they have nothing to do."""
+        ready = self.ready
+        out = [replica for replica in ready if replica.health.returns is not None]
+        if not out:
+            return ready
+        out = [replica for replica in out if replica.health.ejected or replica.in_flight]
+        out.sort(key=lambda replica: replica.health.returns or 0.0, reverse=True)
+        out = out[: int(MAX_EJECTED_SHARE * len(ready))]
+        return [replica for replica in ready if replica not in out]
+
+    def choose(self, tokens: int, affinity: bytes | None = None, tried: Collection[Replica] = ()) -> Replica:
+        """A replica for a request of ``tokens``, none of ``tried``. Raises :class:`NotReady`.
+
+        With ``affinity`` the one that is preferred, of those that have not too much to do; else the one with the fewest tokens in
+        flight, any of them where there are several.
+        """
+        candidates = [replica for replica in self.usable if replica not in tried]
+        if not candidates:
+            candidates = [replica for replica in self.ready if replica not in tried]
         if not candidates:
             raise NotReady(f"The model {self.name!r} is not ready; try again soon.", retry_after=1)
-        return min(candidates, key=lambda replica: replica.in_flight)
+        if len(candidates) == 1:
+            return candidates[0]
+        if affinity is not None:
+            bound = AFFINITY_BOUND * sum(replica.tokens for replica in candidates) / len(candidates) + tokens
+            return max((r for r in candidates if r.tokens <= bound), key=lambda replica: replica.weight(affinity))
+        return min(candidates, key=lambda replica: (replica.tokens, os.urandom(4)))
+
+    def announce(self) -> None:
+        """Wake those who wait for a replica."""
+        self._news.set()
+        self._news.clear()
+
+    async def wait_ready(self, seconds: float) -> bool:
+        """Whether a replica takes requests, within ``seconds``."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.ready:
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def check_prompt(self, length: int, param: str, *, room: int = 0) -> None:
         """Raise :class:`ContextExceeded` unless a prompt of ``length`` tokens and ``room`` more fit in the context."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import uuid
+from array import array
 from collections.abc import Coroutine
-from itertools import pairwise
+from typing import TypeVar
 
 import msgspec
 
@@ -15,12 +17,21 @@ from gateway.cache.base import Logprobs, ResultCache
 from gateway.cache.flights import Flights
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InternalError
+from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.scoring.keys import result_keys
+from gateway.scoring.split import split
+from gateway.telemetry import Telemetry
 
 SUB_BATCHES_PER_REPLICA = 2
 """Of one request, at a time: one that runs and one that waits, so that a large request leaves room for others in the queue."""
+
+
+T = TypeVar("T")
+
+MIN_AFFINITY = 16
+"""Tokens that a prefix has at least for its request to prefer a replica: to compute fewer again costs next to nothing."""
 
 
 class Prompts(msgspec.Struct, frozen=True):
@@ -51,9 +62,12 @@ class Scores(msgspec.Struct, frozen=True):
 class Scorer:
     """Owns the lookups in ``cache`` and the flights of this process."""
 
-    def __init__(self, cache: ResultCache, dispatcher: Dispatcher) -> None:
+    def __init__(self, cache: ResultCache, dispatcher: Dispatcher, telemetry: Telemetry, *, split_tokens: int) -> None:
+        """``split_tokens`` as in :func:`gateway.scoring.split.split`."""
         self._cache = cache
         self._dispatcher = dispatcher
+        self._telemetry = telemetry
+        self._split_tokens = split_tokens
         self._flights = Flights()
 
     async def score(self, model: ServedModel, prompts: Prompts, policy: CachePolicy) -> Scores:
@@ -86,41 +100,62 @@ class Scorer:
         """Add the results of ``branch_of`` to ``results``, for others who wait too; return the tokens engines had cached."""
         if not branch_of:
             return 0
+        parts = self._split(model, prompts, branch_of)
         gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready)))
 
-        async def run(keys: list[bytes]) -> int:
+        async def run(keys: list[bytes], affinity: bytes | None) -> int:
             async with gate:
-                scored = await self._ask(model, prompts, [branch_of[key] for key in keys])
+                scored = await self._ask(model, prompts, [branch_of[key] for key in keys], affinity)
             results.update(zip(keys, map(tuple, scored.logprobs), strict=True))
             return scored.cached_tokens
 
         if policy.read:
             self._flights.begin(branch_of)
         try:
-            return sum(await _all_or_cancel([run(keys) for keys in cut(list(branch_of), model.info.limits.max_branches)]))
+            first = _affinity(prompts.prefix)
+            return sum(await all_or_cancel([run(keys, None if place else first) for place, keys in enumerate(parts)]))
         finally:
             if policy.read:
                 self._flights.end(branch_of, results)
             if policy.write:
                 await self._cache.put_many({key: results[key] for key in branch_of if key in results})
 
-    async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[list[int]]) -> wire.Scored:
+    def _split(self, model: ServedModel, prompts: Prompts, branch_of: dict[bytes, list[int]]) -> list[list[bytes]]:
+        """The keys of each sub-batch."""
+        keys = list(branch_of)
+        parts = split(
+            len(prompts.prefix),
+            [len(branch) for branch in branch_of.values()],
+            replicas=len(model.usable),
+            split_tokens=self._split_tokens,
+            max_branches=model.info.limits.max_branches,
+        )
+        self._telemetry.split(len(parts))
+        return [[keys[place] for place in part] for part in parts]
+
+    async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[list[int]], affinity: bytes | None) -> wire.Scored:
         request = wire.Score(uuid.uuid4().hex, prompts.prefix, branches, prompts.labels, prompts.priority)
-        scored = await self._dispatcher.score(model, request)
-        shape = [len(row) for row in scored.logprobs]
-        if shape != [len(prompts.labels)] * len(branches) or any(math.isnan(sum(row)) for row in scored.logprobs):
-            raise InternalError("The engine's scores are incomplete or not numbers; its model may be broken.")
-        return scored
+
+        async def ask(client: EngineClient) -> wire.Scored:
+            scored = await client.score(request)
+            shape = [len(row) for row in scored.logprobs]
+            if shape != [len(prompts.labels)] * len(branches) or any(math.isnan(sum(row)) for row in scored.logprobs):
+                message = "The engine's scores are incomplete or not numbers; its model may be broken."
+                raise InternalError(message, retryable=True)
+            return scored
+
+        tokens = len(prompts.prefix) + sum(map(len, branches))
+        return await self._dispatcher.call(model, ask, tokens=tokens, affinity=affinity)
 
 
-def cut(keys: list[bytes], longest: int) -> list[list[bytes]]:
-    """``keys`` in order, as few runs as possible of at most ``longest``, of even length."""
-    count = math.ceil(len(keys) / longest)
-    bounds = [len(keys) * part // count for part in range(count + 1)]
-    return [keys[start:end] for start, end in pairwise(bounds)]
+def _affinity(prefix: list[int]) -> bytes | None:
+    """The replica that has this prefix in its cache is the one to ask again."""
+    if len(prefix) < MIN_AFFINITY:
+        return None
+    return hashlib.blake2b(array("I", prefix), digest_size=16).digest()
 
 
-async def _all_or_cancel(runs: list[Coroutine[None, None, int]]) -> list[int]:
+async def all_or_cancel(runs: list[Coroutine[None, None, T]]) -> list[T]:
     """Run all at once; the first failure, or being cancelled, ends the others before it is passed on."""
     if len(runs) == 1:
         return [await runs[0]]

@@ -213,6 +213,16 @@ def test_a_resumed_generation_goes_on_as_the_first_would(build):
     assert tokens_of(rest, "g") == whole[11:]
 
 
+def test_each_sequence_is_resumed_by_itself(build):
+    sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, n=3)
+    whole = run(build(), wire.Generate("g", [9, 8, 7], sampling))
+    alone = msgspec.structs.replace(sampling, n=1)
+    for index in range(3):
+        output = tokens_of(whole, "g", index)
+        rest = run(build(), wire.Generate("g", [9, 8, 7, *output[:11]], alone, resume_offset=11, index=index))
+        assert tokens_of(rest, "g") == output[11:]
+
+
 def test_sequences_end_at_stop_tokens_and_limits(build):
     free = tokens_of(run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=20, seed=1, ignore_eos=True))), "g")
     stop = free[6]
@@ -334,6 +344,7 @@ INVALID = {
     "bias of an unknown token": wire.Generate("x", [1], wire.Sampling(logit_bias={320: 1.0})),
     "infinite bias": wire.Generate("x", [1], wire.Sampling(logit_bias={3: float("inf")})),
     "too many logprobs": wire.Generate("x", [1], logprobs=21),
+    "index too high": wire.Generate("x", [1], index=10_000),
     "resume beyond the prompt": wire.Generate("x", [1], resume_offset=1),
 }
 

@@ -31,7 +31,7 @@ def gateways() -> Iterator[Start]:
         def start_gateway(*engines: FakeEngine, wait: bool = True, **settings: Any) -> httpx.Client:
             for engine in engines:
                 engine.url = serve(engine)
-            options = {"engines": tuple(engine.url for engine in engines), "probe_seconds": 0.05} | settings
+            options = {"engines": tuple(engine.url for engine in engines), "probe_seconds": 0.05, "wait_seconds": 0.1} | settings
             client = stack.enter_context(httpx.Client(base_url=serve(create_app(Settings(**options))), timeout=20))
             if wait:
                 wait_for(lambda: metric(client, "yardstick_engines_ready") == len(engines))

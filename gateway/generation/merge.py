@@ -1,0 +1,46 @@
+"""Several streams as one, in the order of arrival."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int = 64) -> AsyncGenerator[T, None]:
+    """Everything that ``streams`` bring, ``at_once`` of them at a time. The first failure ends them all, as closing does."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for news in stream:
+                yield news
+        return
+    arrived: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(maxsize=2 * at_once)
+    gate = asyncio.Semaphore(at_once)
+
+    async def run(stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with gate, aclosing(stream):
+                async for news in stream:
+                    await arrived.put((news,))
+            await arrived.put(None)
+        except Exception as error:  # handed to the one who reads
+            await arrived.put(error)
+
+    runs = [asyncio.create_task(run(stream)) for stream in streams]
+    try:
+        unfinished = len(runs)
+        while unfinished:
+            arrival = await arrived.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
+                unfinished -= 1
+            else:
+                yield arrival[0]
+    finally:
+        for task in runs:
+            task.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)

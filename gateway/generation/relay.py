@@ -1,0 +1,94 @@
+"""One generation on as many replicas as it takes: where one is lost, another goes on after the last token that arrived.
+
+The noise of a token depends on (seed, sequence index, position) alone, so what comes is what would have come. Each sequence is
+resumed by itself: ``resume_offset`` is for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import takewhile
+
+import msgspec
+
+from engine import wire
+from gateway.errors import EngineLost, GatewayError
+from gateway.generation.merge import merged
+from gateway.pool.dispatch import Dispatcher, Tries, rest_of
+from gateway.pool.replica import ServedModel
+
+
+class Relay:
+    """Owns what is known of each sequence: how far it has come."""
+
+    def __init__(self, dispatcher: Dispatcher, model: ServedModel, request: wire.Generate) -> None:
+        self._dispatcher = dispatcher
+        self._model = model
+        self._request = request
+        self._open: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
+        """The output so far of the sequences that have not ended."""
+
+    async def deltas(self) -> AsyncGenerator[list[wire.Delta], None]:
+        """As many at a time as arrive, without a gap or a repeat, until every sequence has ended. Close the iterator to abort.
+        Raises :class:`GatewayError` where no other replica can go on."""
+        tries = self._dispatcher.tries()
+        try:
+            async with aclosing(self._follow(self._request, tries)) as batches:
+                async for batch in batches:
+                    yield batch
+            return
+        except GatewayError as error:
+            self._dispatcher.check_retry(error, self._model, tries)
+        runs = [self._resumed(index, Tries(tries.patience, list(tries.replicas))) for index in list(self._open)]
+        async with aclosing(merged(runs)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def _resumed(self, index: int, tries: Tries) -> AsyncGenerator[list[wire.Delta], None]:
+        """The rest of one sequence."""
+        while index in self._open:
+            self._dispatcher.resumed()
+            rest = rest_of(self._request, self._open[index], index)
+            try:
+                async with aclosing(self._follow(rest, tries, index)) as batches:
+                    async for batch in batches:
+                        yield batch
+            except GatewayError as error:
+                self._dispatcher.check_retry(error, self._model, tries)
+
+    async def _follow(
+        self, request: wire.Generate, tries: Tries, index: int | None = None
+    ) -> AsyncGenerator[list[wire.Delta], None]:
+        """The deltas of ``request``, which is for the whole, or for the rest of the sequence ``index``."""
+        async with aclosing(self._dispatcher.generate(self._model, request, tries)) as batches:
+            async for batch in batches:
+                if index is not None:  # its prompt was counted when it began
+                    batch = [msgspec.structs.replace(delta, index=index, cached_tokens=0) for delta in batch]
+                good = list(takewhile(self._take, batch))
+                if good:
+                    yield good
+                if len(good) < len(batch):
+                    raise self._fault(batch[len(good)])
+        if index in self._open or (index is None and self._open):
+            raise EngineLost("The engine's answer ended too early; try again.", retryable=True)
+
+    def _take(self, delta: wire.Delta) -> bool:
+        """Whether ``delta`` comes next; then it counts."""
+        output = self._open.get(delta.index)
+        if output is None or delta.offset != len(output) or delta.finish == "abort":
+            return False
+        output += delta.tokens
+        if delta.finish is not None:
+            del self._open[delta.index]
+        return True
+
+    def _fault(self, delta: wire.Delta) -> EngineLost:
+        """Why ``delta`` cannot come next."""
+        if delta.index not in self._open:
+            return EngineLost("The engine sent a sequence that was not asked for, or that had ended.", retryable=True)
+        if delta.finish == "abort":
+            return EngineLost("The engine gave the request up; try again.", retryable=True)
+        expected = len(self._open[delta.index])
+        message = f"The engine skipped or repeated output: at {delta.offset} instead of {expected}."
+        return EngineLost(message, retryable=True)

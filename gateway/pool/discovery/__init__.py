@@ -1,0 +1,1 @@
+"""Where the engines are. Each source follows one entry of the setting ``engines`` and never gives up."""

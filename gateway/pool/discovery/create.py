@@ -1,0 +1,20 @@
+"""An entry of the setting ``engines`` to the source that follows it."""
+
+from __future__ import annotations
+
+from gateway.pool.discovery.address import DnsAddress, ServiceAddress, parse_address
+from gateway.pool.discovery.base import Discovery
+from gateway.pool.discovery.dns import Dns
+from gateway.pool.discovery.static import Static
+
+
+def discover(entry: str, *, resolve_seconds: float) -> Discovery:
+    """Raises :class:`ValueError` for an entry that is none."""
+    address = parse_address(entry)
+    if isinstance(address, ServiceAddress):
+        from gateway.pool.discovery.kubernetes import EndpointSlices
+
+        return EndpointSlices(address)
+    if isinstance(address, DnsAddress):
+        return Dns(address.host, address.port, resolve_seconds=resolve_seconds)
+    return Static(address.url)

@@ -1,0 +1,141 @@
+"""Replicas that discovery finds, drains and loses."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+
+import pytest
+
+from engine import wire
+from gateway.errors import ModelNotFound, NotReady
+from gateway.pool.client import EngineClient, open_transport
+from gateway.pool.discovery.base import Endpoint
+from gateway.pool.dispatch import Dispatcher
+from gateway.pool.pool import Pool
+from gateway.pool.replica import Replica
+from gateway.telemetry import Telemetry
+from tests.fakes import FakeEngine, served
+from tests.gateway.test_discovery import until
+
+
+class Told:
+    """A source that says what it is told to."""
+
+    def __init__(self) -> None:
+        self._news: asyncio.Queue[Sequence[Endpoint]] = asyncio.Queue()
+
+    def say(self, *urls: str, draining: Sequence[str] = ()) -> None:
+        self._news.put_nowait([Endpoint(url, url in draining) for url in urls])
+
+    async def follow(self) -> AsyncGenerator[Sequence[Endpoint], None]:
+        while True:
+            yield await self._news.get()
+
+
+@asynccontextmanager
+async def pool_of(*sources: Told) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
+    transport, telemetry = open_transport(), Telemetry()
+
+    def connect(url: str, entry: str) -> Replica:
+        return Replica(EngineClient(url, transport, connect_seconds=1, engine_seconds=5), entry)
+
+    pool = Pool(
+        {str(place): source for place, source in enumerate(sources)}, connect, telemetry, probe_seconds=0.02, lost_seconds=5
+    )
+    pool.start()
+    try:
+        yield pool, Dispatcher(telemetry, wait_seconds=5, max_waiting=10), telemetry
+    finally:
+        await pool.stop()
+        await transport.aclose()
+
+
+def engines_ready(telemetry: Telemetry) -> int:
+    return int(float(telemetry.exposition().decode().split("\nyardstick_engines_ready ")[1].split()[0]))
+
+
+async def score(pool: Pool, dispatcher: Dispatcher, name: str | None = None) -> wire.Scored:
+    request = wire.Score(uuid.uuid4().hex, [1], [[2]], [3])
+    return await dispatcher.call(pool.model(name), lambda client: client.score(request), tokens=2)
+
+
+async def test_replicas_come_and_go() -> None:
+    source, first, second = Told(), FakeEngine(), FakeEngine()
+    with served(first) as one, served(second) as two:
+        async with pool_of(source) as (pool, dispatcher, telemetry):
+            with pytest.raises(NotReady):
+                pool.model("fake")
+            source.say(one)
+            await until(lambda: engines_ready(telemetry) == 1)
+            source.say(one, two)
+            await until(lambda: engines_ready(telemetry) == 2)
+            source.say(two)
+            await until(lambda: engines_ready(telemetry) == 1)
+            for _ in range(5):
+                await score(pool, dispatcher)
+            assert (len(first.scores), len(second.scores)) == (0, 5)
+            assert one not in telemetry.exposition().decode(), "nothing is told of what is gone"
+
+
+@pytest.mark.parametrize("how", ["draining", "gone", "not ready"])
+async def test_running_work_finishes(how: str) -> None:
+    source, leaving, staying = Told(), FakeEngine(), FakeEngine()
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(served(engine)) for engine in (leaving, staying))
+        async with pool_of(source) as (pool, dispatcher, telemetry):
+            source.say(one)
+            await until(lambda: engines_ready(telemetry) == 1)
+            leaving.faults.delay = 0.5
+            running = asyncio.create_task(score(pool, dispatcher))
+            await until(lambda: bool(leaving.scores))
+            if how == "not ready":
+                leaving.ready = False
+                source.say(one, two)
+            else:
+                source.say(*([one, two] if how == "draining" else [two]), draining=[one])
+            await until(lambda: [replica.client.url for replica in pool.model("fake").ready] == [two])
+            for _ in range(5):
+                await score(pool, dispatcher)
+            assert (len(leaving.scores), len(staying.scores)) == (1, 5)
+            assert not running.done()
+            await running
+            assert leaving.left == []
+
+
+async def test_a_model_is_remembered_while_its_engines_are_away() -> None:
+    source, engine, other = Told(), FakeEngine(), FakeEngine(model="other", fingerprint="2")
+    with served(engine) as one, served(other) as two:
+        async with pool_of(source) as (pool, dispatcher, telemetry):
+            source.say(one)
+            await until(lambda: engines_ready(telemetry) == 1)
+            source.say()
+            await until(lambda: engines_ready(telemetry) == 0)
+            assert [model.name for model in pool.models] == ["fake"]
+            waiting = asyncio.create_task(score(pool, dispatcher))
+            await asyncio.sleep(0.05)
+            source.say(one)
+            await waiting
+            source.say(two)
+            await until(lambda: [model.name for model in pool.models] == ["other"])
+            with pytest.raises(ModelNotFound):
+                pool.model("fake")
+
+
+async def test_several_pools() -> None:
+    small, large = Told(), Told()
+    engines = [FakeEngine(), FakeEngine(), FakeEngine(model="large", fingerprint="2")]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(engine)) for engine in engines]
+        async with pool_of(small, large) as (pool, dispatcher, telemetry):
+            small.say(urls[0])
+            await until(lambda: engines_ready(telemetry) == 1)
+            with pytest.raises(NotReady):
+                pool.model("large")  # it may yet be found
+            large.say(urls[1], urls[2])
+            await until(lambda: engines_ready(telemetry) == 3)
+            assert [(model.name, len(model.replicas)) for model in pool.models] == [("fake", 2), ("large", 1)]
+            await score(pool, dispatcher, "large")
+            assert len(engines[2].scores) == 1

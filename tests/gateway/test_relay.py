@@ -1,0 +1,103 @@
+"""Generations whose engine is lost midway go on at another, and the client does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from engine import wire
+from gateway.generation.merge import merged
+from tests.fakes import FakeEngine
+from tests.gateway.conftest import Start, metric
+
+BODY = {"prompt": "the quick brown", "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 7, "logprobs": 2}
+
+
+def choices(answer: Any) -> list[tuple[int, str, list[str], list[float]]]:
+    return [
+        (choice["index"], choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"])
+        for choice in answer.json()["choices"]
+    ]
+
+
+def pair(start: Start, **options: Any) -> tuple[list[FakeEngine], Any]:
+    engines = [FakeEngine(**options), FakeEngine(**options)]
+    return engines, start(*engines)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("tokens_per_delta", [1, 7])
+@pytest.mark.parametrize("fault", ["break_after", "skip_after"])
+def test_the_answer_is_the_same(start: Start, n: int, tokens_per_delta: int, fault: str) -> None:
+    engines, client = pair(start, tokens_per_delta=tokens_per_delta)
+    body = {**BODY, "n": n}
+    whole = choices(client.post("/v1/completions", json=body))
+    for engine in engines:
+        engine.generates.clear()
+    setattr(engines[0].faults, fault, 4)
+    while not engines[0].generates:  # replicas with nothing to do take turns
+        answer = client.post("/v1/completions", json=body)
+        assert choices(answer) == whole
+        assert answer.json()["usage"]["completion_tokens"] == 40 * n
+    resumed = [request for request in engines[1].generates if request.resume_offset]
+    assert len(resumed) == n
+    assert {request.index for request in resumed} == set(range(n))
+    assert all(request.sampling.n == 1 for request in resumed)
+    assert metric(client, "yardstick_resumed_sequences_total") == n
+
+
+def test_an_echoed_prompt_is_told_once(start: Start) -> None:
+    engines, client = pair(start)
+    body = {**BODY, "echo": True, "n": 2}
+    whole = choices(client.post("/v1/completions", json=body))
+    for count in (1, 2, 5):
+        engines[0].generates.clear()
+        engines[0].faults.break_after = count
+        while not engines[0].generates:
+            assert choices(client.post("/v1/completions", json=body)) == whole
+
+
+def test_a_rolling_restart(start: Start) -> None:
+    """Each engine is lost again and again, and comes back: as long as tokens arrive the stream goes on."""
+    engines, client = pair(start)
+    whole = choices(client.post("/v1/completions", json=BODY))
+    for engine in engines:
+        engine.faults.break_after = 3
+    assert choices(client.post("/v1/completions", json=BODY)) == whole
+    assert metric(client, "yardstick_resumed_sequences_total") >= 12
+
+
+def test_no_progress_is_the_end(start: Start) -> None:
+    engines, client = pair(start)
+    engines[0].faults.break_after = engines[1].faults.break_after = 0
+    answer = client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_lost")
+    assert sum(len(engine.generates) for engine in engines) == 2
+
+
+def test_what_does_not_help_is_not_tried_again(start: Start) -> None:
+    engines, client = pair(start)
+    for engine in engines:
+        engine.faults.fail = wire.Failed("", "invalid", "no")
+    assert client.post("/v1/completions", json=BODY).status_code == 400
+    assert sum(len(engine.generates) for engine in engines) == 1
+
+
+async def test_merging_closes_what_it_reads() -> None:
+    closed = []
+
+    async def count(name: int) -> AsyncGenerator[int, None]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield name
+        finally:
+            closed.append(name)
+
+    streams = merged([count(name) for name in range(3)])
+    assert {await anext(streams) for _ in range(30)} == {0, 1, 2}
+    await streams.aclose()
+    assert sorted(closed) == [0, 1, 2]

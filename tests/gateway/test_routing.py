@@ -1,0 +1,288 @@
+"""Which replica gets what: load, affinity, ejection, and how score requests are split."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import wire
+from gateway.errors import NotReady
+from gateway.pool.client import EngineClient, EngineToken
+from gateway.pool.health import Health
+from gateway.pool.replica import Replica, ServedModel
+from gateway.scoring.split import split
+from tests.fakes import LIMITS, FakeEngine, logprobs_after
+from tests.gateway.conftest import Start, metric, wait_for
+
+INFO = wire.Info("m", "1", 300, 1000, [1], ["score"], LIMITS)
+
+
+def replica(name: int, tokens: int = 0) -> Replica:
+    client = EngineClient(f"http://engine-{name}", httpx.MockTransport(lambda _: None), connect_seconds=1, engine_seconds=1)
+    return Replica(client, ready=True, tokens=tokens, health=Health(tolerance=1, seconds=60))
+
+
+def model(*replicas: Replica) -> ServedModel:
+    return ServedModel(INFO, None, None, list(replicas))
+
+
+def test_the_fewest_tokens_in_flight_win() -> None:
+    replicas = [replica(0, 10), replica(1, 5), replica(2, 7)]
+    assert model(*replicas).choose(1) is replicas[1]
+    assert model(*replicas).choose(1, tried=[replicas[1]]) is replicas[2]
+
+
+def test_equals_take_turns() -> None:
+    pool = model(*map(replica, range(4)))
+    assert len({pool.choose(1) for _ in range(100)}) == 4
+
+
+def test_a_prefix_stays_where_it_is() -> None:
+    replicas = [replica(name) for name in range(8)]
+    whole, fewer = model(*replicas), model(*replicas[1:])
+    prefixes = [str(number).encode() for number in range(400)]
+    before = {prefix: whole.choose(1, prefix) for prefix in prefixes}
+    shares = Counter(before.values())
+    assert all(25 <= shares[each] <= 80 for each in replicas), "even shares"
+    for prefix in prefixes:
+        if before[prefix] is not replicas[0]:
+            assert fewer.choose(1, prefix) is before[prefix], "only the requests of the replica that went have moved"
+
+
+def test_affinity_gives_way_to_load() -> None:
+    pool = model(*map(replica, range(4)))
+    chosen = []
+    for _ in range(400):
+        chosen.append(pool.choose(100, b"hot"))
+        chosen[-1].tokens += 100
+    loads = sorted(each.tokens for each in pool.replicas)
+    assert loads[-1] <= 1.25 * sum(loads) / 4 + 100
+    assert chosen[0] is chosen[1]
+
+
+def test_no_more_than_half_are_ejected() -> None:
+    replicas = [replica(name) for name in range(5)]
+    pool = model(*replicas)
+    for failed in replicas[:2]:
+        assert failed.health.failed()
+    assert pool.usable == replicas[2:]
+    for failed in replicas[2:]:
+        failed.health.failed()
+    assert len(pool.usable) == 3
+    assert [each.state for each in replicas] == ["ejected"] * 5
+    alone = model(replicas[0])
+    assert alone.choose(1) is replicas[0], "the only one is never left alone"
+
+
+def test_one_trial_at_a_time() -> None:
+    health = Health(tolerance=2, seconds=0.05)
+    assert not health.failed()
+    assert health.failed()
+    assert health.ejected
+    sick = replica(0)
+    sick.health = health
+    pool = model(sick, replica(1, tokens=100))
+    assert pool.usable == pool.replicas[1:]
+    time.sleep(0.07)
+    assert (sick.state, pool.choose(1)) == ("half_open", sick)
+    with sick.busy(1):
+        assert pool.usable == pool.replicas[1:]
+    assert health.failed(), "a failed trial ejects at once"
+    time.sleep(0.07)
+    assert health.ejected, "and for longer"
+    health.succeeded()
+    assert sick.state == "ready"
+
+
+def test_none_is_ready() -> None:
+    away, leaving = replica(0), replica(1)
+    away.ready, leaving.draining = False, True
+    with pytest.raises(NotReady):
+        model(away, leaving).choose(1)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=200),
+    prefix=st.integers(0, 3000),
+    replicas=st.integers(1, 8),
+    split_tokens=st.integers(1, 4000),
+    most=st.integers(1, 64),
+)
+def test_splits(lengths: list[int], prefix: int, replicas: int, split_tokens: int, most: int) -> None:
+    parts = split(prefix, lengths, replicas=replicas, split_tokens=split_tokens, max_branches=most)
+    assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) and 0 < len(part) <= most for part in parts)
+    if most >= len(lengths):
+        sums = [sum(lengths[place] for place in part) for part in parts]
+        assert len(parts) <= replicas
+        assert max(sums) - min(sums) <= max(lengths)
+        assert len(parts) == 1 or sum(lengths) >= len(parts) * max(split_tokens, prefix)
+
+
+def test_the_standard_request_is_not_split() -> None:
+    options = {"replicas": 4, "split_tokens": 4096, "max_branches": 512}
+    assert len(split(120, [180] * 10, **options)) == 1
+    assert len(split(120, [180] * 500, **options)) == 4
+    assert len(split(30_000, [180] * 500, **options)) == 3, "a long prefix is not computed more often than it is worth"
+
+
+def test_queries_keep_to_a_replica(start: Start) -> None:
+    engines = [FakeEngine() for _ in range(3)]
+    client = start(*engines)
+    for query in range(12):
+        for item in range(4):
+            body = {"query": [query] * 20, "items": [[item]], "label_token_ids": [1]}
+            assert client.post("/v1/score", json=body).status_code == 200
+    homes = [{score.prefix[0] for score in engine.scores} for engine in engines]
+    assert sum(map(len, homes)) == 12, "no query was computed on two replicas"
+    assert all(homes)
+
+
+def test_fan_out(start: Start) -> None:
+    """500 items on four engines take a third of the time that they take on one, or less."""
+    items = [[place % 250, place // 250] for place in range(500)]
+    limits = wire.Limits(512, 2048, 20, 16, 8)
+
+    def seconds(count: int) -> float:
+        engines = [FakeEngine(limits=limits) for _ in range(count)]
+        for engine in engines:
+            engine.faults.seconds_per_branch = 0.006
+        client = start(*engines, split_tokens=100)
+        began = time.perf_counter()
+        answer = client.post("/v1/score", json={"query": [7] * 20, "items": items, "label_token_ids": [1, 2]}).json()
+        taken = time.perf_counter() - began
+        assert [len(engine.scores) for engine in engines] == [1] * count
+        rows = [logprobs_after([7] * 20 + item, engines[0].vocab_size) for item in (items[0], items[-1])]
+        weights = [[2.718281828459045 ** row[label] for label in (1, 2)] for row in rows]
+        assert [answer["scores"][0], answer["scores"][-1]] == [pytest.approx(weight) for weight in weights]
+        return taken
+
+    one, four = seconds(1), seconds(4)
+    assert one / four >= 3, (one, four)
+
+
+def test_only_the_failed_part_is_sent_again(start: Start) -> None:
+    engines = [FakeEngine() for _ in range(4)]
+    engines[0].faults.break_after = 0
+    client = start(*engines, split_tokens=1)
+    items = [[place] for place in range(40)]
+    answer = client.post("/v1/score", json={"query": [1], "items": items, "label_token_ids": [1]}).json()
+    assert len(answer["scores"]) == 40
+    computed = Counter(tuple(branch) for engine in engines[1:] for score in engine.scores for branch in score.branches)
+    assert computed == Counter(map(tuple, items)), "what had succeeded was not computed again"
+    assert len(engines[0].scores) == 1
+    assert all(score.deadline == 600 for engine in engines for score in engine.scores)
+    assert metric(client, 'yardstick_engine_retries_total{code="engine_lost"}') == 1
+
+
+def test_a_replica_that_fails_is_left_alone(start: Start) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    client = start(*engines, eject_failures=3, eject_seconds=0.5)
+    engines[0].faults.break_after = 0
+    place = 0
+
+    def ask(times: int) -> None:
+        nonlocal place
+        for _ in range(times):
+            place += 1
+            body = {"query": [place // 200 + 1], "items": [[place % 200]], "label_token_ids": [1]}
+            assert client.post("/v1/score", json=body).status_code == 200
+
+    ask(30)
+    assert len(engines[0].scores) == 3
+    assert metric(client, "yardstick_engine_ejections_total") == 1
+    assert metric(client, 'yardstick_engines{model="fake",state="ejected"}') == 1
+    engines[0].faults.break_after = None
+    wait_for(lambda: metric(client, 'yardstick_engines{model="fake",state="half_open"}') == 1)
+    ask(20)
+    assert len(engines[0].scores) > 4
+    assert metric(client, 'yardstick_engines{model="fake",state="ready"}') == 2
+
+
+def test_requests_wait_for_an_engine(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine, wait_seconds=10)
+    engine.ready = False
+    wait_for(lambda: metric(client, "yardstick_engines_ready") == 0)
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=20) as asking:
+            score = asyncio.create_task(asking.post("/v1/score", json={"query": [1], "items": [[2]], "label_token_ids": [1]}))
+            text = asyncio.create_task(asking.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
+            await asyncio.to_thread(wait_for, lambda: metric(client, "yardstick_requests_waiting") == 2)
+            engine.ready = True
+            assert [(await score).status_code, (await text).status_code] == [200, 200]
+
+    asyncio.run(scenario())
+    assert metric(client, "yardstick_requests_waiting") == 0
+
+
+def test_waiting_is_bounded(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine, wait_seconds=0.5, max_waiting=1)
+    engine.ready = False
+    wait_for(lambda: metric(client, "yardstick_engines_ready") == 0)
+    body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
+
+    async def scenario() -> None:
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=20) as asking:
+            began = time.perf_counter()
+            first = asyncio.create_task(asking.post("/v1/score", json=body))
+            await asyncio.to_thread(wait_for, lambda: metric(client, "yardstick_requests_waiting") == 1)
+            second = await asking.post("/v1/score", json={**body, "query": [2]})
+            assert time.perf_counter() - began < 0.4, "the queue is full, so it does not wait"
+            for answer in (await first, second):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+                assert int(answer.headers["retry-after"]) >= 1
+            assert time.perf_counter() - began >= 0.5
+
+    asyncio.run(scenario())
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["fake"], "it is remembered"
+
+
+def test_engines_are_told_who_asks(start: Start, tmp_path: Path) -> None:
+    engine = FakeEngine(token="first")
+    file = tmp_path / "token"
+    file.write_text("first\n")
+    client = start(engine, engine_token_file=file)
+    body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
+    assert client.post("/v1/score", json=body).status_code == 200
+    engine.token = "second"
+    refused = client.post("/v1/score", json={**body, "items": [[3]]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+    (tmp_path / "new").write_text("second")
+    (tmp_path / "new").rename(file)
+    wait_for(lambda: metric(client, "yardstick_engines_ready") == 1)
+    assert client.post("/v1/score", json={**body, "items": [[4]]}).status_code == 200
+
+
+def test_a_token_that_is_away_stays_in_use(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("first")
+    token = EngineToken(file)
+    file.unlink()
+    assert token.headers == {"authorization": "Bearer first"}
+    file.write_text("\n")
+    assert token.headers == {"authorization": "Bearer first"}
+    with pytest.raises(ValueError, match="no token"):
+        EngineToken(file)
+
+
+def test_an_engine_that_falls_silent_is_given_up(start: Start) -> None:
+    """It keeps its connections open and answers neither a probe nor a request; other engines do."""
+    engines = [FakeEngine(), FakeEngine()]
+    client = start(*engines, lost_seconds=0.1)
+    engines[0].silent = True
+    body = {"query": [1], "label_token_ids": [1]}
+    for place in range(10):
+        began = time.perf_counter()
+        assert client.post("/v1/score", json={**body, "items": [[place]]}).status_code == 200
+        assert time.perf_counter() - began < 9
+    assert len(engines[1].scores) == 10

@@ -194,7 +194,7 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def checkpoint_views(self) -> dict[str, Tensor]:
-        """Hugging Face tensor name -> the part of a parameter that it fills, detached and writable. Not of a quantised decoder."""
+        """Hugging Face tensor name -> the part of a parameter that it fills, detached and writable."""
         views = self.outer_views()
         for index in range(len(self.layers)):
             views |= self.layer_views(index)
@@ -236,6 +236,7 @@ def _layer_views(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tenso
         ("mlp.down_proj", mlp.down_proj, [config.hidden_size]),
     )
     for names, projection, sizes in fused:
+        assert isinstance(projection, Linear)  # a quantised one no longer has what a checkpoint holds
         for kind, parameter in projection.named_parameters():
             for name, view in zip(names.split(), torch.split(parameter, sizes), strict=True):
                 yield f"{name}.{kind}", view

@@ -92,7 +92,7 @@ def quantize(layer: Layer) -> None:
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
     """Raises :class:`ModelError` where the device cannot multiply in FP8."""
     if device.type == "cpu":
-        logger.warning("FP8 is emulated on a CPU: the numbers are right, and slower to come by than without it")
+        logger.info("FP8 is emulated on a CPU: the numbers are right, and slower to come by than without it")
         return
     if not supported(device):
         needed, found = (".".join(map(str, version)) for version in (CAPABILITY, torch.cuda.get_device_capability(device)))

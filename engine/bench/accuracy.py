@@ -139,8 +139,7 @@ def answers(engine: Engine, material: Material, sizes: Sizes) -> Answers:
     rows = [row for scores in engine.score_all(material.requests) for row in scores]
     singles = [(request, branch) for request in material.requests for branch in request.branches]
     alone = [
-        engine.score(wire.Score("alone", request.prefix, [branch], request.labels))[0]
-        for request, branch in singles[: sizes.alone]
+        engine.score(wire.Score("alone", request.prefix, [branch], request.labels))[0] for request, branch in singles[: sizes.alone]
     ]
     sampling = wire.Sampling(max_tokens=sizes.tokens, temperature=0)
     texts: dict[str, list[int]] = {}

@@ -207,9 +207,9 @@ class Decoder(nn.Module):
             views["lm_head.weight"] = self.head.weight
         return {name: view.detach() for name, view in views.items()}
 
-    def layer_views(self, index: int) -> dict[str, Tensor]:
-        """:meth:`checkpoint_views` of one layer."""
-        layer = self.layers[index]
+    def layer_views(self, index: int, layer: nn.Module | None = None) -> dict[str, Tensor]:
+        """:meth:`checkpoint_views` of one layer, or of ``layer`` in its place."""
+        layer = self.layers[index] if layer is None else layer
         assert isinstance(layer, Layer)
         return {f"model.layers.{index}.{name}": view.detach() for name, view in _layer_views(layer, self.config)}
 

@@ -13,13 +13,15 @@ They are at most as coarse as the whole's, but other numbers: scores differ from
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.models.decoder import Decoder, Layer, Linear, RMSNorm
 from engine.models.errors import ModelError
-from kernels.quantize import CAPABILITY, SIDE, quantize_rows, scaled_linear, supported
+from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
 from kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized
 from kernels.silu_mul import silu_mul_quantized
 
@@ -30,18 +32,23 @@ Codes = tuple[Tensor, Tensor]
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer of codes."""
+    """A linear layer of codes, which are uninitialised until :meth:`fill`; its bias is that of the layer it is made like."""
 
     weight: Tensor
     scales: Tensor
 
-    def __init__(self, source: Linear) -> None:
+    def __init__(self, like: Linear) -> None:
         super().__init__()
-        weight, scales = quantize_rows(source.weight.detach())
-        self.register_buffer("weight", weight)  # [out, in]
-        self.register_buffer("scales", scales)  # [out, 1]
-        self.bias = source.bias
-        self.dtype = source.weight.dtype
+        self.register_buffer("weight", torch.empty_like(like.weight, dtype=FP8))  # [out, in]
+        self.register_buffer("scales", torch.empty((len(like.weight), 1)))
+        self.bias = like.bias
+        self.dtype = like.weight.dtype
+
+    def fill(self, weight: Tensor) -> None:
+        """weight: [out, in], in any dtype."""
+        codes, scales = quantize_rows(weight)
+        self.weight.copy_(codes)
+        self.scales.copy_(scales)
 
     def forward(self, x: Codes) -> Tensor:
         """[rows, in] -> [rows, out], in the model's dtype"""
@@ -57,11 +64,11 @@ class QuantizingLinear(QuantizedLinear):
 
 
 class QuantizedRMSNorm(nn.Module):
-    """An :class:`RMSNorm` that leaves codes."""
+    """An :class:`RMSNorm` that leaves codes, with the weight of the one it is made like."""
 
-    def __init__(self, source: RMSNorm) -> None:
+    def __init__(self, like: RMSNorm) -> None:
         super().__init__()
-        self.weight, self.eps = source.weight, source.eps
+        self.weight, self.eps = like.weight, like.eps
 
     def forward(self, x: Tensor) -> Codes:
         """[tokens, size] -> its codes and scales"""
@@ -73,20 +80,32 @@ class QuantizedRMSNorm(nn.Module):
         return (codes, scales), total
 
 
-def quantize(layer: Layer) -> None:
-    """Put a layer's parts in FP8 in place of those it has, which nothing holds any longer."""
-    attention, mlp = layer.attention, layer.mlp
-    parts: dict[str, nn.Module] = {
-        "input_norm": QuantizedRMSNorm(layer.input_norm),
-        "attention.qkv_proj": QuantizedLinear(attention.qkv_proj),
-        "attention.o_proj": QuantizingLinear(attention.o_proj),
-        "post_attention_norm": QuantizedRMSNorm(layer.post_attention_norm),
-        "mlp.gate_up_proj": QuantizedLinear(mlp.gate_up_proj),
-        "mlp.down_proj": QuantizedLinear(mlp.down_proj),
-    }
-    for name, part in parts.items():
-        layer.set_submodule(name, part)
-    mlp.gate = silu_mul_quantized
+PARTS: dict[str, Callable[[Any], nn.Module]] = {
+    "input_norm": QuantizedRMSNorm,
+    "attention.qkv_proj": QuantizedLinear,
+    "attention.o_proj": QuantizingLinear,
+    "post_attention_norm": QuantizedRMSNorm,
+    "mlp.gate_up_proj": QuantizedLinear,
+    "mlp.down_proj": QuantizedLinear,
+}
+"""Of a layer, and what takes the place of each."""
+
+
+def convert(layer: Layer) -> None:
+    """Give a layer its parts in FP8, uninitialised, in place of those it has; these go, and their memory with them."""
+    for name, part in PARTS.items():
+        layer.set_submodule(name, part(layer.get_submodule(name)))
+    layer.mlp.gate = silu_mul_quantized
+
+
+@torch.no_grad()
+def fill(layer: Layer, source: Layer) -> None:
+    """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
+    for name, parameter in layer.named_parameters():  # norms and biases
+        parameter.copy_(source.get_parameter(name))
+    for name, part in layer.named_modules():
+        if isinstance(part, QuantizedLinear):
+            part.fill(source.get_parameter(f"{name}.weight"))
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -47,19 +48,21 @@ def decoder_views(decoder: Decoder, stored: Mapping[str, Stored]) -> dict[str, T
 def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = None, part: int = 0) -> None:
     """Copy all weights, or the ``part``-th part of each where the decoder has a part, from ``stored``, which has been checked.
 
-    With ``quantize`` there is never more than one layer in the decoder's dtype. Raises :class:`~engine.models.errors.ModelError`.
+    With ``quantize``, all layers pass through a single one in the decoder's dtype. Raises
+    :class:`~engine.models.errors.ModelError`.
     """
     if quantize is None:
         checkpoint.copy(stored, decoder_views(decoder, stored), part)
         return
     fp8.check_shapes(decoder)
-    decoder.layers.to(device="meta")
     checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
-    for index, layer in enumerate(decoder.layers):
-        assert isinstance(layer, Layer)
-        layer.to_empty(device="cpu")
-        checkpoint.copy(stored, decoder.layer_views(index), part)
-        fp8.quantize(layer)
+    layers = [layer for layer in decoder.layers if isinstance(layer, Layer)]
+    passage = copy.deepcopy(layers[0])
+    for layer in layers:
+        fp8.convert(layer)  # before any is filled: what is never written to takes no memory, what is freed in between leaves holes
+    for index, layer in enumerate(layers):
+        checkpoint.copy(stored, decoder.layer_views(index, passage), part)
+        fp8.fill(layer, passage)
 
 
 def _as_stored(views: dict[str, Tensor], stored: Mapping[str, Stored]) -> dict[str, Tensor]:

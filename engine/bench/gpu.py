@@ -43,9 +43,9 @@ def parts(out: Path) -> tuple[Part, ...]:
         Part("online", [*score, *online, RATES, "--out", str(out / "online")], 120),
         Part("fp8 offline", [*fp8, "--offline", "--no-sweeps", "--quick", "--out", str(out / "fp8-offline")], 60),
         Part("fp8 online", [*fp8, *online, FP8_RATES, "--out", str(out / "fp8-online")], 100),
-        Part("accuracy", ["engine.bench", "accuracy", "--quick", "--out", str(out / "accuracy")], 60),
         Part("kernels", ["kernels.bench"], 90),
         Part("tests", ["tests.shards"], 120),
+        Part("accuracy", ["engine.bench", "accuracy", "--quick", "--out", str(out / "accuracy")], 60),
     )
 
 

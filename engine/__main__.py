@@ -14,7 +14,7 @@ from litestar import Litestar
 
 from engine.link import Link
 from engine.server import create_app
-from engine.settings import ATTENTION, CUDA_GRAPHS, DEVICES, DTYPES, EngineSettings
+from engine.settings import ATTENTION, CUDA_GRAPHS, DEVICES, DTYPES, QUANTIZE, EngineSettings
 
 
 def main() -> int:
@@ -25,6 +25,7 @@ def main() -> int:
         name=arguments.name or Path(arguments.model).name,
         device=arguments.device,
         dtype=arguments.dtype,
+        quantize=arguments.quantize,
         attention=arguments.attention,
         cuda_graphs=arguments.cuda_graphs,
         max_tokens_in_cache=arguments.max_tokens_in_cache,
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8100, help="port to listen on (%(default)s)")
     parser.add_argument("--device", choices=DEVICES, help="where the model computes (a GPU where there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights, keys and values (bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="compute the layers' matrix products in 8 bits (not)")
     parser.add_argument("--attention", choices=ATTENTION, default="auto", help="the attention backend (%(default)s)")
     parser.add_argument(
         "--cuda-graphs", choices=CUDA_GRAPHS, default="auto", help="capture small steps and replay them (%(default)s)"

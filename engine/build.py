@@ -15,6 +15,7 @@ from engine.attention.triton import FixedTritonAttention
 from engine.loop import Loop
 from engine.memory.kv import KVCache
 from engine.memory.slots import SlotPool
+from engine.models import fp8
 from engine.models.config import ModelConfig, read_json
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
@@ -39,10 +40,15 @@ def build_loop(settings: EngineSettings) -> Loop:
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
+    if settings.quantize is not None:
+        fp8.check_device(device, dtype)
     directory = locate(settings.model)
     shared = settings.tensor_parallel > 1
-    decoder = LeadingDecoder(directory, dtype, settings, device) if shared else load_model(directory, dtype).to(device)
-    return assemble(decoder, settings, fingerprint(directory, dtype))
+    if shared:
+        decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
+    else:
+        decoder = load_model(directory, dtype, settings.quantize).to(device)
+    return assemble(decoder, settings, fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel))
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:

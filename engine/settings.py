@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+QUANTIZE = ("fp8",)
 ATTENTION = ("auto", "reference", "triton", "flashinfer")
 CUDA_GRAPHS = ("auto", "on", "off")
 
@@ -21,6 +24,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """One of :data:`DEVICES`. None: a GPU where there is one."""
     dtype: str | None = None
     """One of :data:`DTYPES`. None: bfloat16 on a GPU, float32 on a CPU."""
+    quantize: Literal["fp8"] | None = None
+    """What the layers' matrix products compute in: 8-bit weights and activations, with a scale a row. None: ``dtype``."""
     attention: str = "auto"
     """One of :data:`ATTENTION`."""
     cuda_graphs: str = "auto"

@@ -32,6 +32,12 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class Quantize(StrEnum):
+    """Number formats of matrix products, below the model's own."""
+
+    FP8 = "fp8"
+
+
 class Format(StrEnum):
     """How ``yardstick score`` writes its results."""
 
@@ -55,13 +61,15 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback, --api-keys-file is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     dtype: Annotated[Dtype | None, typer.Option(help="Of weights, keys and values; float32, or bfloat16 on a GPU.")] = None,
+    quantize: Annotated[Quantize | None, typer.Option(help="Compute the layers' matrix products in 8 bits.")] = None,
     max_tokens_in_cache: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
 ) -> None:
     """Serve a model on this machine, until Ctrl-C."""
     from gateway.commands.serve import ServeOptions, serve
 
-    serve(ServeOptions(model, host, port, dtype.value if dtype else None, max_tokens_in_cache, api_keys_file))
+    formats = (dtype.value if dtype else None, quantize.value if quantize else None)
+    serve(ServeOptions(model, host, port, *formats, max_tokens_in_cache, api_keys_file))
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

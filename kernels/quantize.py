@@ -24,9 +24,16 @@ _MAX_CODE = tl.constexpr(MAX_CODE)
 _MIN_PEAK = tl.constexpr(MIN_PEAK)
 
 
+SIDE = 16
+"""A GPU multiplies matrices of e4m3 whose sides are multiples of this; only the rows of activations may be any number."""
+
+CAPABILITY = (8, 9)
+"""The first GPUs with products of e4m3: Ada; Hopper is 9.0."""
+
+
 def supported(device: torch.device) -> bool:
-    """Whether the device multiplies with a scale a row: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether the device is a GPU that multiplies e4m3 with a scale a row."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,17 +66,31 @@ def launch_quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     _quantize_rows[(len(x),)](x, codes, scales, x.shape[1], block, num_warps=warps(block))
 
 
-def scaled_linear(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``(x · x_scales) · (weight · weight_scales)ᵀ + bias``, summed in float32 and returned in bfloat16.
+def scaled_linear(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``(x · x_scales) · (weight · weight_scales)ᵀ + bias``, in ``dtype``.
 
-    x: [rows, in] e4m3; x_scales: [rows, 1] float32; weight: [out, in] e4m3; weight_scales: [out, 1] float32; bias: [out]
-    bfloat16. -> [rows, out]. On a GPU (see :func:`supported`) in and out are multiples of 16.
+    x: [rows, in] e4m3; x_scales: [rows, 1] float32; weight: [out, in] e4m3; weight_scales: [out, 1] float32; bias: [out] of
+    ``dtype``; all contiguous. -> [rows, out]. On a GPU (see :func:`supported`), in and out are multiples of :data:`SIDE`, dtype is
+    bfloat16 and Hopper's tensor cores sum with fewer bits than float32 has; on a CPU everything is summed in float32.
+
+    Raises ValueError for what a GPU's product does not take.
     """
     if not x.is_cuda:
         product = linear(x.float(), weight.float()) * x_scales * weight_scales.t()
-        return (product if bias is None else product + bias).bfloat16()
+        return (product if bias is None else product + bias).to(dtype)
+    if dtype != torch.bfloat16:
+        raise ValueError(f"a GPU's FP8 product with a scale a row is bfloat16, and {dtype} is asked for")
+    if any(side % SIDE for side in weight.shape):
+        raise ValueError(f"weight has shape {list(weight.shape)}, where multiples of {SIDE} are expected")
     return torch._scaled_mm(
-        x, weight.t(), scale_a=x_scales, scale_b=weight_scales.t(), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+        x, weight.t(), scale_a=x_scales, scale_b=weight_scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m engine.bench score`` and ``python -m engine.bench gpu``"""
+"""``python -m engine.bench score``, ``python -m engine.bench accuracy`` and ``python -m engine.bench gpu``"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from engine.link import MALLOC
-from engine.settings import DTYPES
+from engine.settings import DTYPES, QUANTIZE
 
 PARTS = ("offline", "ablations", "online")
 QUICK_REPEATS, REPEATS = 3, 15
@@ -26,6 +26,11 @@ def main() -> int:
         from engine.bench import gpu
 
         return gpu.run(arguments.out)
+    if command == "accuracy":
+        from engine.bench import accuracy
+
+        accuracy.run(accuracy.QUICK if arguments.quick else accuracy.Sizes(), arguments.out)
+        return 0
     from engine.bench import score
     from engine.bench.servers import ServerError
 
@@ -36,6 +41,7 @@ def main() -> int:
         shape=arguments.shape,
         model=arguments.model,
         dtype=arguments.dtype,
+        quantize=arguments.quantize,
         repeats=arguments.repeats or (QUICK_REPEATS if arguments.quick else REPEATS),
         quick=arguments.quick,
         url=arguments.url,
@@ -61,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--repeats", type=int, help=f"requests measured offline ({REPEATS})")
     score.add_argument("--quick", action="store_true", help="few repeats and short runs, to see that it works")
     score.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
+    accuracy = commands.add_parser("accuracy", help="what bfloat16 and FP8 cost, on the demo models and on random weights")
+    accuracy.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
+    accuracy.add_argument("--out", type=Path, help="folder for the tables and the summary")
     gpu = commands.add_parser("gpu", help="all that a GPU machine is needed for: tests, kernels, scoring; at most 8 minutes")
     gpu.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
     return parser
@@ -83,6 +92,7 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--shape", choices=("small", "qwen3-0.6b"), default="small", help="of random weights (%(default)s)")
     model.add_argument("--model", help="a model directory or hub id, instead of random weights")
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
+    model.add_argument("--quantize", choices=QUANTIZE, help="what the layers' matrix products compute in (--dtype)")
 
 
 def _rates(text: str) -> tuple[float, ...]:

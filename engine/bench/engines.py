@@ -97,14 +97,20 @@ class Engine:
 
     def score_all(self, messages: Sequence[wire.Score]) -> list[Scores]:
         """Queue all requests at once and run them to their end."""
+        scores: dict[str, Scores] = {}
+        for reply in self.run(messages):
+            assert isinstance(reply, wire.Scored), reply
+            scores[reply.id] = reply.logprobs
+        return [scores[message.id] for message in messages]
+
+    def run(self, messages: Sequence[wire.Score | wire.Generate]) -> list[wire.Reply]:
+        """Queue all requests at once and run them to their end; the replies as they come."""
         for message in messages:
             self.loop.submit(message)
-        replies: dict[str, Scores] = {}
+        replies: list[wire.Reply] = []
         while not self.loop.idle:
-            for reply in self.loop.step():
-                assert isinstance(reply, wire.Scored), reply
-                replies[reply.id] = reply.logprobs
-        return [replies[message.id] for message in messages]
+            replies += self.loop.step()
+        return replies
 
 
 class Transformers:

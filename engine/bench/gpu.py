@@ -21,6 +21,7 @@ from engine.bench import machine
 LIMIT_SECONDS = 480.0
 RATES = "600,800,1000,1200,1600,2000,2500,3000"
 """Items a second, as in the published tables and on."""
+FP8_RATES = "1200,2000,2500,3000,3500,4000"
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,16 @@ class Part:
 def parts(out: Path) -> tuple[Part, ...]:
     """What is run, in this order; a part that fails or runs out of time does not keep the next ones from running."""
     score = ["engine.bench", "score", "--shape", "qwen3-0.6b", "--dtype", "bfloat16"]
-    online = ["--online", "--rates", RATES, "--seconds", "6"]
+    fp8 = [*score, "--quantize", "fp8"]
+    online = ["--online", "--seconds", "5", "--rates"]
     return (
         Part("offline", [*score, "--offline", "--ablations", "--quick", "--out", str(out / "offline")], 120),
-        Part("online", [*score, *online, "--out", str(out / "online")], 150),
+        Part("online", [*score, *online, RATES, "--out", str(out / "online")], 120),
+        Part("fp8 offline", [*fp8, "--offline", "--no-sweeps", "--quick", "--out", str(out / "fp8-offline")], 60),
+        Part("fp8 online", [*fp8, *online, FP8_RATES, "--out", str(out / "fp8-online")], 100),
         Part("kernels", ["kernels.bench"], 90),
         Part("tests", ["tests.shards"], 120),
+        Part("accuracy", ["engine.bench", "accuracy", "--quick", "--out", str(out / "accuracy")], 60),
     )
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from engine import wire
 from engine.bench.engines import Engine, Scorer, Stopwatch
 from engine.bench.records import Records
+from engine.bench.subject import Subject
 from engine.bench.workload import Workload
 from engine.models.decoder import Decoder
 from engine.scoring import label_logprobs
@@ -103,12 +104,12 @@ def sweep(engine: Engine, vocab_size: int, what: Sweep, repeats: int, records: R
     return {value: 1000 * statistics.median(values) for value, values in times.items()}
 
 
-def show_comparison(comparison: Mapping[str, float], dtype: str, records: Records) -> None:
+def show_comparison(comparison: Mapping[str, float], measured: Subject, records: Records) -> None:
     """Who is how fast."""
-    table = Table(f"120/180/10, {dtype}", "items/s", "against transformers", title="Scoring, engine only")
+    table = Table(f"120/180/10, {measured.format}", "items/s", "against transformers", title="Scoring, engine only")
     spread = f"{comparison['ratio']:.2f}× ({comparison['ratio_min']:.2f}–{comparison['ratio_max']:.2f})"
     table.add_row("Yardstick", f"{comparison['engine_items_per_s']:.1f}", spread)
-    table.add_row("transformers, one batch", f"{comparison['transformers_items_per_s']:.1f}", "1")
+    table.add_row(f"transformers, one batch, {measured.dtype}", f"{comparison['transformers_items_per_s']:.1f}", "1")
     records.console.print(table)
     records.console.print(f"outside the model: {comparison['outside_model']:.1%} of the time")
     records.console.print(f"largest difference of a log-probability: {comparison['largest_difference']:.1e}")

@@ -14,6 +14,7 @@ import torch
 from engine.bench.workload import Workload
 from engine.models.config import ModelConfig
 from kernels.linear import linear
+from kernels.quantize import quantize_rows, scaled_linear
 
 REPEATS = 30
 MATRIX = {"cpu": 2048, "cuda": 8192}
@@ -55,26 +56,34 @@ def layer_weights(config: ModelConfig) -> int:
 
 def flops(config: ModelConfig, work: Work) -> int:
     """Of matrix products and attention; a multiplication and an addition count as two."""
-    layers = 2 * work.tokens * layer_weights(config)
     attention = 4 * work.pairs * config.num_heads * config.head_dim
     head = 2 * work.rows * config.hidden_size * config.vocab_size
-    return config.num_layers * (layers + attention) + head
+    return layer_flops(config, work) + config.num_layers * attention + head
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+def layer_flops(config: ModelConfig, work: Work) -> int:
+    """Of the layers' matrix products alone: those that may be in FP8."""
+    return config.num_layers * 2 * work.tokens * layer_weights(config)
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, *, fp8: bool = False) -> int:
     """Read once a step: every layer's matrices and the head."""
-    return itemsize * (config.num_layers * layer_weights(config) + config.hidden_size * config.vocab_size)
+    layers = config.num_layers * layer_weights(config)
+    return layers * (1 if fp8 else itemsize) + itemsize * config.hidden_size * config.vocab_size
 
 
-def elementwise_bytes(config: ModelConfig, work: Work, itemsize: int) -> int:
+def elementwise_bytes(config: ModelConfig, work: Work, itemsize: int, *, fp8: bool = False) -> int:
     """What must travel between matrix products where everything between two of them is one kernel, which nothing can hide behind.
 
     A token and a layer: queries, keys and values are read, rotated and written; attention reads queries and writes its output; the
     two sums with the residual read two rows and write two; SiLU·mul reads two rows and writes one. Attention reads its context.
+    In FP8, what a product reads is written in one byte, and attention's output is read and written once more to get there.
     """
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    token = 2 * (queries + 2 * keys) + 2 * queries + 8 * config.hidden_size + 3 * config.intermediate_size
-    return itemsize * config.num_layers * (work.tokens * token + work.context * 2 * keys)
+    products = 2 * config.hidden_size + config.intermediate_size
+    others = 2 * (queries + 2 * keys) + 2 * queries + 6 * config.hidden_size + 2 * config.intermediate_size
+    token = itemsize * (others + queries) + products + queries if fp8 else itemsize * (others + products)
+    return config.num_layers * (work.tokens * token + itemsize * work.context * 2 * keys)
 
 
 @dataclass(frozen=True)
@@ -85,13 +94,16 @@ class Peaks:
     """A second, in a large matrix product, by the library that the engine's layers use."""
     bandwidth: float
     """Bytes a second, read and written, in a large copy."""
+    fp8_flops: float | None = None
+    """As ``flops``, in FP8; None: the layers' products are not in FP8."""
 
     def or_better(self, other: Peaks) -> Peaks:
         """The best of two measurements: a machine shared with others is slower at times."""
-        return Peaks(max(self.flops, other.flops), max(self.bandwidth, other.bandwidth))
+        fp8 = None if self.fp8_flops is None or other.fp8_flops is None else max(self.fp8_flops, other.fp8_flops)
+        return Peaks(max(self.flops, other.flops), max(self.bandwidth, other.bandwidth), fp8)
 
 
-def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
+def measure_peaks(device: torch.device, dtype: torch.dtype, quantize: str | None = None) -> Peaks:
     """The best of some repeats: nothing is faster than this machine when it is left alone."""
     size = MATRIX[device.type]
     left, right = torch.randn(2, size, size, device=device).to(dtype)
@@ -99,7 +111,11 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
     target = torch.zeros_like(source)
     product = min(_times(lambda: linear(left, right), device))
     copy = min(_times(lambda: target.copy_(source), device))
-    return Peaks(2 * size**3 / product, 2 * source.numel() / copy)
+    fp8 = None
+    if quantize is not None:
+        codes = *quantize_rows(left), *quantize_rows(right)
+        fp8 = 2 * size**3 / min(_times(lambda: scaled_linear(*codes, dtype=dtype), device))
+    return Peaks(2 * size**3 / product, 2 * source.numel() / copy, fp8)
 
 
 def _times(work: Callable[[], object], device: torch.device) -> list[float]:
@@ -116,17 +132,19 @@ def _times(work: Callable[[], object], device: torch.device) -> list[float]:
 
 def roofline(config: ModelConfig, dtype: str, workload: Workload, peaks: Peaks, request_seconds: float) -> dict[str, float]:
     """A request of ``workload`` that took ``request_seconds``, beside the limits."""
-    itemsize = getattr(torch, dtype).itemsize
+    itemsize, fp8 = getattr(torch, dtype).itemsize, peaks.fp8_flops is not None
     shared, alone = Work.shared(workload), Work.alone(workload)
-    needed = flops(config, shared)
-    elementwise = elementwise_bytes(config, shared, itemsize)
-    products = needed / peaks.flops
+    needed, layers = flops(config, shared), layer_flops(config, shared)
+    elementwise = elementwise_bytes(config, shared, itemsize, fp8=fp8)
+    of_layers = peaks.fp8_flops or peaks.flops
+    products = layers / of_layers + (needed - layers) / peaks.flops
     return {
         "gflop_an_item": needed / workload.items / 1e9,
         "gflop_an_item_alone": flops(config, alone) / workload.items / 1e9,
         "mb_a_request_between_products": elementwise / 1e6,
-        "mb_of_weights": weight_bytes(config, itemsize) / 1e6,
+        "mb_of_weights": weight_bytes(config, itemsize, fp8=fp8) / 1e6,
         "peak_gflops": peaks.flops / 1e9,
+        "peak_gflops_of_layers": of_layers / 1e9,
         "peak_gb_per_s": peaks.bandwidth / 1e9,
         "percent_of_peak_flops": 100 * products / request_seconds,
         "limit_items_per_s": workload.items / products,

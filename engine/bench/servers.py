@@ -28,6 +28,7 @@ def serving(subject: Subject, engine_flags: Sequence[str]) -> Iterator[str]:
     """The URL of a gateway in front of one engine, both ended afterwards. Raises :class:`ServerError`."""
     engine_port, gateway_port = free_port(), free_port()
     model = ["--model", str(subject.directory), "--name", "bench", "--dtype", subject.dtype]
+    model += [] if subject.quantize is None else ["--quantize", subject.quantize]
     engine = ["engine", "--port", str(engine_port), *model, *engine_flags]
     gateway = ["gateway", "--port", str(gateway_port), "--engine", _url(engine_port)]
     with _process(engine, engine_port), _process(gateway, gateway_port):

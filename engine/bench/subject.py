@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
+from engine.models import fp8
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model, save_model
@@ -44,24 +45,32 @@ class Subject:
     directory: Path
     config: ModelConfig
     dtype: str
+    quantize: str | None = None
+
+    @property
+    def format(self) -> str:
+        """As tables name it."""
+        return self.dtype if self.quantize is None else f"{self.dtype}, {self.quantize.upper()}"
 
     def load(self) -> Decoder:
-        """The weights, on the GPU where there is one."""
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return load_model(self.directory, getattr(torch, self.dtype)).to(device).eval()
+        """The weights, on the GPU where there is one. Raises :class:`~engine.models.errors.ModelError`."""
+        device, dtype = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), getattr(torch, self.dtype)
+        if self.quantize is not None:
+            fp8.check_device(device, dtype)
+        return load_model(self.directory, dtype, self.quantize).to(device)
 
 
 @contextmanager
-def subject(shape: str, model: str | None, dtype: str) -> Iterator[Subject]:
+def subject(shape: str, model: str | None, dtype: str, quantize: str | None = None) -> Iterator[Subject]:
     """``model``, a directory or hub id, or else random weights of ``shape`` in a directory that is deleted afterwards."""
     if model is not None:
         directory = locate(model)
-        yield Subject(directory, load_config(directory), dtype)
+        yield Subject(directory, load_config(directory), dtype, quantize)
         return
     with tempfile.TemporaryDirectory(prefix="yardstick-bench-") as name:
         save_model(random_decoder(SHAPES[shape]), SHAPES[shape], Path(name), getattr(torch, dtype))
         _write_tokenizer(Path(name))
-        yield Subject(Path(name), SHAPES[shape], dtype)
+        yield Subject(Path(name), SHAPES[shape], dtype, quantize)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:

@@ -18,7 +18,7 @@ from engine.demo.corpus.catalogue import as_phrase, draw_product, draw_words
 from engine.demo.corpus.relevance import draw_asked, draw_test_question
 from engine.demo.forward import causal_hidden
 from engine.demo.generate import generate
-from engine.demo.length import LIMIT, collate, write_texts
+from engine.demo.length import LIMIT, Text, collate, write_texts
 from engine.demo.text import load_tokenizer
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
@@ -98,17 +98,21 @@ def description_lengths(base: Decoder, tokenizer: Tokenizer, *, count: int, chat
     return Lengths(lengths.mean().item(), (lengths.std() / lengths.mean()).item(), sum(ended) / count)
 
 
-@torch.inference_mode()
 def value_correlation(base: Decoder, value_model: ValueModel, tokenizer: Tokenizer, *, count: int, seed: int = 3) -> float:
     """Spearman's correlation of values and true remaining lengths over all states of new texts about held-out products."""
-    texts = write_texts(base, tokenizer, count=count, seed=seed, held_out=True)
+    return spearman(*values_and_truths(value_model, write_texts(base, tokenizer, count=count, seed=seed, held_out=True)))
+
+
+@torch.inference_mode()
+def values_and_truths(value_model: ValueModel, texts: list[Text]) -> tuple[Tensor, Tensor]:
+    """The value and what it should be, in every state of every text, [states] each."""
     values, truths = [], []
     for start in range(0, len(texts), ROWS):
         batch = collate(texts[start : start + ROWS])
         _, v = value_model.value(causal_hidden(value_model, batch.tokens)[batch.counted])
         values.append(v)
         truths.append(batch.values[batch.counted])
-    return spearman(torch.cat(values), torch.cat(truths))
+    return torch.cat(values), torch.cat(truths)
 
 
 def auc(positives: Tensor, negatives: Tensor) -> float:

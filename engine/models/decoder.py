@@ -55,6 +55,9 @@ class FusedAttend:
 
 Attend = PlainAttend | FusedAttend
 
+Rows = Tensor | tuple[Tensor, Tensor]
+"""Input of a projection: [tokens, size], or in FP8 (:mod:`engine.models.fp8`) the codes and scales of these rows."""
+
 
 class Linear(nn.Linear):
     """A linear layer whose weights are allocated and not initialised: whoever builds it fills them."""
@@ -105,7 +108,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden]"""
         heads = self._heads(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
@@ -121,15 +124,19 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
+    gate: Callable[[Tensor], Rows]
+    """gate ‖ up, [tokens, 2 · intermediate] -> [tokens, intermediate]"""
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
+        self.gate = silu_mul
         size, bias = config.intermediate_size, config.mlp_bias
         self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
         self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Rows) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(self.gate(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -188,22 +195,29 @@ class Decoder(nn.Module):
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Hugging Face tensor name -> the part of a parameter that it fills, detached and writable."""
-        return {name: view.detach() for name, view in self._views()}
+        views = self.outer_views()
+        for index in range(len(self.layers)):
+            views |= self.layer_views(index)
+        return views
+
+    def outer_views(self) -> dict[str, Tensor]:
+        """:meth:`checkpoint_views` of all that is outside the layers."""
+        views = {"model.embed_tokens.weight": self.embed.weight, "model.norm.weight": self.norm.weight}
+        if self.head is not None:
+            views["lm_head.weight"] = self.head.weight
+        return {name: view.detach() for name, view in views.items()}
+
+    def layer_views(self, index: int, layer: nn.Module | None = None) -> dict[str, Tensor]:
+        """:meth:`checkpoint_views` of one layer, or of ``layer`` in its place."""
+        layer = self.layers[index] if layer is None else layer
+        assert isinstance(layer, Layer)
+        return {f"model.layers.{index}.{name}": view.detach() for name, view in _layer_views(layer, self.config)}
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of every token's angles, [tokens, head_dim / 2] each, float32."""
         angles = positions.to(torch.float32).unsqueeze(1) * self.inverse_frequencies
         amplitude = self.config.rope.amplitude
         return (angles.cos(), angles.sin()) if amplitude == 1.0 else (angles.cos() * amplitude, angles.sin() * amplitude)
-
-    def _views(self) -> Iterator[tuple[str, Tensor]]:
-        yield "model.embed_tokens.weight", self.embed.weight
-        yield "model.norm.weight", self.norm.weight
-        if self.head is not None:
-            yield "lm_head.weight", self.head.weight
-        for index, layer in enumerate(self.layers):
-            for name, view in _layer_views(layer, self.config):  # type: ignore[arg-type]
-                yield f"model.layers.{index}.{name}", view
 
 
 def _layer_views(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -222,6 +236,7 @@ def _layer_views(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tenso
         ("mlp.down_proj", mlp.down_proj, [config.hidden_size]),
     )
     for names, projection, sizes in fused:
+        assert isinstance(projection, Linear)  # a quantised one no longer has what a checkpoint holds
         for kind, parameter in projection.named_parameters():
             for name, view in zip(names.split(), torch.split(parameter, sizes), strict=True):
                 yield f"{name}.{kind}", view

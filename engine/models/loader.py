@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -11,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models import checkpoint
+from engine.models import checkpoint, fp8
 from engine.models.checkpoint import SINGLE, Stored
 from engine.models.config import ModelConfig, config_json, load_config
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, Layer
 from engine.models.source import locate
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -24,9 +25,10 @@ HASHED_WHOLE = 256 << 20
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 20, 64
 
 
-def load_model(model: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_model(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> Decoder:
     """The decoder in a model directory or hub repository, converted to ``dtype``, in evaluation mode.
 
+    ``quantize``: what its layers are then converted to, ``fp8`` or nothing.
     Raises :class:`~engine.models.errors.ModelError` where files, names, shapes or dtypes are wrong, before a weight is copied.
     """
     directory = locate(model)
@@ -34,14 +36,38 @@ def load_model(model: str | Path, dtype: torch.dtype = torch.float32) -> Decoder
     stored = checkpoint.read_headers(directory)
     views = decoder_views(decoder, stored)
     checkpoint.check(stored, views, ignored=[HEAD] if decoder.config.tied else [])
-    checkpoint.copy(stored, views)
+    fill(decoder, stored, quantize)
     return decoder.eval()
 
 
 def decoder_views(decoder: Decoder, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
     """What to fill from ``stored``. A tied model may carry its embedding under the head's name only."""
-    views = decoder.checkpoint_views()
-    if decoder.head is None and EMBEDDING not in stored and HEAD in stored:
+    return _as_stored(decoder.checkpoint_views(), stored)
+
+
+def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = None, part: int = 0) -> None:
+    """Copy all weights, or the ``part``-th part of each where the decoder has a part, from ``stored``, which has been checked.
+
+    With ``quantize``, all layers pass through a single one in the decoder's dtype. Raises
+    :class:`~engine.models.errors.ModelError`.
+    """
+    if quantize is None:
+        checkpoint.copy(stored, decoder_views(decoder, stored), part)
+        return
+    fp8.check_shapes(decoder)
+    checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
+    layers = [layer for layer in decoder.layers if isinstance(layer, Layer)]
+    passage = copy.deepcopy(layers[0])
+    for layer in layers:
+        fp8.convert(layer)  # before any is filled: what is never written to takes no memory, what is freed in between leaves holes
+    for index, layer in enumerate(layers):
+        checkpoint.copy(stored, decoder.layer_views(index, passage), part)
+        fp8.fill(layer, passage)
+
+
+def _as_stored(views: dict[str, Tensor], stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """``views`` with the embedding under the head's name, where that alone is stored."""
+    if HEAD not in views and EMBEDDING not in stored and HEAD in stored:
         views[HEAD] = views.pop(EMBEDDING)
     return views
 
@@ -61,16 +87,17 @@ def write_checkpoint(tensors: Mapping[str, Tensor], config: ModelConfig, directo
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def fingerprint(directory: Path, dtype: torch.dtype) -> str:
-    """Digest of what makes a model's numbers: weights, ``config.json`` and the dtype it is served in. 32 hexadecimal digits.
+def fingerprint(directory: Path, dtype: torch.dtype, quantize: str | None = None, parts: int = 1) -> str:
+    """Digest of what makes a model's numbers: weights, ``config.json`` and the format it is served in. 32 hexadecimal digits.
 
+    ``parts``: processes that share the model. They count where it is quantised, because each finds scales for its own part.
     Up to :data:`HASHED_WHOLE` bytes of weights are read whole. Of larger files, each one's name, size, header and
     :data:`SAMPLE_BLOCKS` blocks of :data:`SAMPLE_BLOCK` bytes at equal distances are: fine-tuning changes every tensor, so a
     sample tells models apart in a second, where reading all would take minutes. It is no proof against a forger.
     """
     files = checkpoint.weight_files(directory)
     whole = sum(path.stat().st_size for path in files) <= HASHED_WHOLE
-    digest = hashlib.sha256(str(dtype).encode())
+    digest = hashlib.sha256((str(dtype) if quantize is None else f"{dtype}, {quantize} in {parts}").encode())
     digest.update((directory / "config.json").read_bytes())
     for path in files:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())

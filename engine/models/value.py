@@ -16,7 +16,7 @@ from engine.models import checkpoint
 from engine.models.checkpoint import Stored
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Attend, Decoder, Linear
-from engine.models.loader import HEAD, decoder_views, write_checkpoint
+from engine.models.loader import HEAD, decoder_views, fill, write_checkpoint
 from engine.models.source import locate
 
 HEAD_PREFIX = "v_head."
@@ -62,17 +62,19 @@ class ValueModel(nn.Module):
         return {HEAD_PREFIX + name: parameter.detach() for name, parameter in self.head.named_parameters()}
 
 
-def load_value_model(model: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
+def load_value_model(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> ValueModel:
     """The value model in a directory or hub repository, converted to ``dtype``, in evaluation mode.
 
-    Its ``lm_head`` is ignored, unless it is all there is of a tied embedding. Raises :class:`~engine.models.errors.ModelError`.
+    ``quantize``: as :func:`~engine.models.loader.load_model`; the value head stays in ``dtype``. The checkpoint's ``lm_head`` is
+    ignored, unless it is all there is of a tied embedding. Raises :class:`~engine.models.errors.ModelError`.
     """
     directory = locate(model)
     value_model = ValueModel(load_config(directory), dtype)
     stored = _read_headers(directory)
-    views = decoder_views(value_model.decoder, stored) | value_model.checkpoint_views()
-    checkpoint.check(stored, views, ignored=[HEAD])
-    checkpoint.copy(stored, views)
+    head = value_model.checkpoint_views()
+    checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, ignored=[HEAD])
+    checkpoint.copy(stored, head)
+    fill(value_model.decoder, stored, quantize)
     return value_model.eval()
 
 

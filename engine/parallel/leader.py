@@ -69,7 +69,7 @@ class LeadingDecoder(ShardedDecoder):
         super().__init__(load_config(directory), dtype, 0, settings.tensor_parallel)
         self._planned: Sequence[Run] = ()
         self._workers = Workers(settings)  # they load while this process does
-        load_part(self, directory)
+        load_part(self, directory, settings.quantize)
         self.to(device)
         self._workers.join(device)
 

@@ -21,7 +21,7 @@ from engine.models import checkpoint
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend, Decoder, Layer
 from engine.models.errors import ModelError
-from engine.models.loader import HEAD, decoder_views
+from engine.models.loader import HEAD, decoder_views, fill
 
 LOCAL = "127.0.0.1"
 
@@ -64,13 +64,16 @@ def part_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:
     return dataclasses.replace(config, **parts, tied=config.tied or rank > 0)
 
 
-def load_part(decoder: ShardedDecoder, directory: Path) -> None:
-    """Fill ``decoder`` with its part of the weights, reading no more than that. Raises :class:`ModelError`."""
+def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = None) -> None:
+    """Fill ``decoder`` with its part of the weights, reading no more than that. Raises :class:`ModelError`.
+
+    ``quantize``: as :func:`~engine.models.loader.load_model`; each part is quantised for itself (see :mod:`engine.models.fp8`).
+    """
     stored = checkpoint.read_headers(directory)
     with torch.device("meta"):
         whole = Decoder(decoder.whole)
     checkpoint.check(stored, decoder_views(whole, stored), ignored=[HEAD] if decoder.whole.tied else [])
-    checkpoint.copy(stored, decoder_views(decoder, stored), decoder.rank)
+    fill(decoder, stored, quantize, decoder.rank)
     decoder.eval()
 
 

@@ -53,7 +53,7 @@ def _load(assignment: Assignment) -> ShardedDecoder:
     directory = locate(settings.model)
     device = device_of(settings, assignment.rank)
     decoder = ShardedDecoder(load_config(directory), dtype_of(settings, device), assignment.rank, settings.tensor_parallel)
-    load_part(decoder, directory)
+    load_part(decoder, directory, settings.quantize)
     return decoder.to(device)
 
 

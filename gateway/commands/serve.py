@@ -38,6 +38,7 @@ class ServeOptions:
     host: str
     port: int
     dtype: str | None
+    quantize: str | None
     max_tokens_in_cache: int | None
     api_keys_file: Path | None
 
@@ -166,6 +167,8 @@ def _engine_arguments(options: ServeOptions, model: str, port: int) -> list[str]
     arguments = ["engine", "--model", model, "--host", "127.0.0.1", "--port", str(port), "--name", options.name]
     if options.dtype is not None:
         arguments += ["--dtype", options.dtype]
+    if options.quantize is not None:
+        arguments += ["--quantize", options.quantize]
     if options.max_tokens_in_cache is not None:
         arguments += ["--max-tokens-in-cache", str(options.max_tokens_in_cache)]
     return arguments

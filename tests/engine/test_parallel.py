@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from engine.build import build_loop
 from engine.models.config import load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
-from engine.models.loader import load_model
+from engine.models.loader import fingerprint, load_model
 from engine.parallel.shard import ShardedDecoder, load_part
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
@@ -54,9 +55,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pods = []
 
-    def start(model: Path) -> Pod:
+    def start(model: Path, *more: str) -> Pod:
         flags = [text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        pods.append(Pod(model, "--tensor-parallel", "2", *flags))
+        pods.append(Pod(model, "--tensor-parallel", "2", *flags, *more))
         return pods[-1].wait_ready()
 
     yield start
@@ -66,6 +67,16 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def scored(settings: EngineSettings) -> wire.Scored:
+    """What one process scores."""
+    loop = build_loop(settings)
+    loop.submit(SCORE)
+    replies: list[wire.Reply] = []
+    while not loop.idle:
+        replies += loop.step()
+    return replies[0]
 
 
 def answers(model: Path) -> dict[str, list[wire.Reply]]:
@@ -103,6 +114,17 @@ def test_two_processes_give_the_numbers_of_one(model: Path, start):
         torch.testing.assert_close(logprobs(generated), logprobs(alone["g"]), rtol=0, atol=1e-5)
     (worker,) = children(pod.loop_pid)
     assert alive(worker)
+
+
+def test_two_processes_in_fp8_are_as_near_as_one(qwen3: Path, start):
+    """Each finds scales for its own part, so the numbers are not those of one process, and no further from the unquantised."""
+    given = EngineSettings(model=str(qwen3), name="alone", **SETTINGS)
+    plain, alone = (torch.tensor(scored(settings).logprobs) for settings in (given, msgspec.structs.replace(given, quantize="fp8")))
+    pod = start(qwen3, "--quantize", "fp8")
+    found = torch.tensor(pod.ask("/score", SCORE)[1].logprobs)
+    assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()
+    assert 0 < (found - alone).norm() < 2 * (alone - plain).norm()
+    assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, "fp8", 2)
 
 
 def test_a_killed_loop_takes_its_worker_along(qwen3: Path, start):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.auth import KeyRing
+from gateway.commands.serve import ServeOptions, _engine_arguments
 
 HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
 
@@ -56,6 +57,16 @@ def test_a_wrong_value_names_the_option() -> None:
     assert done.returncode == 2
     assert "--dtype" in done.stderr
     assert "bfloat16" in done.stderr
+
+
+def test_formats_reach_the_engine() -> None:
+    options = ServeOptions("m", "127.0.0.1", 8000, "bfloat16", "fp8", None, None)
+    arguments = " ".join(_engine_arguments(options, "m", 8100))
+    assert "--dtype bfloat16 --quantize fp8" in arguments
+    refused = run("serve", "--quantize", "int3")
+    assert refused.returncode == 2
+    assert "--quantize" in refused.stderr
+    assert "fp8" in refused.stderr
 
 
 def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:

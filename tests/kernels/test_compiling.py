@@ -10,7 +10,7 @@ IMPORTS = """
 from kernels.label_logprobs import label_logprobs_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
 from kernels.quantize import quantize_rows_triton
-from kernels.rms_norm import add_rms_norm_quantized_triton, add_rms_norm_triton, rms_norm_triton
+from kernels.rms_norm import add_rms_norm_quantized_triton, add_rms_norm_triton, rms_norm_quantized_triton, rms_norm_triton
 from kernels.silu_mul import silu_mul_quantized_triton, silu_mul_triton
 """
 
@@ -38,6 +38,7 @@ ELEMENTWISE = [
     f"rms_norm_triton({_bf16(4, 8192)}, {_bf16(8192)}, 1e-6)",
     f"add_rms_norm_triton({_bf16(4, 1024)}, {_bf16(4, 1024)}, {_bf16(1024)}, 1e-6)",
     f"add_rms_norm_quantized_triton({_bf16(4, 8192)}, {_bf16(4, 8192)}, {_bf16(8192)}, 1e-6)",
+    f"rms_norm_quantized_triton({_bf16(4, 1024)}, {_bf16(1024)}, 1e-6)",
     f"silu_mul_triton({_bf16(4, 6144)})",
     f"silu_mul_quantized_triton({_bf16(4, 2 * 18944)})",
     f"quantize_rows_triton({_bf16(4, 2048)})",

@@ -102,11 +102,12 @@ def test_a_row_is_within_a_sixteenth_of_itself() -> None:
     torch.testing.assert_close(codes.float() * scales, x, rtol=1 / 16, atol=float(x.abs().max()) / 448 * 2**-9)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 7, 32])
 @pytest.mark.parametrize("biased", [True, False])
-def test_scaled_linear(biased: bool, device: torch.device) -> None:
+def test_scaled_linear(biased: bool, rows: int, device: torch.device) -> None:
     if device.type == "cuda" and not supported(device):
         pytest.skip("no FP8 tensor cores")
-    x, weight = torch.randn(32, 64, device=device), torch.randn(48, 64, device=device) * torch.rand(48, 1, device=device)
+    x, weight = torch.randn(rows, 64, device=device), torch.randn(48, 64, device=device) * torch.rand(48, 1, device=device)
     bias = torch.randn(48, device=device).bfloat16() if biased else None
     (x_codes, x_scales), (weight_codes, weight_scales) = quantize_rows_reference(x), quantize_rows_reference(weight)
     found = scaled_linear(x_codes, x_scales, weight_codes, weight_scales, bias)
@@ -114,7 +115,25 @@ def test_scaled_linear(biased: bool, device: torch.device) -> None:
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), wide, rtol=1e-2, atol=1e-2)
     exact = x @ weight.T + (0 if bias is None else bias)
-    assert (found - exact).norm() / exact.norm() < 0.05
+    assert (found - exact).norm() <= 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaled_linear_in_other_dtypes(dtype: torch.dtype) -> None:
+    x, weight = quantize_rows_reference(torch.randn(5, 64)), quantize_rows_reference(torch.randn(48, 64))
+    found = scaled_linear(*x, *weight, None, dtype)
+    assert found.dtype == dtype
+    wide = (x[0].float() * x[1]) @ (weight[0].float() * weight[1]).T
+    torch.testing.assert_close(found.float(), wide, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_what_a_gpus_product_does_not_take() -> None:
+    x, weight = quantize_rows(torch.randn(5, 64, device="cuda")), quantize_rows(torch.randn(40, 64, device="cuda"))
+    with pytest.raises(ValueError, match=r"weight has shape \[40, 64\], where multiples of 16"):
+        scaled_linear(*x, *weight)
+    with pytest.raises(ValueError, match="a scale a row is bfloat16"):
+        scaled_linear(*x, *weight, dtype=torch.float32)
 
 
 def test_a_cpu_takes_the_references() -> None:

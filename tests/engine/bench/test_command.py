@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from engine.bench.gpu import Part, run_parts
+from engine.bench.score import Options, run
+from engine.bench.servers import ServerError, serving
+from engine.bench.subject import subject
 from tests.checkpoints import make_checkpoint
 
 
@@ -47,6 +50,29 @@ def test_online_from_end_to_end(tmp_path):
     assert "P99" in (out / "tables.txt").read_text()
     assert "<svg" in (out / "latency.svg").read_text()
     assert json.loads((out / "summary.json").read_text())["online"] == online
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_of_it_in_fp8(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("engine.bench.roofline.MATRIX", {"cpu": 256, "cuda": 1024})
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    parts = {"offline": True, "ablations": True, "online": True, "sweeps": False}
+    run(Options(**parts, model=str(model), quantize="fp8", repeats=1, quick=True, rates=(50.0,), seconds=1.0))
+    said = capsys.readouterr().out.splitlines()
+    summary = json.loads(said[-1])
+    assert any("float32, FP8" in line for line in said)
+    assert 1e-3 < summary["largest_difference"] < 1.5  # from transformers, which computes in float32
+    assert summary["roofline"]["peak_gflops_of_layers"] != summary["roofline"]["peak_gflops"]
+    assert summary["online"]["rates"][0]["failures"] == {}
+
+
+def test_the_server_that_is_measured_has_the_format(tmp_path):
+    """Seen by what it refuses."""
+    model = make_checkpoint(tmp_path / "model", "qwen3", intermediate_size=72)
+    refused = pytest.raises(ServerError, match="--quantize fp8 takes matrices whose sides are multiples of 16")
+    with refused, subject("small", str(model), "float32", "fp8") as measured, serving(measured, ()):
+        pass
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.bench.roofline import Peaks, Work, elementwise_bytes, flops, layer_weights, measure_peaks, roofline, weight_bytes
+from engine.bench.roofline import (
+    Peaks,
+    Work,
+    elementwise_bytes,
+    flops,
+    layer_flops,
+    layer_weights,
+    measure_peaks,
+    roofline,
+    weight_bytes,
+)
 from engine.bench.subject import QWEN3_06B, SMALL, random_decoder
 from engine.bench.workload import Workload
 
@@ -27,6 +37,10 @@ def test_by_hand():
     assert weight_bytes(TINY, 4) == 4 * (2 * 2688 + 16 * 50)
     # a token: q, k, v read and written 2 × 64, q and output 64, residuals 8 × 16, gate, up and product 3 × 24; a key and value 32
     assert elementwise_bytes(TINY, work, 2) == 2 * 2 * (8 * (128 + 64 + 128 + 72) + 12 * 32)
+    # in FP8, of these the two normed rows of 16, the product of 24 and a second writing of the output of 32 take a byte each
+    token = 2 * (128 + 64 + 6 * 16 + 2 * 24 + 32) + 2 * 16 + 24 + 32
+    assert elementwise_bytes(TINY, work, 2, fp8=True) == 2 * (8 * token + 2 * 12 * 32)
+    assert weight_bytes(TINY, 2, fp8=True) == 2 * 2688 + 2 * 16 * 50
 
 
 def test_pytorch_counts_the_same():
@@ -55,9 +69,29 @@ def test_the_standard_workload_of_qwen3():
     assert 3200 < limits["limit_items_per_s_with_elementwise"] < 3500
 
 
+def test_layers_in_fp8_have_a_peak_of_their_own():
+    """With twice the peak for them, and attention and head as they were, the products take little more than half as long."""
+    workload, work = Workload(), Work.shared(Workload())
+    share = layer_flops(QWEN3_06B, work) / flops(QWEN3_06B, work)
+    assert 0.9 < share < 1
+    limits = roofline(QWEN3_06B, "bfloat16", workload, Peaks(790e12, 4.3e12, 1580e12), request_seconds=10 / 2000)
+    assert limits["limit_items_per_s"] == pytest.approx(4431 / (1 - share / 2), rel=1e-3)
+    assert limits["peak_gflops_of_layers"] == 1580e3
+    plain = roofline(QWEN3_06B, "bfloat16", workload, Peaks(790e12, 4.3e12), request_seconds=10 / 2000)
+    assert limits["mb_of_weights"] < 0.7 * plain["mb_of_weights"]
+    # Codes save a little less than attention's output costs, which is quantised by itself.
+    traffic = "mb_a_request_between_products"
+    assert limits[traffic] / plain[traffic] == pytest.approx(1.016, abs=1e-3)
+
+
 def test_peaks_are_of_this_machine(monkeypatch):
     monkeypatch.setattr("engine.bench.roofline.MATRIX", {"cpu": 256})
     monkeypatch.setattr("engine.bench.roofline.COPIED_BYTES", {"cpu": 1 << 22})
     peaks = measure_peaks(torch.device("cpu"), torch.float32)
     assert 1e8 < peaks.flops < 1e14
     assert 1e7 < peaks.bandwidth < 1e13
+    assert peaks.fp8_flops is None
+    quantised = measure_peaks(torch.device("cpu"), torch.float32, "fp8")
+    assert quantised.fp8_flops is not None
+    assert 1e7 < quantised.fp8_flops < 1e14
+    assert quantised.or_better(Peaks(0, 0, 1e15)).fp8_flops == 1e15

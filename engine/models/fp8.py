@@ -1,0 +1,133 @@
+"""A decoder whose layers multiply in FP8 (e4m3): a scale for each output channel of the weights and for each token of their input.
+
+It is the same decoder with other parts: projections that take codes and scales, and in front of them norms and gates that leave
+these instead of rows, in the kernel that computes them. Only attention's output is quantised by itself. Embedding, head, norms,
+biases, keys, values and what is added from layer to layer stay in the model's dtype.
+
+In a decoder that is shared by several processes, each quantises its own part. An output channel's scale covers the columns that
+the process has: all of them in the projections into heads and inner columns, whose codes are then those of one process, and a
+stretch of them in o_proj and down_proj, where the stretch and each token's part of the input have peaks, so scales, of their own.
+They are at most as coarse as the whole's, but other numbers: scores differ from one process's by about what FP8 itself costs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.decoder import Decoder, Layer, Linear, RMSNorm
+from engine.models.errors import ModelError
+from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
+from kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized
+from kernels.silu_mul import silu_mul_quantized
+
+logger = logging.getLogger(__name__)
+
+Codes = tuple[Tensor, Tensor]
+"""Rows in FP8: codes [rows, size] e4m3, scales [rows, 1] float32."""
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer of codes, which are uninitialised until :meth:`fill`; its bias is that of the layer it is made like."""
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, like: Linear) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty_like(like.weight, dtype=FP8))  # [out, in]
+        self.register_buffer("scales", torch.empty((len(like.weight), 1)))
+        self.bias = like.bias
+        self.dtype = like.weight.dtype
+
+    def fill(self, weight: Tensor) -> None:
+        """weight: [out, in], in any dtype."""
+        codes, scales = quantize_rows(weight)
+        self.weight.copy_(codes)
+        self.scales.copy_(scales)
+
+    def forward(self, x: Codes) -> Tensor:
+        """[rows, in] -> [rows, out], in the model's dtype"""
+        return scaled_linear(*x, self.weight, self.scales, self.bias, self.dtype)
+
+
+class QuantizingLinear(QuantizedLinear):
+    """One whose input nobody has quantised yet."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """[rows, in] -> [rows, out]"""
+        return super().forward(quantize_rows(x))
+
+
+class QuantizedRMSNorm(nn.Module):
+    """An :class:`RMSNorm` that leaves codes, with the weight of the one it is made like."""
+
+    def __init__(self, like: RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = like.weight, like.eps
+
+    def forward(self, x: Tensor) -> Codes:
+        """[tokens, size] -> its codes and scales"""
+        return rms_norm_quantized(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Codes, Tensor]:
+        """(normalised sum, sum)"""
+        codes, scales, total = add_rms_norm_quantized(x, residual, self.weight, self.eps)
+        return (codes, scales), total
+
+
+PARTS: dict[str, Callable[[Any], nn.Module]] = {
+    "input_norm": QuantizedRMSNorm,
+    "attention.qkv_proj": QuantizedLinear,
+    "attention.o_proj": QuantizingLinear,
+    "post_attention_norm": QuantizedRMSNorm,
+    "mlp.gate_up_proj": QuantizedLinear,
+    "mlp.down_proj": QuantizedLinear,
+}
+"""Of a layer, and what takes the place of each."""
+
+
+def convert(layer: Layer) -> None:
+    """Give a layer its parts in FP8, uninitialised, in place of those it has; these go, and their memory with them."""
+    for name, part in PARTS.items():
+        layer.set_submodule(name, part(layer.get_submodule(name)))
+    layer.mlp.gate = silu_mul_quantized
+
+
+@torch.no_grad()
+def fill(layer: Layer, source: Layer) -> None:
+    """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
+    for name, parameter in layer.named_parameters():  # norms and biases
+        parameter.copy_(source.get_parameter(name))
+    for name, part in layer.named_modules():
+        if isinstance(part, QuantizedLinear):
+            part.fill(source.get_parameter(f"{name}.weight"))
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises :class:`ModelError` where the device cannot multiply in FP8."""
+    if device.type == "cpu":
+        logger.info("FP8 is emulated on a CPU: the numbers are right, and slower to come by than without it")
+        return
+    if not supported(device):
+        needed, found = (".".join(map(str, version)) for version in (CAPABILITY, torch.cuda.get_device_capability(device)))
+        raise ModelError(
+            f"--quantize fp8 needs a GPU of compute capability {needed} or later, and this one has {found}; leave --quantize out."
+        )
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ModelError(f"--quantize fp8 computes in bfloat16 on a GPU, and --dtype is {name}; leave one of the two out.")
+
+
+def check_shapes(decoder: Decoder) -> None:
+    """Raises :class:`ModelError` where a GPU could not multiply with the layers' matrices; a CPU takes no others, either."""
+    for name, module in decoder.layers[0].named_modules():
+        if isinstance(module, Linear) and any(side % SIDE for side in module.weight.shape):
+            raise ModelError(
+                f"--quantize fp8 takes matrices whose sides are multiples of {SIDE}, and the model's {name.rpartition('.')[2]} "
+                f"is {list(module.weight.shape)} in each process; leave --quantize out."
+            )

@@ -1,0 +1,253 @@
+"""Layers in FP8: what they compute, what stays as it was, how they are loaded, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import wire
+from engine.build import build_loop
+from engine.models import fp8
+from engine.models.config import load_config
+from engine.models.decoder import Decoder, Layer, Linear
+from engine.models.errors import ModelError
+from engine.models.loader import fingerprint, load_model, save_model
+from engine.models.value import ValueModel, load_value_model, save_value_model
+from engine.parallel.shard import ShardedDecoder, load_part
+from engine.settings import EngineSettings
+from kernels.quantize import FP8, quantize_rows_reference
+from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.engine.models.causal import causal
+
+BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED[request.param])
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+def logits(decoder: Decoder, count: int = 60) -> Tensor:
+    tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return decoder.logits(decoder(tokens, torch.arange(count), causal)).float()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To FP8 and back."""
+    codes, scales = quantize_rows_reference(x)
+    return codes.float() * scales
+
+
+def rounding(decoder: Decoder) -> Decoder:
+    """``decoder`` in float32, with the weights and the input of every projection rounded to FP8 and nothing fused."""
+
+    def round_input(module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+        return (rounded(arguments[0]),)
+
+    for module in decoder.layers.modules():
+        if isinstance(module, Linear):
+            module.weight.data = rounded(module.weight.data)
+            module.register_forward_pre_hook(round_input)
+    return decoder
+
+
+def test_it_computes_what_rounding_every_operand_does(model: Path) -> None:
+    found, plain, expected = (
+        logits(load_model(model, quantize="fp8")),
+        logits(load_model(model)),
+        logits(rounding(load_model(model))),
+    )
+    cost = (expected - plain).norm()
+    assert 0.005 < cost / plain.norm() < 0.25
+    # One code that falls to the other side for a difference in the last bit is all that may differ.
+    assert (found - expected).norm() < 0.1 * cost
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_models_dtype_is_around_the_products(model: Path, dtype: torch.dtype) -> None:
+    decoder = load_model(model, dtype, "fp8")
+    tokens = torch.arange(3, 40)
+    assert decoder(tokens, torch.arange(len(tokens)), causal).dtype == dtype
+    plain = logits(load_model(model))
+    assert (logits(decoder) - plain).norm() < 0.2 * plain.norm()
+
+
+def test_only_the_layers_matrices_are_quantised(model: Path) -> None:
+    decoder, plain = load_model(model, torch.bfloat16, "fp8"), load_model(model, torch.bfloat16)
+    state, before = decoder.state_dict(), plain.state_dict()
+    codes = {name for name, tensor in state.items() if tensor.dtype == FP8}
+    projections = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert codes == {f"layers.{index}.{name}.weight" for index in range(3) for name in projections}
+    for name, tensor in state.items():
+        if name in codes:
+            found = tensor.float() * state[name.replace("weight", "scales")]
+            torch.testing.assert_close(found, rounded(before[name]), rtol=0, atol=0)
+        elif not name.endswith("scales"):
+            assert torch.equal(tensor, before[name]), name
+
+
+def test_a_value_model_keeps_its_head(qwen3: Path, tmp_path: Path) -> None:
+    value_model = ValueModel(load_config(qwen3))
+    with torch.no_grad():
+        for parameter in value_model.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    save_value_model(value_model, tmp_path)
+    plain, quantised = load_value_model(tmp_path), load_value_model(tmp_path, quantize="fp8")
+    assert all(torch.equal(*pair) for pair in zip(plain.head.parameters(), quantised.head.parameters(), strict=True))
+    assert quantised.decoder.layers[0].mlp.down_proj.weight.dtype == FP8
+    tokens = torch.arange(3, 40)
+    with torch.no_grad():
+        values = [m.value(m(tokens, torch.arange(len(tokens)), causal))[1] for m in (plain, quantised)]
+    assert 0 < (values[0] - values[1]).abs().max() < 0.1
+
+
+def test_there_is_never_more_than_a_layer_in_the_models_dtype(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pass through the same one, and when the first does, no other is left."""
+    decoders: list[Decoder] = []
+    passages: list[Layer] = []
+    fill = fp8.fill
+
+    def watch(layer: Layer, source: Layer) -> None:
+        assert all(weight.dtype == FP8 for name, weight in decoders[0].layers.state_dict().items() if "_proj.weight" in name)
+        passages.append(source)
+        fill(layer, source)
+
+    monkeypatch.setattr(fp8, "check_shapes", decoders.append)
+    monkeypatch.setattr(fp8, "fill", watch)
+    load_model(qwen3, torch.bfloat16, "fp8")
+    assert passages == [passages[0]] * 3
+
+
+def test_shards_load_like_one_file(tmp_path: Path) -> None:
+    whole = make_checkpoint(tmp_path / "whole", "qwen2", tie_word_embeddings=True)
+    sharded = make_checkpoint(tmp_path / "sharded", "qwen2", tie_word_embeddings=True, max_shard_size="60KB")
+    assert torch.equal(logits(load_model(sharded, quantize="fp8")), logits(load_model(whole, quantize="fp8")))
+
+
+def test_parts_are_quantised_for_themselves(qwen3: Path) -> None:
+    whole = load_model(qwen3, quantize="fp8").layers[1]
+    parts = []
+    for rank in range(2):
+        part = ShardedDecoder(load_config(qwen3), torch.float32, rank, 2)
+        load_part(part, qwen3, "fp8")
+        parts.append(part.layers[1])
+    # Rows of the projections into heads and columns are dealt out whole: their codes are those of one process.
+    for name in ("weight", "scales"):
+        gates = [getattr(part.mlp.gate_up_proj, name).float().view(2, 48, -1) for part in parts]
+        assert torch.equal(torch.cat(gates, 1).flatten(0, 1), getattr(whole.mlp.gate_up_proj, name).float())
+    # Columns are dealt out of the others: an output channel has a scale in each process, the greater of which is the whole's.
+    for name in ("attention.o_proj", "mlp.down_proj"):
+        scales = torch.stack([part.get_submodule(name).scales for part in parts])
+        assert torch.equal(scales.amax(0), whole.get_submodule(name).scales)
+        assert (scales[0] != scales[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [({"intermediate_size": 72}, r"gate_up_proj is \[144, 64\]|down_proj is \[64, 72\]"), ({"hidden_size": 40}, "qkv_proj is")],
+)
+def test_matrices_that_no_gpu_multiplies_are_refused(tmp_path: Path, overrides: dict[str, int], named: str) -> None:
+    model = make_checkpoint(tmp_path, "qwen3", **overrides)
+    load_model(model)
+    with pytest.raises(ModelError, match=named) as error:
+        load_model(model, quantize="fp8")
+    assert re.match(r"--quantize fp8 takes matrices whose sides are multiples of 16.*leave --quantize out\.", str(error.value))
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        fp8.check_device(torch.device("cpu"), torch.float32)
+    assert "emulated on a CPU" in caplog.text
+    for version in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, version=version: version)
+        fp8.check_device(GPU, torch.bfloat16)
+    with pytest.raises(ModelError, match="computes in bfloat16 on a GPU, and --dtype is float16"):
+        fp8.check_device(GPU, torch.float16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    with pytest.raises(ModelError, match=r"--quantize fp8 needs .* 8\.9 or later, and this one has 8\.6; leave --quantize out"):
+        fp8.check_device(GPU, torch.bfloat16)
+
+
+def test_the_fingerprint_knows(qwen3: Path) -> None:
+    plain = fingerprint(qwen3, torch.bfloat16)
+    assert fingerprint(qwen3, torch.bfloat16, None, 2) == plain  # the same numbers, however many share the model
+    assert len({plain, *(fingerprint(qwen3, torch.bfloat16, "fp8", parts) for parts in (1, 2))}) == 3
+
+
+def answer(settings: EngineSettings, *messages: wire.Request) -> dict[str, wire.Reply]:
+    """The last reply to each."""
+    loop = build_loop(settings)
+    for message in messages:
+        loop.submit(message)
+    replies = {}
+    while not loop.idle:
+        replies |= {reply.id: reply for reply in loop.step()}
+    return replies
+
+
+def test_the_engine_serves_it(qwen3: Path) -> None:
+    """A token's scale is its own, so that a score does not depend on the batch, but for a code that rounds to the other side."""
+    prefix, items, labels = list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60))], [1, 5, 2]
+    alone = [wire.Score(f"s{place}", prefix, [item], labels) for place, item in enumerate(items)]
+    given = {"model": str(qwen3), "name": "t", "max_tokens_in_cache": 2048, "token_budget": 48}
+    together = wire.Score("s", prefix, items, labels)
+    generation = wire.Generate("g", prefix, wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True))
+    replies = answer(EngineSettings(**given, quantize="fp8"), together, generation)
+    scores, plain = replies["s"].logprobs, answer(EngineSettings(**given), together)["s"].logprobs
+    for place, message in enumerate(alone):
+        (single,) = answer(EngineSettings(**given, quantize="fp8"), message)[message.id].logprobs
+        torch.testing.assert_close(scores[place], single, rtol=0, atol=0.02)
+    difference = (torch.tensor(scores) - torch.tensor(plain)).abs()
+    assert 1e-3 < difference.max() < 0.5
+    assert replies["g"].finish == "length"
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_what_a_cpu_does(model: Path, tmp_path: Path) -> None:
+    if not fp8.supported(GPU):
+        pytest.skip("no products of FP8")
+    with torch.inference_mode():
+        decoder = load_model(model, torch.bfloat16, "fp8")
+        expected, plain = logits(decoder), logits(load_model(model))
+        tokens = torch.randint(0, VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(1)).to(GPU)
+        hidden = decoder.to(GPU)(tokens, torch.arange(60, device=GPU), causal)
+        found = decoder.logits(hidden).float().cpu()
+    assert (found - expected).norm() < 0.25 * expected.norm()
+    assert (found - plain).norm() < 0.3 * plain.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["auto", "triton"])
+def test_a_gpu_serves_it(tmp_path: Path, attention: str) -> None:
+    """Heads of 64, and rows of every number in a step, from one on."""
+    if not fp8.supported(GPU):
+        pytest.skip("no products of FP8")
+    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    model = make_checkpoint(tmp_path, "qwen3", **shape)
+    message = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60))], [1, 5, 2])
+    generation = wire.Generate("g", [5], wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True))
+    given = {"model": str(model), "name": "t", "max_tokens_in_cache": 2048, "attention": attention}
+    found = answer(EngineSettings(**given, quantize="fp8"), message, generation)
+    plain = answer(EngineSettings(**given | {"attention": "auto"}, device="cpu", dtype="float32"), message)
+    torch.testing.assert_close(found["s"].logprobs, plain["s"].logprobs, rtol=0, atol=0.5)
+    assert found["g"].finish == "length"
+    with pytest.raises(ModelError, match="--dtype is float16"):
+        answer(EngineSettings(**given, quantize="fp8", dtype="float16"), message)
+
+
+def test_a_quantised_decoder_cannot_be_saved(qwen3: Path, tmp_path: Path) -> None:
+    decoder = load_model(qwen3, quantize="fp8")
+    with pytest.raises(AssertionError):
+        save_model(decoder, decoder.config, tmp_path)

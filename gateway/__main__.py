@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", help="TCP port to listen on (8000); 0 takes a free one")
     parser.add_argument("--api-keys-file", metavar="FILE", help="JSON file of the API keys' hashes")
+    parser.add_argument("--redis-url", metavar="URL", help="Redis for results and limits, such as redis://127.0.0.1:6379/0")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         settings = load_settings(os.environ, vars(parser.parse_args(arguments)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,13 +14,18 @@ from litestar.exceptions import HTTPException, ValidationException
 from gateway.auth import KeyRing
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
+from gateway.cache.metered import MeteredCache
 from gateway.errors import ClientGone, GatewayError, from_status
 from gateway.exchange import Exchange, exchange
-from gateway.limits import Admission
+from gateway.limits.admission import Admission
+from gateway.limits.base import Limiter
+from gateway.limits.local import LocalLimiter
+from gateway.limits.quotas import Quotas
 from gateway.openapi import DocumentedStructs, asset_route, openapi_config
 from gateway.pool.client import EngineClient, open_transport
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.pool import Pool
+from gateway.redis.share import Share
 from gateway.routes.chat import chat_route
 from gateway.routes.completions import completion_route
 from gateway.routes.generating import Generator
@@ -46,27 +52,39 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Lites
     ]
     pool = Pool(clients, telemetry, probe_seconds=settings.probe_seconds)
     dispatcher = Dispatcher(telemetry)
-    scorer = Scorer(cache or MemoryCache(settings.cache_entries, settings.cache_bytes), dispatcher)
-    generator = Generator(dispatcher, telemetry)
+    share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
+    kept = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
+    scorer = Scorer(MeteredCache(kept, telemetry), dispatcher)
+    limiter: Limiter = share.limiter if share else LocalLimiter()
+    quotas = Quotas(limiter, telemetry)
+    generator = Generator(dispatcher, quotas, telemetry)
+    keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
         pool.start()
+        following = asyncio.create_task(keys.follow(telemetry)) if keys else None
+        if share:
+            share.start()
         try:
             yield
         finally:
+            if following:
+                following.cancel()
             await pool.stop()
+            if share:
+                await share.stop()
             await transport.aclose()
 
     v1 = Router(
         path="",
         route_handlers=[
-            score_route(pool, scorer, telemetry),
+            score_route(pool, scorer, quotas, telemetry),
             completion_route(pool, generator),
             chat_route(pool, generator),
             *model_routes(pool),
         ],
-        guards=[KeyRing.from_file(settings.api_keys_file).guard] if settings.api_keys_file else [],
+        guards=[keys.guard] if keys else [],
         middleware=[Admission(settings.max_in_flight)],
     )
     return Gateway(

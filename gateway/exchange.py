@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from gateway.auth import ApiKey
 
 _KEY = "yardstick.exchange"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -29,6 +34,10 @@ class Exchange:
     status: int = 499
     """Until the answer begins, it is that of a client that left."""
     first_byte: float | None = None
+    key: ApiKey | None = None
+    """Whose request it is, where keys are asked for."""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the answer is sent or given up."""
 
     @staticmethod
     def of(connection: ASGIConnection) -> Exchange:  # type: ignore[type-arg]
@@ -61,6 +70,8 @@ async def exchange(app: ASGIApp, telemetry: Telemetry, scope: Scope, receive: Re
         await app(scope, receive, send_marked)
     finally:
         telemetry.in_flight.dec()
+        for call in state.at_end:
+            call()
         now = time.perf_counter()
         route = scope.get("path_template", "none")
         telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)

@@ -63,9 +63,9 @@ def test_files_that_hold_no_keys(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(content)
     with pytest.raises(SettingsError, match=r"keys\.json: not a file of API keys .*write \{"):
-        KeyRing.from_file(path)
+        KeyRing(path)
     with pytest.raises(SettingsError, match="No such file"):
-        KeyRing.from_file(tmp_path / "none.json")
+        KeyRing(tmp_path / "none.json")
 
 
 def test_settings_come_from_environment_and_flags() -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from tests.processes import free_port
 
@@ -62,7 +64,7 @@ class RedisServer:
     def client(self, **options: Any) -> redis.Redis:
         """A client of a test's own."""
         tls = {} if self._tls is None else {"ssl": True, "ssl_ca_certs": str(self._tls.ca)}
-        return redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=5, **tls, **options)
+        return redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=5, retry=Retry(NoBackoff(), 0), **tls, **options)
 
     def boot(self) -> None:
         """Start it, again after :meth:`kill`."""

@@ -24,21 +24,23 @@ class LocalLimiter:
         if denied is None and _full(lease.limits, self._held[lease.owner]):
             denied, wait = CONCURRENCY, BUSY_SECONDS
         if denied is None:
-            self.record(lease)
+            self._take(lease, now)
         return Verdict(denied, wait, self._levels(lease, now))
 
     def record(self, lease: Lease) -> None:
         """Take it, whether or not there is enough: somebody else has allowed it."""
-        self._charge(lease, lease.cost)
-        self._held[lease.owner] += 1
+        self._take(lease, time.monotonic())
 
     def end(self, lease: Lease) -> None:
         """Give its place back, and settle its tokens."""
         self._held[lease.owner] -= 1
-        self._charge(lease, (0, lease.more_tokens, 0))
+        self._charge(lease, (0, lease.more_tokens, 0), time.monotonic())
 
-    def _charge(self, lease: Lease, amounts: tuple[int, int, int]) -> None:
-        now = time.monotonic()
+    def _take(self, lease: Lease, now: float) -> None:
+        self._charge(lease, lease.cost, now)
+        self._held[lease.owner] += 1
+
+    def _charge(self, lease: Lease, amounts: tuple[int, int, int], now: float) -> None:
         for name, limit, amount in zip(RATES, lease.limits.rates, amounts, strict=True):
             if limit is not None:
                 begin = max(now, self._whole_at.get((lease.owner, name), now))

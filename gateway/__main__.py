@@ -13,6 +13,7 @@ from contextlib import suppress
 import uvicorn
 
 from gateway.app import create_app
+from gateway.http import Protocol
 from gateway.settings import Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ def serve(settings: Settings) -> int:
     config = uvicorn.Config(
         create_app(settings),
         loop="uvloop",
-        http="httptools",
+        http=Protocol,
+        proxy_headers=False,  # nobody asks where a client is
         lifespan="on",
         access_log=False,
         log_config=None,

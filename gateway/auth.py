@@ -114,9 +114,10 @@ class KeyRing:
 
     @property
     def guard(self) -> Guard:
-        """Refuses requests without a good key of the ring, and leaves the key in the exchange."""
+        """Refuses requests without a good key of the ring, and leaves the key in the exchange. (Asynchronous, because the framework
+        runs other guards in threads, which costs as much as a cache hit.)"""
 
-        def require_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+        async def require_key(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
             scheme, _space, secret = connection.headers.get("authorization", "").partition(" ")
             key = self.find(secret.strip()) if scheme.lower() == "bearer" else None
             if key is None:

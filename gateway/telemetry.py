@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -33,16 +35,20 @@ class Telemetry:
         self._settlements_lost = self._counter("settlements_lost", "Ended requests whose place and tokens Redis was not told of.")
         self._key_reloads = self._counter("key_reloads", "Changes of the file of keys, by result: loaded or broken.", "result")
 
+        self._children()
+
     def answered(self, route: str, status: int, first_seconds: float, seconds: float) -> None:
         """A request to ``route`` (a template, not a path) is over."""
-        self._requests.labels(route, status).inc()
-        self._first_seconds.labels(route).observe(first_seconds)
-        self._seconds.labels(route).observe(seconds)
+        requests, first, whole = self._answered(route, status)
+        requests.inc()
+        first.observe(first_seconds)
+        whole.observe(seconds)
 
     def scored(self, model: str, items: int, hits: int, prompt_tokens: int, cached_tokens: int) -> None:
         """A score request was answered."""
-        self._items.labels(model, "cache").inc(hits)
-        self._items.labels(model, "engine").inc(items - hits)
+        from_cache, from_engine = self._scored(model)
+        from_cache.inc(hits)
+        from_engine.inc(items - hits)
         self._count(model, prompt_tokens, cached_tokens)
 
     def generated(self, model: str, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
@@ -89,8 +95,21 @@ class Telemetry:
         return generate_latest(self._registry)
 
     def _count(self, model: str, prompt_tokens: int, cached_tokens: int) -> None:
-        self._tokens.labels(model, "prompt").inc(prompt_tokens)
-        self._tokens.labels(model, "prompt_cached").inc(cached_tokens)
+        prompt, cached = self._prompts(model)
+        prompt.inc(prompt_tokens)
+        cached.inc(cached_tokens)
+
+    def _children(self) -> None:
+        """Looked up once each: finding a labelled metric costs more than counting with it."""
+        self._answered = cache(
+            lambda route, status: (
+                self._requests.labels(route, status),
+                self._first_seconds.labels(route),
+                self._seconds.labels(route),
+            )
+        )
+        self._scored = cache(lambda model: (self._items.labels(model, "cache"), self._items.labels(model, "engine")))
+        self._prompts = cache(lambda model: (self._tokens.labels(model, "prompt"), self._tokens.labels(model, "prompt_cached")))
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"yardstick_{name}", help, labels, registry=self._registry)

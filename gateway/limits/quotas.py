@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import uuid
 from functools import partial
 
 from litestar.connection import ASGIConnection
 
 from gateway.errors import RateLimited
-from gateway.exchange import Exchange
+from gateway.exchange import Exchange, new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict
 from gateway.telemetry import Telemetry
 
@@ -29,7 +28,7 @@ class Quotas:
         key = exchange.key
         if key is None or not key.limits.any:
             return None
-        lease = Lease(key.id, uuid.uuid4().hex, key.limits, Cost(1, tokens, items))
+        lease = Lease(key.id, new_id(), key.limits, Cost(1, tokens, items))
         verdict = await self._limiter.take(lease)
         exchange.headers += _headers(verdict)
         if verdict.denied is not None:

@@ -60,6 +60,14 @@ async def read_values(client: Client, names: Sequence[bytes]) -> list[bytes | No
     return values
 
 
+async def close(client: Client) -> None:
+    """Close all connections."""
+    await client.aclose()
+    if isinstance(client, RedisCluster):  # which keeps them where it was about to look at its nodes again
+        await client.nodes_manager.aclose()
+        await client.nodes_manager.aclose("startup_nodes")
+
+
 class _Credentials(CredentialProvider):
     """Asked at every connection, so that a password that changes in its file needs no restart."""
 

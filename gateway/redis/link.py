@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from gateway.redis.connect import Client
+from gateway.redis.connect import Client, close
 from gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Link:
             self._prober.cancel()
             await asyncio.gather(self._prober, return_exceptions=True)
         try:
-            await asyncio.wait_for(self.client.aclose(), PROBE_SECONDS)
+            await asyncio.wait_for(close(self.client), PROBE_SECONDS)
         except Exception as error:  # it is the end in any case
             logger.info("Redis: %s", type(error).__name__)
 

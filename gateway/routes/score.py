@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from litestar.params import JSONBody
 from gateway.cache.base import Logprobs
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
+from gateway.exchange import new_id
 from gateway.limits.quotas import Quotas
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -53,7 +53,7 @@ def score_route(pool: Pool, scorer: Scorer, quotas: Quotas, telemetry: Telemetry
         hits = scores.hits
         telemetry.scored(model.name, items, hits, tokens, scores.cached_tokens)
         answer = ScoreResponse(
-            id=f"score-{uuid.uuid4().hex}",
+            id=f"score-{new_id()}",
             created=int(time.time()),
             model=model.name,
             scores=[_softmax(row) if data.apply_softmax else [math.exp(value) for value in row] for row in scores.logprobs],

@@ -11,7 +11,7 @@ from typing import Any
 from litestar import Litestar, Request, Response, Router
 from litestar.exceptions import HTTPException, ValidationException
 
-from gateway.auth import KeyRing
+from gateway.auth import KeyRing, RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
@@ -84,8 +84,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Lites
             chat_route(pool, generator),
             *model_routes(pool),
         ],
-        guards=[keys.guard] if keys else [],
-        middleware=[Admission(settings.max_in_flight)],
+        middleware=[*([RequireKey(keys)] if keys else []), Admission(settings.max_in_flight)],
     )
     return Gateway(
         telemetry,

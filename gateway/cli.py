@@ -136,7 +136,8 @@ def new_key(
     concurrency: Annotated[int | None, typer.Option(min=1, max=10**12, help="Requests at a time.")] = None,
     expires: Annotated[datetime | None, typer.Option(formats=_MOMENTS, help="When it ends to be good, in UTC.")] = None,
 ) -> None:
-    """Make an API key: it is printed once, and the file keeps its hash only. A gateway that serves with the file takes it at once."""
+    """Make an API key: it is printed once, and the file keeps its hash only. A gateway that serves with the file takes it at
+    once."""
     from gateway.commands.keys import new
 
     new(

@@ -47,7 +47,12 @@ class Exchange:
     @staticmethod
     def of(connection: ASGIConnection) -> Exchange:  # type: ignore[type-arg]
         """The exchange that ``connection`` belongs to."""
-        exchange: Exchange = connection.scope[_KEY]  # type: ignore[literal-required]
+        return Exchange.in_scope(connection.scope)
+
+    @staticmethod
+    def in_scope(scope: Scope) -> Exchange:
+        """The exchange that ``scope`` belongs to."""
+        exchange: Exchange = scope[_KEY]  # type: ignore[literal-required]
         return exchange
 
     def name_ignored(self, fields: list[str]) -> None:

@@ -9,8 +9,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class Protocol(HttpToolsProtocol):
-    """The start of an answer and its body leave together: a write is the dearest thing that a small answer needs, as it wakes whoever
-    reads at the other end."""
+    """The start of an answer and its body leave together: a write is the dearest thing that a small answer needs, as it wakes
+    whoever reads at the other end."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""

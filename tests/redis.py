@@ -1,7 +1,8 @@
 """Real Redis servers: in containers where Docker can start one, else processes of the ``redis-server`` on the path.
 
-``YARDSTICK_TEST_REDIS_IMAGE`` names the image; one that cannot be had is no error, as registries may be out of reach. Where there is
-neither, tests fail and say what to install. Containers share the host's network, so that ports and addresses are the same either way.
+``YARDSTICK_TEST_REDIS_IMAGE`` names the image; one that cannot be had is no error, as registries may be out of reach. Where there
+is neither, tests fail and say what to install. Containers share the host's network, so that ports and addresses are the same
+either way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The shared cache: results in Redis, under a name that says everything they depend on.
 
-An entry is ``PREFIX:score:`` and the 16 bytes of its key (``gateway/scoring/keys.py``: engine fingerprint, labels, tokens), and holds the
-log-probabilities as float32, which is what engines compute in; softmax is applied after. Entries are never updated and never deleted:
-they expire, at times spread so that what was written together is not computed again together, and Redis may evict them.
+An entry is ``PREFIX:score:`` and the 16 bytes of its key (``gateway/scoring/keys.py``: engine fingerprint, labels, tokens), and
+holds the log-probabilities as float32, which is what engines compute in; softmax is applied after. Entries are never updated and
+never deleted: they expire, at times spread so that what was written together is not computed again together, and Redis may evict
+them.
 
 Looking up is one MGET within the link's limit. Writing happens in the background, many requests' results in one script call, from a
 queue that drops what it has no room for.
@@ -105,7 +106,8 @@ class RedisCache:
             self._telemetry.cache_written("stored", len(entries))
 
     async def _store(self, entries: list[tuple[bytes, bytes, int]]) -> None:
-        """One script call costs a fifth of the CPU time of as many SETs here; its keys must share a node, so a cluster gets SETs."""
+        """One script call costs a fifth of the CPU time of as many SETs here; its keys must share a node, so a cluster gets
+        SETs."""
         client = self._link.client
         if isinstance(client, RedisCluster):
             pipeline = client.pipeline()

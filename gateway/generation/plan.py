@@ -14,8 +14,8 @@ from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 
 UNSTATED_TOKENS = 1024
-"""What an answer whose length the client leaves open is expected to have at most, where a key's tokens are counted beforehand: the whole
-context would let no such request through."""
+"""What an answer whose length the client leaves open is expected to have at most, where a key's tokens are counted beforehand:
+the whole context would let no such request through."""
 
 
 def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> None:

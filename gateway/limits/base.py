@@ -1,8 +1,9 @@
 """Limits of keys: what they bound, how, and what is answered.
 
-Requests, tokens and items a minute follow the *generic cell rate algorithm* (ITU-T I.371; a leaky bucket kept as one time): a limit of
-``n`` a minute lets ``n`` through at once after a minute of rest and then one more every ``60 / n`` s. All that is kept of a client is the
-time at which its allowance will be whole again: a cost moves it ahead, a refund moves it back. It was chosen over windows because
+Requests, tokens and items a minute follow the *generic cell rate algorithm* (ITU-T I.371; a leaky bucket kept as one time): a
+limit of ``n`` a minute lets ``n`` through at once after a minute of rest and then one more every ``60 / n`` s. All that is kept
+of a client is the time at which its allowance will be whole again: a cost moves it ahead, a refund moves it back. It was chosen
+over windows because
 
 - one number a limit is little to keep, and to change atomically, in Redis as here;
 - what comes back comes back continuously: no crowd at the turn of a minute, and the time to wait is exact;
@@ -10,7 +11,8 @@ time at which its allowance will be whole again: a cost moves it ahead, a refund
 
 In the worst minute, the one that begins after a rest, twice the limit passes; over any longer time it is the limit.
 
-Concurrency is a set of leases, one for each request being worked on. They end with the request; those of a gateway that died run out.
+Concurrency is a set of leases, one for each request being worked on. They end with the request; those of a gateway that died run
+out.
 """
 
 from __future__ import annotations

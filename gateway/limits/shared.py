@@ -8,8 +8,8 @@ For the key with id ``ID`` (all in one slot of a cluster):
 ``PREFIX:limit:{ID}:leases``       sorted set: lease id, and the time at which it runs out
 =================================  ================================================================================
 
-What a request takes is recorded here too. So when Redis is away each gateway goes on from what it let through itself, and allows each
-key its whole limit: together, so many times as much as there are gateways.
+What a request takes is recorded here too. So when Redis is away each gateway goes on from what it let through itself, and allows
+each key its whole limit: together, so many times as much as there are gateways.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MAX_SETTLEMENTS = 10_000
 
 _DENIALS = (None, *RATES, CONCURRENCY)
 
-# KEYS: requests, tokens, items, leases. ARGV: a limit and a cost for each rate (a limit of 0 is none), concurrency (-1 is none), lease id,
-# lease time. Returns the denial (0 for none, else a place in _DENIALS), the wait, and for each rate how far ahead it is; times in
-# microseconds.
+# KEYS: requests, tokens, items, leases. ARGV: a limit and a cost for each rate (a limit of 0 is none), concurrency (-1 is none),
+# lease id, lease time. Returns the denial (0 for none, else a place in _DENIALS), the wait, and for each rate how far ahead it
+# is; times in microseconds.
 _TAKE = Script(
     """
     local MINUTE = 60000000

@@ -18,7 +18,8 @@ from gateway.settings import Settings
 Client = Redis | RedisCluster
 
 MAX_CONNECTIONS = 64
-"""To each node. At 0.1 ms a command that is far more than one gateway can use; a request that finds none free waits, within its limit."""
+"""To each node. At 0.1 ms a command that is far more than one gateway can use; a request that finds none free waits, within its
+limit."""
 CONNECT_SECONDS = 2.0
 """For the background's connections; a request's own limit is shorter."""
 DEFAULT_PORT = 6379
@@ -51,8 +52,8 @@ def open_client(settings: Settings) -> Client:
 async def read_values(client: Client, names: Sequence[bytes]) -> list[bytes | None]:
     """The values of ``names``: one MGET; in a cluster one for each slot, in one message a node and all nodes at once.
 
-    Names could be made to share a slot by a tag. But what prompts have in common is the model, whose results would then all live on one
-    node; the query is no tag, because a result's name does not depend on where a prompt is cut.
+    Names could be made to share a slot by a tag. But what prompts have in common is the model, whose results would then all live
+    on one node; the query is no tag, because a result's name does not depend on where a prompt is cut.
     """
     if isinstance(client, RedisCluster):
         return await client.mget_nonatomic(names)

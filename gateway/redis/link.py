@@ -1,7 +1,7 @@
 """Redis within a time limit, or not at all: a breaker opens at the first failure and is closed again from the background.
 
-While it is open nobody waits: a request loses at most one limit to a Redis that is gone, and those after it nothing. Opening at the first
-failure is affordable because the first look at Redis follows within a quarter of a second.
+While it is open nobody waits: a request loses at most one limit to a Redis that is gone, and those after it nothing. Opening at
+the first failure is affordable because the first look at Redis follows within a quarter of a second.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 5.0
 """Between two looks at a Redis that is away; doubled from the first to the longest."""
 STABLE_SECONDS = 30.0
-"""A Redis that fails again sooner than this is looked at where the doubling had stopped: one of several nodes may be down, or a command
-forbidden, which a look does not show."""
+"""A Redis that fails again sooner than this is looked at where the doubling had stopped: one of several nodes may be down, or a
+command forbidden, which a look does not show."""
 PROBE_SECONDS = 2.0
 """For the first answer on a new connection. A second must come within a request's limit."""
 LATE_FACTOR = 1.5

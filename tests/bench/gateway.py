@@ -2,8 +2,8 @@
 
 A fake engine answers from a process of its own, and Redis is one too, so what is measured is the gateway alone: HTTP, JSON, keys,
 limits, cache, hop. Prompts are token ids, so that nothing is tokenised; what tokenising the same prompts as text costs is a line of
-its own. CPU time is comparable on a machine that others use as well, up to caches and clock. Each figure is the median of rounds, with
-all variants of a round one after the other. The last line is JSON.
+its own. CPU time is comparable on a machine that others use as well, up to caches and clock. Each figure is the median of rounds,
+with all variants of a round one after the other. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from gateway.app import create_app
+from gateway.redis.link import Link
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop
 
@@ -62,6 +64,15 @@ def engine() -> FakeEngine:
 def client(start: Start, engine: FakeEngine) -> httpx.Client:
     """A client of a gateway before ``engine``."""
     return start(engine)
+
+
+async def closed(link: Link) -> Link:
+    """``link``, once it has found its Redis."""
+    link.start()
+    async with asyncio.timeout(10):
+        while link.is_open:
+            await asyncio.sleep(0.01)
+    return link
 
 
 def metric(client: httpx.Client, name: str) -> float:

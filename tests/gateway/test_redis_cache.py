@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from gateway.redis.link import Link
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import Start, metric, wait_for
+from tests.gateway.conftest import Start, closed, metric, wait_for
 from tests.redis import Certificates, RedisServer, cluster
 
 pytestmark = pytest.mark.redis
@@ -137,9 +136,7 @@ async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: Red
     link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
     cache = RedisCache(link, telemetry, prefix="full", ttl_seconds=60)
     await cache.put_many({b"early": (1.0,)})  # nobody has seen Redis yet
-    link.start()
-    while link.is_open:
-        await asyncio.sleep(0.01)
+    await closed(link)
     await cache.put_many({place.to_bytes(16, "big"): (float(place),) for place in range(QUEUE_ENTRIES + 5)})
     assert b'yardstick_cache_writes_total{result="dropped"} 6.0' in telemetry.exposition()
     await cache.stop()

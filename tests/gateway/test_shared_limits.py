@@ -18,7 +18,7 @@ from gateway.redis.link import Link
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import Start, metric, wait_for
+from tests.gateway.conftest import Start, closed, metric, wait_for
 from tests.gateway.test_key_limits import ask, entry, write
 from tests.redis import RedisServer, cluster
 
@@ -37,9 +37,7 @@ async def limiter(url: str, *, lease_seconds: float = 60, renews: bool = True) -
     telemetry = Telemetry()
     link = Link(open_client(Settings(engines=("http://x",), redis_url=url)), telemetry, seconds=1)
     shared = SharedLimiter(link, telemetry, prefix="test", lease_seconds=lease_seconds)
-    link.start()
-    while link.is_open:
-        await asyncio.sleep(0.01)
+    await closed(link)
     if renews:
         shared.start()
     yield shared

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 from litestar.enums import ScopeType
@@ -121,6 +121,10 @@ class RequireKey(ASGIMiddleware):
 
     def __init__(self, ring: KeyRing) -> None:
         self._ring = ring
+
+    def __deepcopy__(self, _: object) -> Self:
+        """The framework copies routers with all that is in them, but there is one ring."""
+        return self
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Pass on a request whose key is good. Raises :class:`Unauthorized`."""

@@ -230,9 +230,13 @@ class Load:
                 thread.join()
 
 
+LIMIT = 0.2
+"""Seconds that lookups may take where the time lost is measured: more than the default, so that a busy machine is not taken for Redis."""
+
+
 def slow_lookups(client: httpx.Client) -> float:
-    """Those that took longer than half their limit."""
-    bucket = 'yardstick_cache_lookup_seconds_bucket{le="0.025"}'
+    """Those that took at least half of :data:`LIMIT`."""
+    bucket = 'yardstick_cache_lookup_seconds_bucket{le="0.1"}'
     return metric(client, "yardstick_cache_lookup_seconds_count") - metric(client, bucket)
 
 
@@ -240,7 +244,7 @@ def slow_lookups(client: httpx.Client) -> float:
 def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, how: str) -> None:
     workers = 4
     with RedisServer.start() as server:
-        client = connected(start(FakeEngine(), redis_url=server.url))
+        client = connected(start(FakeEngine(), redis_url=server.url, redis_seconds=LIMIT))
         load = Load(client)
         with load.running(workers):
             wait_for(lambda: len(load.answers) > 50)
@@ -250,7 +254,7 @@ def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, 
             told = len(load.answers)
             time.sleep(1.0)
             lost = slow_lookups(client) - before
-            assert len(load.answers) - told > 50, "traffic goes on"
+            assert len(load.answers) - told > 10, "traffic goes on"
             assert lost <= workers + 2, "those under way when it went, and with a busy machine another or two; not every one"
             if how == "stalled":
                 server.resume()
@@ -263,7 +267,7 @@ def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, 
 
 
 def test_a_redis_that_never_was_costs_nothing(start: Start) -> None:
-    client = start(FakeEngine(), redis_url="redis://127.0.0.1:9")
+    client = start(FakeEngine(), redis_url="redis://127.0.0.1:9", redis_seconds=LIMIT)
     for item in range(20):
         score(client, [[1 + item]])
     assert slow_lookups(client) == 0

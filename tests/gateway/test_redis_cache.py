@@ -231,7 +231,8 @@ class Load:
 
 
 LIMIT = 0.2
-"""Seconds that lookups may take where the time lost is measured: more than the default, so that a busy machine is not taken for Redis."""
+"""Seconds that lookups may take where the time lost is measured: more than the default, so that a busy machine is not taken for
+Redis."""
 
 
 def slow_lookups(client: httpx.Client) -> float:

@@ -30,8 +30,13 @@ setup: $(READY) ## Make .venv with everything in it
 serve: $(READY) ## Serve the demo model, or MODEL=directory-or-hub-id, at HOST= PORT= DTYPE=, with any other FLAGS=
 	@$(BIN)/yardstick serve $(SERVE)
 
+# Tests marked redis start a real one. Where none can be started the quick tests do without and say so; make test-all fails there.
+HAS_REDIS := $(shell command -v redis-server || { docker info >/dev/null 2>&1 && echo docker; })
+WITHOUT := $(if $(HAS_REDIS),, and not redis)
+
 test: $(READY) ## Run the quick tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu$(WITHOUT)"
+	$(if $(HAS_REDIS),,@echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
 
 test-all: $(READY) ## Run all tests that need no GPU
 	$(BIN)/python -m pytest -q -m "not gpu"

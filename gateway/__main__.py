@@ -13,6 +13,7 @@ from contextlib import suppress
 import uvicorn
 
 from gateway.app import create_app
+from gateway.http import Protocol
 from gateway.settings import Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", help="TCP port to listen on (8000); 0 takes a free one")
     parser.add_argument("--api-keys-file", metavar="FILE", help="JSON file of the API keys' hashes")
+    parser.add_argument("--redis-url", metavar="URL", help="Redis for results and limits, such as redis://127.0.0.1:6379/0")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every call of the Kubernetes API
     try:
@@ -49,7 +51,8 @@ def serve(settings: Settings) -> int:
     config = uvicorn.Config(
         create_app(settings),
         loop="uvloop",
-        http="httptools",
+        http=Protocol,
+        proxy_headers=False,  # nobody asks where a client is
         lifespan="on",
         access_log=False,
         log_config=None,

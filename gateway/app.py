@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,12 +13,16 @@ import httpx
 from litestar import Litestar, Request, Response, Router
 from litestar.exceptions import HTTPException, ValidationException
 
-from gateway.auth import KeyRing
+from gateway.auth import KeyRing, RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
+from gateway.cache.metered import MeteredCache
 from gateway.errors import ClientGone, GatewayError, from_status
 from gateway.exchange import Exchange, exchange
-from gateway.limits import Admission
+from gateway.limits.admission import Admission
+from gateway.limits.base import Limiter
+from gateway.limits.local import LocalLimiter
+from gateway.limits.quotas import Quotas
 from gateway.openapi import DocumentedStructs, asset_route, openapi_config
 from gateway.pool.client import EngineClient, EngineToken, open_transport
 from gateway.pool.discovery.create import discover
@@ -25,6 +30,7 @@ from gateway.pool.dispatch import Dispatcher
 from gateway.pool.health import Health
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica
+from gateway.redis.share import Share
 from gateway.routes.chat import chat_route
 from gateway.routes.completions import completion_route
 from gateway.routes.generating import Generator
@@ -54,29 +60,39 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Lites
         lost_seconds=settings.lost_seconds,
     )
     dispatcher = Dispatcher(telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting)
-    cache = cache or MemoryCache(settings.cache_entries, settings.cache_bytes)
-    scorer = Scorer(cache, dispatcher, telemetry, split_tokens=settings.split_tokens)
-    generator = Generator(dispatcher, telemetry)
+    share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
+    kept = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
+    scorer = Scorer(MeteredCache(kept, telemetry), dispatcher, telemetry, split_tokens=settings.split_tokens)
+    limiter: Limiter = share.limiter if share else LocalLimiter()
+    quotas = Quotas(limiter, telemetry)
+    generator = Generator(dispatcher, quotas, telemetry)
+    keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
         pool.start()
+        following = asyncio.create_task(keys.follow(telemetry)) if keys else None
+        if share:
+            share.start()
         try:
             yield
         finally:
+            if following:
+                following.cancel()
             await pool.stop()
+            if share:
+                await share.stop()
             await transport.aclose()
 
     v1 = Router(
         path="",
         route_handlers=[
-            score_route(pool, scorer, telemetry),
+            score_route(pool, scorer, quotas, telemetry),
             completion_route(pool, generator),
             chat_route(pool, generator),
             *model_routes(pool),
         ],
-        guards=[KeyRing.from_file(settings.api_keys_file).guard] if settings.api_keys_file else [],
-        middleware=[Admission(settings.max_in_flight)],
+        middleware=[*([RequireKey(keys)] if keys else []), Admission(settings.max_in_flight)],
     )
     return Gateway(
         telemetry,

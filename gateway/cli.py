@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,8 @@ keys = typer.Typer(help="Manage the API keys of a gateway.", no_args_is_help=Tru
 app.add_typer(keys, name="keys")
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+_MOMENTS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"]
 
 
 class Dtype(StrEnum):
@@ -132,11 +135,29 @@ def score(
 def new_key(
     name: Annotated[str, typer.Argument(help="Who will use the key.")],
     file: Annotated[Path, typer.Option(help="File of keys, made where there is none.")],
+    model: Annotated[list[str] | None, typer.Option(help="A model that it may use; repeat for more; without it, all.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, max=10**12, help="Requests a minute.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, max=10**12, help="Tokens of prompts and answers a minute.")
+    ] = None,
+    items_per_minute: Annotated[int | None, typer.Option(min=1, max=10**12, help="Scored items a minute.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, max=10**12, help="Requests at a time.")] = None,
+    expires: Annotated[datetime | None, typer.Option(formats=_MOMENTS, help="When it ends to be good, in UTC.")] = None,
 ) -> None:
-    """Make an API key: it is printed once, and the file keeps its hash only."""
+    """Make an API key: it is printed once, and the file keeps its hash only. A gateway that serves with the file takes it at
+    once."""
     from gateway.commands.keys import new
 
-    new(name, file)
+    new(
+        name,
+        file,
+        models=model or None,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        items_per_minute=items_per_minute,
+        concurrency=concurrency,
+        expires=expires and expires.replace(tzinfo=UTC),
+    )
 
 
 if __name__ == "__main__":

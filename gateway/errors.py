@@ -6,11 +6,13 @@
     ├── InvalidRequest          400  what the client sent cannot be answered; ``param`` says where
     │   └── ContextExceeded     400  a prompt is longer than the model's context
     ├── Unauthorized            401  an API key is missing or unknown
+    │   └── KeyExpired          401  an API key was good until now
     ├── NotFound                404  no such path
     │   └── ModelNotFound       404  no engine serves this model
     ├── MethodNotAllowed        405
     ├── BodyTooLarge            413
     ├── Overloaded              429  gateway or engine is full; comes with Retry-After
+    ├── RateLimited             429  a key has used up one of its limits; comes with Retry-After where waiting helps
     ├── ClientGone              499  nobody reads the answer
     ├── InternalError           500  a fault of ours or of the engine's
     ├── EngineLost              502  the engine went away, or spoke nonsense, in the middle of a request
@@ -76,8 +78,11 @@ class GatewayError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds, where waiting may help."""
-        return {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
+        """``Retry-After`` in whole seconds where waiting may help, and OpenAI's in milliseconds, which its SDK prefers."""
+        if self.retry_after is None:
+            return {}
+        milliseconds = max(1, math.ceil(self.retry_after * 1000))
+        return {"retry-after": str(max(1, math.ceil(self.retry_after))), "retry-after-ms": str(milliseconds)}
 
 
 class InvalidRequest(GatewayError):
@@ -97,6 +102,10 @@ class Unauthorized(GatewayError):
     @property
     def headers(self) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
+
+
+class KeyExpired(Unauthorized):
+    code = "api_key_expired"
 
 
 class NotFound(GatewayError):
@@ -125,6 +134,18 @@ class Overloaded(GatewayError):
     status = 429
     type = "rate_limit_error"
     code = "overloaded"
+
+
+class RateLimited(GatewayError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Where no wait helps, OpenAI's SDK is told so in its own way."""
+        assert self.retry_after is not None
+        return {"x-should-retry": "false"} if math.isinf(self.retry_after) else super().headers
 
 
 class ClientGone(GatewayError):

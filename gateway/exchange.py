@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
-import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.telemetry import Telemetry
 
+if TYPE_CHECKING:
+    from gateway.auth import ApiKey
+
 _KEY = "yardstick.exchange"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _SANE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MAX_NAMES = 32
+
+
+def new_id() -> str:
+    """128 random bits. They name things and guard nothing, so the operating system need not be asked for them."""
+    return f"{random.getrandbits(128):032x}"
 
 
 @dataclass(slots=True)
@@ -29,11 +39,20 @@ class Exchange:
     status: int = 499
     """Until the answer begins, it is that of a client that left."""
     first_byte: float | None = None
+    key: ApiKey | None = None
+    """Whose request it is, where keys are asked for."""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the answer is sent or given up."""
 
     @staticmethod
     def of(connection: ASGIConnection) -> Exchange:  # type: ignore[type-arg]
         """The exchange that ``connection`` belongs to."""
-        exchange: Exchange = connection.scope[_KEY]  # type: ignore[literal-required]
+        return Exchange.in_scope(connection.scope)
+
+    @staticmethod
+    def in_scope(scope: Scope) -> Exchange:
+        """The exchange that ``scope`` belongs to."""
+        exchange: Exchange = scope[_KEY]  # type: ignore[literal-required]
         return exchange
 
     def name_ignored(self, fields: list[str]) -> None:
@@ -46,7 +65,7 @@ class Exchange:
 async def exchange(app: ASGIApp, telemetry: Telemetry, scope: Scope, receive: Receive, send: Send) -> None:
     """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer and count it."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    state = Exchange(given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode())
+    state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode())
     scope[_KEY] = state  # type: ignore[literal-required]
 
     async def send_marked(message: Message) -> None:
@@ -61,6 +80,8 @@ async def exchange(app: ASGIApp, telemetry: Telemetry, scope: Scope, receive: Re
         await app(scope, receive, send_marked)
     finally:
         telemetry.in_flight.dec()
+        for call in state.at_end:
+            call()
         now = time.perf_counter()
         route = scope.get("path_template", "none")
         telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)

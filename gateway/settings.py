@@ -6,12 +6,14 @@ import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
 from gateway.pool.discovery.address import parse_address
 
 PREFIX = "YARDSTICK_"
+REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -45,6 +47,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Results that the in-memory cache holds at most; 0 switches it off."""
     cache_bytes: Count = 64 << 20
     """Memory that the cached results take at most, in bytes."""
+    redis_url: str | None = None
+    """Redis for results and limits, shared by all gateways: ``redis://``, ``rediss://`` (TLS), ``redis+cluster://`` or
+    ``rediss+cluster://``, then ``[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]``. None: both are kept in memory."""
+    redis_password_file: Path | None = None
+    """File with the password, read at every connection; wins over the URL's."""
+    redis_ca_file: Path | None = None
+    """PEM file of the authorities that sign Redis's certificate; None: the system's."""
+    redis_prefix: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.:-]{1,64}$")] = "yardstick"
+    """What every name in Redis begins with. Gateways that share limits have the same one."""
+    redis_seconds: Seconds = 0.05
+    """Longest wait of a request for Redis, after which it goes on without."""
+    cache_ttl_seconds: Seconds = 86_400.0
+    """How long Redis keeps a result, give or take a tenth."""
     probe_seconds: Seconds = 1.0
     """Time between two looks at an engine's readiness."""
     connect_seconds: Seconds = 2.0
@@ -75,6 +90,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise SettingsError(_remedy("engines", "no engine is named", "give at least one URL, such as http://127.0.0.1:8100"))
         for entry in self.engines:
             _check_entry(entry)
+        if self.redis_url is not None:
+            _check_redis_url(self.redis_url)
+        for name, file in (("redis_password_file", self.redis_password_file), ("redis_ca_file", self.redis_ca_file)):
+            if file is not None and not file.is_file():
+                raise SettingsError(_remedy(name, f"there is no file {str(file)!r}", "name one that can be read"))
         if self.api_keys_file is None and not is_loopback(self.host):
             problem = f"{self.host} can be reached from other machines and no API keys are set"
             raise SettingsError(_remedy("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1"))
@@ -125,9 +145,30 @@ def _check_entry(entry: str) -> None:
         raise SettingsError(_remedy("engines", f"{entry!r} is not a URL of an engine", str(error))) from None
 
 
+def _check_redis_url(url: str) -> None:
+    """The message does not repeat the URL, which may hold a password."""
+    likeness = "write it like redis://HOST:6379/0, rediss://USER@HOST or redis+cluster://HOST"
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in REDIS_SCHEMES and parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:  # the port
+        known = False
+    if not known:
+        raise SettingsError(_remedy("redis_url", "it is not a URL of Redis", likeness))
+    database = parts.path.strip("/")
+    if database and (parts.scheme.endswith("+cluster") or not database.isascii() or not database.isdigit()):
+        raise SettingsError(_remedy("redis_url", f"{database!r} is not a database here", f"{likeness}; clusters have only one"))
+
+
 def _remedy(name: str, problem: str, remedy: str) -> str:
     flag = _FLAGS.get(name)
     return f"{PREFIX}{name.upper()}{f' ({flag})' if flag else ''}: {problem}; {remedy}"
 
 
-_FLAGS = {"engines": "--engine", "host": "--host", "port": "--port", "api_keys_file": "--api-keys-file"}
+_FLAGS = {
+    "engines": "--engine",
+    "host": "--host",
+    "port": "--port",
+    "api_keys_file": "--api-keys-file",
+    "redis_url": "--redis-url",
+}

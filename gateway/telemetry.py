@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,6 +14,8 @@ from prometheus_client.registry import Collector
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Upper bounds of the histograms' buckets."""
+LOOKUP_SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
+"""The same for the cache's lookups, which end at 0.05 unless configured otherwise."""
 
 
 SUB_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -48,17 +51,30 @@ class Telemetry:
         self._tokens = self._counter("tokens", "Tokens of answers.", "model", "kind")
         self._items = self._counter("items", "Items scored, by the source of the result.", "model", "source")
         self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "code")
+        self._lookups = self._counter("cache_lookups", "Results looked up in the cache.", "result")
+        self._hits, self._misses = self._lookups.labels("hit"), self._lookups.labels("miss")
+        self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS, labels=())
+        self._cache_writes = self._counter("cache_writes", "Results for Redis, and what became of them.", "result")
+        self._redis_up = Gauge("yardstick_redis_available", "Whether Redis is asked: 0 while it is away.", registry=self._registry)
+        self._redis_errors = self._counter("redis_errors", "Calls of Redis that failed, by kind: timeout or error.", "kind")
+        self._limited = self._counter("limited", "Requests refused because a key's limit was reached.", "key", "limit")
+        self._settlements_lost = self._counter("settlements_lost", "Ended requests whose place and tokens Redis was not told of.")
+        self._key_reloads = self._counter("key_reloads", "Changes of the file of keys, by result: loaded or broken.", "result")
+
+        self._children()
 
     def answered(self, route: str, status: int, first_seconds: float, seconds: float) -> None:
         """A request to ``route`` (a template, not a path) is over."""
-        self._requests.labels(route, status).inc()
-        self._first_seconds.labels(route).observe(first_seconds)
-        self._seconds.labels(route).observe(seconds)
+        requests, first, whole = self._answered(route, status)
+        requests.inc()
+        first.observe(first_seconds)
+        whole.observe(seconds)
 
     def scored(self, model: str, items: int, hits: int, prompt_tokens: int, cached_tokens: int) -> None:
         """A score request was answered."""
-        self._items.labels(model, "cache").inc(hits)
-        self._items.labels(model, "engine").inc(items - hits)
+        from_cache, from_engine = self._scored(model)
+        from_cache.inc(hits)
+        from_engine.inc(items - hits)
         self._count(model, prompt_tokens, cached_tokens)
 
     def generated(self, model: str, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
@@ -82,19 +98,64 @@ class Telemetry:
         """Tell of the replicas that ``read`` gives whenever the metrics are read; of one that is gone nothing stays."""
         self._registry.register(_Replicas(read))
 
+    def looked_up(self, hits: int, misses: int, seconds: float) -> None:
+        """A request looked its results up."""
+        self._hits.inc(hits)
+        self._misses.inc(misses)
+        self._lookup_seconds.observe(seconds)
+
+    def cache_written(self, result: str, count: int) -> None:
+        """Results were ``stored`` in Redis, or ``dropped`` because there was no room or no Redis."""
+        self._cache_writes.labels(result).inc(count)
+
+    def redis_available(self, available: bool) -> None:
+        """The breaker closed, or opened."""
+        self._redis_up.set(available)
+
+    def redis_failed(self, kind: str) -> None:
+        """A call of Redis failed."""
+        self._redis_errors.labels(kind).inc()
+
+    def limited(self, key: str, limit: str) -> None:
+        """A request was refused because of a limit of the key with this name."""
+        self._limited.labels(key, limit).inc()
+
+    def settlements_lost(self, count: int) -> None:
+        """Redis was not told of the end of requests."""
+        self._settlements_lost.inc(count)
+
+    def keys_reloaded(self, result: str) -> None:
+        """The file of keys changed, and was ``loaded`` or ``broken``."""
+        self._key_reloads.labels(result).inc()
+
     def exposition(self) -> bytes:
         """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def _count(self, model: str, prompt_tokens: int, cached_tokens: int) -> None:
-        self._tokens.labels(model, "prompt").inc(prompt_tokens)
-        self._tokens.labels(model, "prompt_cached").inc(cached_tokens)
+        prompt, cached = self._prompts(model)
+        prompt.inc(prompt_tokens)
+        cached.inc(cached_tokens)
+
+    def _children(self) -> None:
+        """Looked up once each: finding a labelled metric costs more than counting with it."""
+        self._answered = cache(
+            lambda route, status: (
+                self._requests.labels(route, status),
+                self._first_seconds.labels(route),
+                self._seconds.labels(route),
+            )
+        )
+        self._scored = cache(lambda model: (self._items.labels(model, "cache"), self._items.labels(model, "engine")))
+        self._prompts = cache(lambda model: (self._tokens.labels(model, "prompt"), self._tokens.labels(model, "prompt_cached")))
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"yardstick_{name}", help, labels, registry=self._registry)
 
-    def _histogram(self, name: str, help: str) -> Histogram:
-        return Histogram(f"yardstick_{name}", help, ["route"], buckets=SECONDS, registry=self._registry)
+    def _histogram(
+        self, name: str, help: str, buckets: tuple[float, ...] = SECONDS, labels: tuple[str, ...] = ("route",)
+    ) -> Histogram:
+        return Histogram(f"yardstick_{name}", help, labels, buckets=buckets, registry=self._registry)
 
 
 class _Replicas(Collector):

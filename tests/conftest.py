@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kernels
+import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

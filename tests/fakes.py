@@ -318,8 +318,8 @@ def _prompt_logprobs(engine: FakeEngine, request: wire.Generate) -> wire.Logprob
 class Running:
     """``app`` served on a port of this machine, in a thread, until :func:`stop`. Its errors do not reach the test."""
 
-    def __init__(self, app: Callable[..., Any], port: int = 0) -> None:
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    def __init__(self, app: Callable[..., Any], port: int = 0, *, http: Any = "auto") -> None:
+        self._server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="critical", timeout_graceful_shutdown=1))
         listener = socket.create_server(("127.0.0.1", port), backlog=1024)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -27,10 +28,10 @@ def free_port() -> int:
 class Program:
     """A process that serves HTTP, and a client of it."""
 
-    def __init__(self, module: str, *arguments: str, port: int | None = None) -> None:
+    def __init__(self, module: str, *arguments: str, port: int | None = None, **environment: str) -> None:
         self.port = port or free_port()
         command = [sys.executable, "-m", module, "--port", str(self.port), *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=60)
 

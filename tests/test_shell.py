@@ -68,6 +68,15 @@ def test_a_second_start_installs_nothing(tmp_path: Path) -> None:
     assert "pip install" in make("-n", "serve", directory=tmp_path).stdout, "new pins are installed"
 
 
+def test_without_redis_the_quick_tests_say_what_they_leave_out() -> None:
+    with_redis, without = (make("-n", "test", f"HAS_REDIS={found}").stdout for found in ("redis-server", ""))
+    assert "not redis" not in with_redis
+    assert "Left out" not in with_redis
+    assert "and not redis" in without
+    assert "Left out: the tests that need a real Redis" in without
+    assert "not redis" not in make("-n", "test-all", "HAS_REDIS=").stdout
+
+
 def pins(lines: list[str]) -> dict[str, str]:
     found = (re.match(r"([\w.-]+)==([\w.]+)", line) for line in lines)
     return {re.sub(r"[-_.]+", "-", match[1]).lower(): match[2] for match in found if match}

@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,13 +17,16 @@ from gateway.commands.errors import CommandError
 _RANDOM_BYTES = 32
 
 
-def new(name: str, file: Path) -> None:
-    """Add a key to ``file`` and print it to standard output, once. Raises :class:`CommandError`."""
+def new(name: str, file: Path, **limits: Any) -> None:
+    """Add a key to ``file`` and print it to standard output, once. ``limits`` are attributes of :class:`ApiKey`.
+
+    Raises :class:`CommandError`.
+    """
     known = _read(file)
     if any(key.name == name for key in known):
         raise CommandError(f"{file} has a key named {name} already; choose another name, or remove that entry first")
     key = f"ys-{secrets.token_urlsafe(_RANDOM_BYTES)}"
-    _write(file, KeyFile([*known, ApiKey(name, hashlib.sha256(key.encode()).hexdigest())]))
+    _write(file, KeyFile([*known, ApiKey(name, hashlib.sha256(key.encode()).hexdigest(), **limits)]))
     print(key)
     print(f"This is the only time the key is shown; {file} keeps its hash. Serve with --api-keys-file {file}", file=sys.stderr)
 

@@ -21,12 +21,22 @@ class Generation:
     """One prompt on its way: the request for the engine, its ``n`` sequences, its counts."""
 
     def __init__(
-        self, model: ServedModel, request: wire.Generate, options: TextOptions, *, first_index: int = 0, echo: str | None = None
+        self,
+        model: ServedModel,
+        request: wire.Generate,
+        options: TextOptions,
+        *,
+        first_index: int = 0,
+        echo: str | None = None,
+        most_expected: int,
     ) -> None:
-        """``first_index``: the number of its first choice in the answer. ``echo``: the prompt's text, to be told first."""
+        """``first_index``: the number of its first choice in the answer. ``echo``: the prompt's text, to be told first.
+        ``most_expected``: tokens that a sequence is expected to have at most."""
         self.model = model
         self.request = request
         self.cached_tokens = 0
+        self.expected_tokens = len(request.prompt) + request.sampling.n * min(request.sampling.max_tokens, most_expected)
+        """Of prompt and sequences, before it runs."""
         self._logprobs = options.logprobs
         self._echo = echo
         prompt = request.prompt

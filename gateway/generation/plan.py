@@ -13,6 +13,10 @@ from gateway.generation.sequence import TextOptions
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 
+UNSTATED_TOKENS = 1024
+"""What an answer whose length the client leaves open is expected to have at most, where a key's tokens are counted beforehand:
+the whole context would let no such request through."""
+
 
 def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> None:
     """Raise :class:`InvalidRequest` for what this model cannot do."""
@@ -71,4 +75,5 @@ def plan(
         skip_special_tokens=fields.skip_special_tokens is not False,
         keeps_stop=bool(fields.include_stop_str_in_output),
     )
-    return Generation(model, request, options, first_index=first_index, echo=echo)
+    most_expected = UNSTATED_TOKENS if max_tokens is None else limit
+    return Generation(model, request, options, first_index=first_index, echo=echo, most_expected=most_expected)

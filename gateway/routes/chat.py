@@ -16,6 +16,7 @@ from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
+from gateway.routes.access import requested_model
 from gateway.routes.body import post_json
 from gateway.routes.generating import Answer, Generator
 from gateway.schemas.chat import (
@@ -43,7 +44,7 @@ def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
 
         With `stream` the answer is a stream of server-sent events, each with the `delta` of an answer, and `[DONE]` at the end.
         """
-        model = pool.model(data.model)
+        model = requested_model(request, pool, data.model)
         logprobs = (data.top_logprobs or 0) if data.logprobs else None
         _check(model, data, logprobs)
         prompt = await asyncio.to_thread(_prompt, model, data)

@@ -15,6 +15,7 @@ from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece, Token
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
+from gateway.routes.access import requested_model
 from gateway.routes.body import post_json
 from gateway.routes.generating import Answer, Generator
 from gateway.routes.tokens import check_ids, tokenised
@@ -34,7 +35,7 @@ def completion_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
 
         With `stream` the answer is a stream of server-sent events, each a completion with what is new, and `[DONE]` at the end.
         """
-        model = pool.model(data.model)
+        model = requested_model(request, pool, data.model)
         _check(model, data)
         generations = [
             plan(

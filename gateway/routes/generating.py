@@ -13,6 +13,8 @@ from litestar import Request, Response
 
 from gateway.generation.generation import Generation, run_all
 from gateway.generation.sequence import Piece
+from gateway.limits.base import Lease
+from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.streams import DONE, EventStream, sse, while_connected
@@ -44,21 +46,26 @@ class Generator:
     """Runs generations against engines."""
 
     dispatcher: Dispatcher
+    quotas: Quotas
     telemetry: Telemetry
 
     async def respond(
         self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, *, stream: bool, includes_usage: bool
     ) -> Response[Any]:
         """Raises :class:`GatewayError` for what goes wrong before the first event."""
+        lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if stream:
-            return await EventStream.primed(self._events(generations, answer, includes_usage=includes_usage), request.receive)
-        async with while_connected(request.receive), aclosing(self._run(generations)) as batches:
+            events = self._events(generations, answer, lease, includes_usage=includes_usage)
+            return await EventStream.primed(events, request.receive)
+        async with while_connected(request.receive), aclosing(self._run(generations, lease)) as batches:
             choices = joined([piece async for batch in batches for piece in batch])
         return Response(answer.whole(sorted(choices, key=lambda piece: piece.index), usage_of(generations)))
 
-    async def _events(self, generations: list[Generation], answer: Answer, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, generations: list[Generation], answer: Answer, lease: Lease | None, *, includes_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
         opened = False
-        async with aclosing(self._run(generations)) as batches:
+        async with aclosing(self._run(generations, lease)) as batches:
             async for batch in batches:
                 chunks = [answer.chunk(piece) for piece in joined(batch)]
                 if not opened:
@@ -71,13 +78,15 @@ class Generator:
             yield sse(answer.closing(usage_of(generations)))
         yield DONE
 
-    async def _run(self, generations: list[Generation]) -> AsyncGenerator[list[Piece], None]:
+    async def _run(self, generations: list[Generation], lease: Lease | None) -> AsyncGenerator[list[Piece], None]:
         """All pieces; however it ends, the tokens are counted."""
         try:
             async with aclosing(run_all(generations, self.dispatcher)) as batches:
                 async for batch in batches:
                     yield batch
         finally:
+            if lease is not None:
+                lease.used_tokens = usage_of(generations).total_tokens
             for generation in generations:
                 self.telemetry.generated(
                     generation.model.name, len(generation.request.prompt), generation.cached_tokens, generation.completion_tokens

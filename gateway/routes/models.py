@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from litestar import get
+from typing import Any
+
+from litestar import Request, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
@@ -10,6 +12,7 @@ from gateway.errors import ModelNotFound
 from gateway.openapi import ERRORS
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
+from gateway.routes.access import visible_models
 from gateway.schemas.models import Model, ModelList
 
 
@@ -17,17 +20,18 @@ def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
     """The endpoints."""
 
     @get("/v1/models", responses=ERRORS, tags=["models"])
-    async def list_models() -> ModelList:
-        """List the models that are served here."""
-        return ModelList(data=[_described(model) for model in pool.models])
+    async def list_models(request: Request[Any, Any, Any]) -> ModelList:
+        """List the models that are served here and that the key may use."""
+        return ModelList(data=[_described(model) for model in visible_models(request, pool)])
 
     @get("/v1/models/{model:path}", responses=ERRORS, tags=["models"])
-    async def show_model(model: FromPath[str]) -> Model:
+    async def show_model(request: Request[Any, Any, Any], model: FromPath[str]) -> Model:
         """Describe one model."""
         name = model.removeprefix("/")
-        if name not in {served.name for served in pool.models}:
+        found = next((served for served in visible_models(request, pool) if served.name == name), None)
+        if found is None:
             raise ModelNotFound(f"The model {name!r} does not exist; GET /v1/models lists what is served.", param="model")
-        return _described(pool.model(name))
+        return _described(found)
 
     return [list_models, show_model]
 

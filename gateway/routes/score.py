@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,11 @@ from litestar.params import JSONBody
 from gateway.cache.base import Logprobs
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
+from gateway.exchange import new_id
+from gateway.limits.quotas import Quotas
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
+from gateway.routes.access import requested_model
 from gateway.routes.body import post_json
 from gateway.routes.tokens import check_ids, tokenised
 from gateway.schemas.score import ScoreRequest, ScoreResponse
@@ -27,7 +29,7 @@ from gateway.telemetry import Telemetry
 from gateway.text.prompts import EmptyPromptError, join_ids, tokenise_pairs
 
 
-def score_route(pool: Pool, scorer: Scorer, telemetry: Telemetry) -> HTTPRouteHandler:
+def score_route(pool: Pool, scorer: Scorer, quotas: Quotas, telemetry: Telemetry) -> HTTPRouteHandler:
     """The endpoint."""
 
     @post_json("/v1/score", ScoreRequest, "scoring")
@@ -39,17 +41,19 @@ def score_route(pool: Pool, scorer: Scorer, telemetry: Telemetry) -> HTTPRouteHa
         other items. `Cache-Control: no-cache` computes everything anew, `no-store` keeps nothing either; the header
         `x-yardstick-cache` of the answer says how many of the results were at hand.
         """
-        model = pool.model(data.model)
+        model = requested_model(request, pool, data.model)
         labels = _labels(model, data)
         async with while_connected(request.receive):
             prefix, branches = await _tokenise(model, data)
             prompts = Prompts(prefix, branches, labels, data.priority or 0)
             _check_lengths(model, prompts)
+            tokens, items = sum(prompts.lengths), len(branches)
+            await quotas.charge(request, tokens=tokens, items=items)
             scores = await scorer.score(model, prompts, CachePolicy.from_header(request.headers.get("cache-control")))
-        tokens, hits, items = sum(prompts.lengths), scores.hits, len(branches)
+        hits = scores.hits
         telemetry.scored(model.name, items, hits, tokens, scores.cached_tokens)
         answer = ScoreResponse(
-            id=f"score-{uuid.uuid4().hex}",
+            id=f"score-{new_id()}",
             created=int(time.time()),
             model=model.name,
             scores=[_softmax(row) if data.apply_softmax else [math.exp(value) for value in row] for row in scores.logprobs],

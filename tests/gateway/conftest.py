@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,8 @@ import httpx
 import pytest
 
 from gateway.app import create_app
+from gateway.http import Protocol
+from gateway.redis.link import Link
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop
 
@@ -24,15 +27,15 @@ def gateways() -> Iterator[Start]:
     with ExitStack() as stack:
         stack.callback(stop, servers)
 
-        def serve(app: Callable[..., Any]) -> str:
-            servers.append(Running(app))
+        def serve(app: Callable[..., Any], http: Any = "auto") -> str:
+            servers.append(Running(app, http=http))
             return servers[-1].url
 
         def start_gateway(*engines: FakeEngine, wait: bool = True, **settings: Any) -> httpx.Client:
             for engine in engines:
                 engine.url = serve(engine)
             options = {"engines": tuple(engine.url for engine in engines), "probe_seconds": 0.05, "wait_seconds": 0.1} | settings
-            client = stack.enter_context(httpx.Client(base_url=serve(create_app(Settings(**options))), timeout=20))
+            client = stack.enter_context(httpx.Client(base_url=serve(create_app(Settings(**options)), Protocol), timeout=20))
             if wait:
                 wait_for(lambda: metric(client, "yardstick_engines_ready") == len(engines))
             return client
@@ -62,6 +65,15 @@ def engine() -> FakeEngine:
 def client(start: Start, engine: FakeEngine) -> httpx.Client:
     """A client of a gateway before ``engine``."""
     return start(engine)
+
+
+async def closed(link: Link) -> Link:
+    """``link``, once it has found its Redis."""
+    link.start()
+    async with asyncio.timeout(10):
+        while link.is_open:  # noqa: ASYNC110 - the link has no event for it, as nobody else waits
+            await asyncio.sleep(0.01)
+    return link
 
 
 def metric(client: httpx.Client, name: str) -> float:

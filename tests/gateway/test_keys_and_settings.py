@@ -63,9 +63,9 @@ def test_files_that_hold_no_keys(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(content)
     with pytest.raises(SettingsError, match=r"keys\.json: not a file of API keys .*write \{"):
-        KeyRing.from_file(path)
+        KeyRing(path)
     with pytest.raises(SettingsError, match="No such file"):
-        KeyRing.from_file(tmp_path / "none.json")
+        KeyRing(tmp_path / "none.json")
 
 
 def test_settings_come_from_environment_and_flags() -> None:
@@ -84,6 +84,16 @@ def test_settings_come_from_environment_and_flags() -> None:
         ({"YARDSTICK_PROBE_SECONDS": "nan"}, {"engines": [URL]}, "YARDSTICK_PROBE_SECONDS: 'nan' does not fit"),
         ({"YARDSTICK_MAX_BODY_BYTES": "0"}, {"engines": [URL]}, ">= 1"),
         ({}, {"engines": ["127.0.0.1:8100"]}, "is not a URL of an engine"),
+        (
+            {},
+            {"engines": [URL], "redis_url": "http://a"},
+            "YARDSTICK_REDIS_URL (--redis-url): it is not a URL of Redis; write it like",
+        ),
+        ({}, {"engines": [URL], "redis_url": "redis://:secret@a:x/0"}, "it is not a URL of Redis"),
+        ({}, {"engines": [URL], "redis_url": "redis://a/b"}, "'b' is not a database"),
+        ({}, {"engines": [URL], "redis_url": "redis+cluster://a/1"}, "clusters have only one"),
+        ({}, {"engines": [URL], "redis_ca_file": "/no/such"}, "YARDSTICK_REDIS_CA_FILE: there is no file '/no/such'"),
+        ({"YARDSTICK_REDIS_PREFIX": "a b"}, {"engines": [URL]}, "YARDSTICK_REDIS_PREFIX: 'a b' does not fit"),
         ({}, {"engines": [URL], "host": "0.0.0.0"}, "no API keys are set; name a file of keys"),
         ({}, {"engines": [URL], "host": "::"}, "no API keys are set"),
         ({}, {"engines": [URL], "host": "example.org"}, "no API keys are set"),
@@ -93,6 +103,7 @@ def test_bad_settings_name_the_key_and_the_remedy(environment: dict[str, str], f
     with pytest.raises(SettingsError) as error:
         load_settings(environment, flags)
     assert words in str(error.value)
+    assert "secret" not in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -1,0 +1,29 @@
+"""Counts what a cache is asked and what it has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from gateway.cache.base import Logprobs, ResultCache
+from gateway.telemetry import Telemetry
+
+
+class MeteredCache:
+    """``cache``, with its hits, misses and the time of its lookups counted."""
+
+    def __init__(self, cache: ResultCache, telemetry: Telemetry) -> None:
+        self._cache = cache
+        self._telemetry = telemetry
+
+    async def get_many(self, keys: Sequence[bytes]) -> list[Logprobs | None]:
+        """Counted."""
+        began = time.perf_counter()
+        results = await self._cache.get_many(keys)
+        misses = results.count(None)
+        self._telemetry.looked_up(len(results) - misses, misses, time.perf_counter() - began)
+        return results
+
+    async def put_many(self, results: Mapping[bytes, Logprobs]) -> None:
+        """Passed on."""
+        await self._cache.put_many(results)

@@ -1,0 +1,1 @@
+"""What one client may take, and how much the gateway takes on at all."""

@@ -1,0 +1,69 @@
+"""Limits kept in this process: of a gateway alone, and of one whose Redis is away."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from gateway.limits.base import BUSY_SECONDS, CONCURRENCY, MINUTE, RATES, Lease, Level, Limits, Verdict, level, too_much
+
+
+class LocalLimiter:
+    """One time for each key and rate, and the number of its requests being worked on. Keys are few: they come from a file."""
+
+    def __init__(self) -> None:
+        self._whole_at: dict[tuple[str, str], float] = {}  # by owner and rate, on the monotonic clock
+        self._held: Counter[str] = Counter()
+
+    async def take(self, lease: Lease) -> Verdict:
+        """Decide here."""
+        now = time.monotonic()
+        if name := too_much(lease.limits, lease.cost):
+            return Verdict(name, float("inf"), self._levels(lease, now))
+        denied, wait = self._shortage(lease, now)
+        if denied is None and _full(lease.limits, self._held[lease.owner]):
+            denied, wait = CONCURRENCY, BUSY_SECONDS
+        if denied is None:
+            self._take(lease, now)
+        return Verdict(denied, wait, self._levels(lease, now))
+
+    def record(self, lease: Lease) -> None:
+        """Take it, whether or not there is enough: somebody else has allowed it."""
+        self._take(lease, time.monotonic())
+
+    def end(self, lease: Lease) -> None:
+        """Give its place back, and settle its tokens."""
+        self._held[lease.owner] -= 1
+        self._charge(lease, (0, lease.more_tokens, 0), time.monotonic())
+
+    def _take(self, lease: Lease, now: float) -> None:
+        self._charge(lease, lease.cost, now)
+        self._held[lease.owner] += 1
+
+    def _charge(self, lease: Lease, amounts: tuple[int, int, int], now: float) -> None:
+        for name, limit, amount in zip(RATES, lease.limits.rates, amounts, strict=True):
+            if limit is not None:
+                begin = max(now, self._whole_at.get((lease.owner, name), now))
+                self._whole_at[lease.owner, name] = begin + amount * MINUTE / limit
+
+    def _shortage(self, lease: Lease, now: float) -> tuple[str | None, float]:
+        """The rate that has the longest wait, and the wait."""
+        denied, longest = None, 0.0
+        for name, limit, amount in zip(RATES, lease.limits.rates, lease.cost, strict=True):
+            if limit is not None:
+                ahead = max(0.0, self._whole_at.get((lease.owner, name), now) - now)
+                wait = ahead + (amount - limit) * MINUTE / limit
+                if wait > max(longest, 1e-6):
+                    denied, longest = name, wait
+        return denied, longest
+
+    def _levels(self, lease: Lease, now: float) -> tuple[Level | None, Level | None, Level | None]:
+        requests, tokens, items = (
+            None if limit is None else level(limit, self._whole_at.get((lease.owner, name), now) - now)
+            for name, limit in zip(RATES, lease.limits.rates, strict=True)
+        )
+        return requests, tokens, items
+
+
+def _full(limits: Limits, held: int) -> bool:
+    return limits.concurrency is not None and held >= limits.concurrency

@@ -1,0 +1,75 @@
+"""Charges a request to its key, and tells the client where it stands."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from litestar.connection import ASGIConnection
+
+from gateway.errors import RateLimited
+from gateway.exchange import Exchange, new_id
+from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict
+from gateway.telemetry import Telemetry
+
+
+class Quotas:
+    """The limits of keys, as routes see them."""
+
+    def __init__(self, limiter: Limiter, telemetry: Telemetry) -> None:
+        self._limiter = limiter
+        self._telemetry = telemetry
+
+    async def charge(self, connection: ASGIConnection, *, tokens: int, items: int = 0) -> Lease | None:  # type: ignore[type-arg]
+        """One request with ``tokens`` of prompts and, at most, answers. What it takes is given back or settled when the exchange
+        ends; set ``used_tokens`` of the lease where fewer were used. None where the key has no limits. Raises :class:`RateLimited`.
+        """
+        exchange = Exchange.of(connection)
+        key = exchange.key
+        if key is None or not key.limits.any:
+            return None
+        lease = Lease(key.id, new_id(), key.limits, Cost(1, tokens, items))
+        verdict = await self._limiter.take(lease)
+        exchange.headers += _headers(verdict)
+        if verdict.denied is not None:
+            self._telemetry.limited(key.name, verdict.denied)
+            raise RateLimited(_complaint(key.name, lease, verdict), retry_after=verdict.wait)
+        exchange.at_end.append(partial(self._end, exchange, lease))
+        return lease
+
+    def _end(self, exchange: Exchange, lease: Lease) -> None:
+        """What failed on this side costs no tokens."""
+        if exchange.status >= 500:
+            lease.used_tokens = 0
+        self._limiter.end(lease)
+
+
+def _headers(verdict: Verdict) -> list[tuple[bytes, bytes]]:
+    """As OpenAI's, with items as a third rate; times like ``6m0s`` and ``12ms``."""
+    headers = []
+    for name, level in zip(RATES, verdict.levels, strict=True):
+        if level is not None:
+            values = {"limit": str(level.limit), "remaining": str(level.remaining), "reset": duration(level.reset)}
+            headers += [(f"x-ratelimit-{what}-{name}".encode(), value.encode()) for what, value in values.items()]
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """``0s``, ``12ms``, ``1.5s``, ``6m0s``; rounded up to milliseconds."""
+    milliseconds = math.ceil(seconds * 1000 - 1e-6)
+    if 0 < milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    return (f"{minutes}m" if minutes else "") + f"{rest / 1000:g}s"
+
+
+def _complaint(name: str, lease: Lease, verdict: Verdict) -> str:
+    if verdict.denied == CONCURRENCY:
+        return f"The key {name!r} has its {lease.limits.concurrency} requests at a time running; wait for one to end."
+    assert verdict.denied is not None
+    place = RATES.index(verdict.denied)
+    limit, cost = lease.limits.rates[place], lease.cost[place]
+    allowed = f"The key {name!r} may take {limit} {verdict.denied} a minute"
+    if math.isinf(verdict.wait):
+        return f"{allowed}, and this request alone takes {cost}. Send less at once."
+    return f"{allowed}, and too little of that is left for this request's {cost}. Try again in {duration(verdict.wait)}."

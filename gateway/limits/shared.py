@@ -1,0 +1,224 @@
+"""Limits kept in Redis, for all gateways together: one script, one round trip, Redis's clock.
+
+For the key with id ``ID`` (all in one slot of a cluster):
+
+=================================  ================================================================================
+``PREFIX:limit:{ID}:requests``     the time at which the allowance is whole, in microseconds since 1970; likewise
+                                   ``tokens`` and ``items``
+``PREFIX:limit:{ID}:leases``       sorted set: lease id, and the time at which it runs out
+=================================  ================================================================================
+
+What a request takes is recorded here too. So when Redis is away each gateway goes on from what it let through itself, and allows
+each key its whole limit: together, so many times as much as there are gateways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from gateway.limits.base import BUSY_SECONDS, CONCURRENCY, RATES, Lease, Level, Verdict, level, too_much
+from gateway.limits.local import LocalLimiter
+from gateway.redis.link import Link, RedisAway
+from gateway.redis.scripts import Script
+from gateway.telemetry import Telemetry
+
+LEASE_SECONDS = 60.0
+"""After which the lease of a gateway that died is free. Those of a gateway that lives are renewed every third of it."""
+SETTLE_SECONDS = 1.0
+GATHER_SECONDS = 0.002
+"""A settlement waits this long for others of its key, which go with it in one call."""
+LEASES_A_CALL = 1000
+MAX_SETTLEMENTS = 10_000
+"""Waiting to be sent; what is more is lost: leases run out by themselves, and tokens count as they were expected."""
+
+_DENIALS = (None, *RATES, CONCURRENCY)
+
+# KEYS: requests, tokens, items, leases. ARGV: a limit and a cost for each rate (a limit of 0 is none), concurrency (-1 is none),
+# lease id, lease time. Returns the denial (0 for none, else a place in _DENIALS), the wait, and for each rate how far ahead it
+# is; times in microseconds.
+_TAKE = Script(
+    """
+    local MINUTE = 60000000
+    local time = redis.call('TIME')
+    local now = time[1] * 1000000 + time[2]
+    local found = redis.call('MGET', KEYS[1], KEYS[2], KEYS[3])
+    local denied, wait, whole, ahead = 0, 0, {}, {}
+    for i = 1, 3 do
+        local limit, cost = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
+        ahead[i] = 0
+        if limit > 0 then
+            local begin = math.max(now, tonumber(found[i] or 0))
+            ahead[i] = begin - now
+            whole[i] = begin + cost * MINUTE / limit
+            local short = whole[i] - now - MINUTE
+            if short > 1 and short > wait then
+                denied, wait = i, short
+            end
+        end
+    end
+    local places = tonumber(ARGV[7])
+    if denied == 0 and places >= 0 then
+        redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
+        if redis.call('ZCARD', KEYS[4]) >= places then
+            denied = 4
+        else
+            redis.call('ZADD', KEYS[4], now + ARGV[9], ARGV[8])
+            redis.call('PEXPIRE', KEYS[4], math.ceil(ARGV[9] / 1000))
+        end
+    end
+    if denied == 0 then
+        for i, time in pairs(whole) do
+            redis.call('SET', KEYS[i], string.format('%.0f', time), 'PX', math.ceil((time - now) / 1000) + 1000)
+            ahead[i] = time - now
+        end
+    end
+    return {denied, math.ceil(wait), math.ceil(ahead[1]), math.ceil(ahead[2]), math.ceil(ahead[3])}
+    """
+)
+
+# KEYS: tokens, leases. ARGV: the limit (0 is none) and the tokens used beyond those expected, lease ids.
+_SETTLE = Script(
+    """
+    redis.call('ZREM', KEYS[2], unpack(ARGV, 3))
+    local limit, more = tonumber(ARGV[1]), tonumber(ARGV[2])
+    if limit > 0 and more ~= 0 then
+        local time = redis.call('TIME')
+        local now = time[1] * 1000000 + time[2]
+        local whole = math.max(now, tonumber(redis.call('GET', KEYS[1]) or 0)) + more * 60000000 / limit
+        if whole > now then
+            redis.call('SET', KEYS[1], string.format('%.0f', whole), 'PX', math.ceil((whole - now) / 1000) + 1000)
+        else
+            redis.call('DEL', KEYS[1])
+        end
+    end
+    """
+)
+
+# KEYS: leases. ARGV: lease time, lease ids. Leases that Redis has lost, or never saw, come back.
+_RENEW = Script(
+    """
+    local time = redis.call('TIME')
+    local till = time[1] * 1000000 + time[2] + ARGV[1]
+    for i = 2, #ARGV do
+        redis.call('ZADD', KEYS[1], till, ARGV[i])
+    end
+    redis.call('PEXPIRE', KEYS[1], math.ceil(ARGV[1] / 1000))
+    """
+)
+
+
+class SharedLimiter:
+    """Between :meth:`start` and :meth:`stop` leases are renewed and settled in the background."""
+
+    def __init__(self, link: Link, telemetry: Telemetry, *, prefix: str, lease_seconds: float = LEASE_SECONDS) -> None:
+        self._link = link
+        self._telemetry = telemetry
+        self._prefix = prefix
+        self._lease_seconds = lease_seconds
+        self._local = LocalLimiter()
+        self._held: dict[str, Lease] = {}  # with a limit of concurrency, by lease id
+        self._ended: list[Lease] = []
+        self._any_ended = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Renew and settle."""
+        self._tasks = [asyncio.create_task(self._keep_settling()), asyncio.create_task(self._keep_renewing())]
+
+    async def stop(self) -> None:
+        """Settle what has ended, and no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._settle_all()
+
+    async def take(self, lease: Lease) -> Verdict:
+        """Decided by Redis, or here where it is away."""
+        if too_much(lease.limits, lease.cost):
+            return await self._local.take(lease)
+        try:
+            verdict = await self._ask(lease)
+        except RedisAway:
+            verdict = await self._local.take(lease)
+        else:
+            if verdict.denied is None:
+                lease.shared = True
+                self._local.record(lease)
+        if verdict.denied is None and lease.limits.concurrency is not None:
+            self._held[lease.id] = lease
+        return verdict
+
+    def end(self, lease: Lease) -> None:
+        """Settled here now, and in Redis soon."""
+        self._local.end(lease)
+        held = self._held.pop(lease.id, None) is not None
+        if held or (lease.shared and lease.more_tokens):
+            if len(self._ended) >= MAX_SETTLEMENTS:
+                self._telemetry.settlements_lost(1)
+                return
+            self._ended.append(lease)
+            self._any_ended.set()
+
+    async def _ask(self, lease: Lease) -> Verdict:
+        limits = lease.limits
+        rates = [part for limit, cost in zip(limits.rates, lease.cost, strict=True) for part in (limit or 0, cost)]
+        places = -1 if limits.concurrency is None else limits.concurrency
+        arguments = [*rates, places, lease.id, int(self._lease_seconds * 1e6)]
+        keys = [*(self._name(lease, rate) for rate in RATES), self._name(lease, "leases")]
+        denied, wait, *ahead = await self._link.ask(lambda: _TAKE(self._link.client, keys, arguments))
+        requests, tokens, items = map(_level, limits.rates, ahead)
+        name = _DENIALS[denied]
+        return Verdict(name, BUSY_SECONDS if name == CONCURRENCY else wait / 1e6, (requests, tokens, items))
+
+    async def _keep_settling(self) -> None:
+        while True:
+            await self._any_ended.wait()
+            await asyncio.sleep(GATHER_SECONDS)
+            self._any_ended.clear()
+            await self._settle_all()
+
+    async def _settle_all(self) -> None:
+        ended, self._ended = self._ended, []
+        for leases in _by_owner(ended):
+            for start in range(0, len(leases), LEASES_A_CALL):
+                await self._settle(leases[start : start + LEASES_A_CALL])
+
+    async def _settle(self, leases: Sequence[Lease]) -> None:
+        """Of one owner."""
+        latest = leases[-1]
+        keys = [self._name(latest, "tokens"), self._name(latest, "leases")]
+        more = sum(lease.more_tokens for lease in leases if lease.shared)
+        arguments = [latest.limits.rates[1] or 0, more, *(lease.id for lease in leases)]
+        try:
+            await self._link.ask(lambda: _SETTLE(self._link.client, keys, arguments), seconds=SETTLE_SECONDS)
+        except RedisAway:
+            self._telemetry.settlements_lost(len(leases))
+
+    async def _keep_renewing(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_seconds / 3)
+            for leases in _by_owner(self._held.values()):
+                await self._renew(leases)
+
+    async def _renew(self, leases: Sequence[Lease]) -> None:
+        """Of one owner. One that ends meanwhile may be settled before it is renewed; then it runs out by itself."""
+        arguments = [int(self._lease_seconds * 1e6), *(lease.id for lease in leases)]
+        name = self._name(leases[0], "leases")
+        with suppress(RedisAway):  # then they come back with a later renewal
+            await self._link.ask(lambda: _RENEW(self._link.client, [name], arguments), seconds=SETTLE_SECONDS)
+
+    def _name(self, lease: Lease, what: str) -> str:
+        return f"{self._prefix}:limit:{{{lease.owner}}}:{what}"
+
+
+def _by_owner(leases: Iterable[Lease]) -> list[list[Lease]]:
+    owners: dict[str, list[Lease]] = {}
+    for lease in leases:
+        owners.setdefault(lease.owner, []).append(lease)
+    return list(owners.values())
+
+
+def _level(limit: int | None, ahead: int) -> Level | None:
+    return None if limit is None else level(limit, ahead / 1e6)

@@ -1,0 +1,124 @@
+"""Redis within a time limit, or not at all: a breaker opens at the first failure and is closed again from the background.
+
+While it is open nobody waits: a request loses at most one limit to a Redis that is gone, and those after it nothing. Opening at
+the first failure is affordable because the first look at Redis follows within a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from gateway.redis.connect import Client, close
+from gateway.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 5.0
+"""Between two looks at a Redis that is away; doubled from the first to the longest."""
+STABLE_SECONDS = 30.0
+"""A Redis that fails again sooner than this is looked at where the doubling had stopped: one of several nodes may be down, or a
+command forbidden, which a look does not show."""
+PROBE_SECONDS = 2.0
+"""For the first answer on a new connection. A second must come within a request's limit."""
+LATE_FACTOR = 1.5
+"""A limit that rings so late means that this process was busy: Redis may have answered in time."""
+LATE_IN_A_ROW = 3
+
+T = TypeVar("T")
+
+
+class RedisAway(Exception):
+    """Redis gave no answer in time; go on without."""
+
+
+class Link:
+    """``client`` behind the breaker. Closed between :meth:`start`'s first successful look and the first failure."""
+
+    def __init__(self, client: Client, telemetry: Telemetry, *, seconds: float) -> None:
+        """``seconds``: the limit of a request's call."""
+        self.client = client
+        self._telemetry = telemetry
+        self._seconds = seconds
+        self._is_open = True
+        self._opened = asyncio.Event()
+        self._late = 0
+        self._pause = FIRST_PAUSE_SECONDS
+        self._closed_at = 0.0
+        self._prober: asyncio.Task[None] | None = None
+        telemetry.redis_available(False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether Redis is away: then nobody is let through."""
+        return self._is_open
+
+    def start(self) -> None:
+        """Look for Redis, now and whenever it went away."""
+        self._prober = asyncio.create_task(self._keep_looking())
+
+    async def stop(self) -> None:
+        """Look no more, and hang up."""
+        if self._prober is not None:
+            self._prober.cancel()
+            await asyncio.gather(self._prober, return_exceptions=True)
+        try:
+            await asyncio.wait_for(close(self.client), PROBE_SECONDS)
+        except Exception as error:  # it is the end in any case
+            logger.info("Redis: %s", type(error).__name__)
+
+    async def ask(self, command: Callable[[], Awaitable[T]], *, seconds: float | None = None) -> T:
+        """``await command()``, within the limit of a request or within ``seconds``. Raises :class:`RedisAway`."""
+        if self._is_open:
+            raise RedisAway
+        limit = self._seconds if seconds is None else seconds
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(limit):
+                answer = await command()
+        except Exception as error:  # whatever the library or the server does: no answer depends on it
+            self._failed(error, late=isinstance(error, TimeoutError) and time.monotonic() - began > LATE_FACTOR * limit)
+            raise RedisAway from None
+        self._late = 0
+        return answer
+
+    def _failed(self, error: Exception, *, late: bool) -> None:
+        self._telemetry.redis_failed("timeout" if isinstance(error, TimeoutError) else "error")
+        self._late += late
+        if self._is_open or (late and self._late < LATE_IN_A_ROW):
+            return
+        self._is_open = True
+        self._telemetry.redis_available(False)
+        reason = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+        logger.warning("Redis is away (%s); going on without it", reason)
+        if time.monotonic() - self._closed_at > STABLE_SECONDS:
+            self._pause = FIRST_PAUSE_SECONDS
+        self._opened.set()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            while not await self._answers():
+                await asyncio.sleep(self._pause)
+                self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+            self._opened.clear()
+            self._late, self._is_open, self._closed_at = 0, False, time.monotonic()
+            self._telemetry.redis_available(True)
+            logger.info("Redis is there")
+            await self._opened.wait()
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+
+    async def _answers(self) -> bool:
+        """Half open: two commands of our own, the first of which may have to connect."""
+        try:
+            for limit in (PROBE_SECONDS, self._seconds):
+                async with asyncio.timeout(limit):
+                    await self.client.execute_command("PING")
+        except Exception as error:
+            logger.debug("Redis: %s: %s", type(error).__name__, error)
+            return False
+        return True

@@ -23,6 +23,8 @@ def main() -> int:
     settings = EngineSettings(
         model=arguments.model,
         name=arguments.name or Path(arguments.model).name,
+        length_model=arguments.length_model,
+        length_gamma=arguments.length_gamma,
         device=arguments.device,
         dtype=arguments.dtype,
         quantize=arguments.quantize,
@@ -71,10 +73,19 @@ def _positive(text: str) -> int:
     return value
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError("must be greater than 0 and less than 1")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m engine", description="Serve one model to Yardstick gateways.")
     parser.add_argument("--model", required=True, help="a model directory, or a hub id such as Qwen/Qwen3-0.6B")
     parser.add_argument("--name", help="what clients call the model (the last part of --model)")
+    parser.add_argument("--length-model", help="a length-value model for guided generations: a directory, or a hub id")
+    parser.add_argument("--length-gamma", type=_share, help="its gamma (what length_value.json beside it says, or else 0.997)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8100, help="port to listen on (%(default)s)")
     parser.add_argument("--device", choices=DEVICES, help="where the model computes (a GPU where there is one)")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +15,8 @@ from engine import wire
 from engine.attention.base import AttentionBackend
 from engine.attention.select import choose, problem_of
 from engine.attention.triton import FixedTritonAttention
+from engine.guidance.guide import Guide
+from engine.guidance.pairing import check_pairing, gamma_of
 from engine.loop import Loop
 from engine.memory.kv import KVCache
 from engine.memory.slots import SlotPool
@@ -21,11 +26,13 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.loader import fingerprint, load_model
 from engine.models.source import locate
+from engine.models.value import ValueModel, load_value_model
 from engine.parallel.leader import LeadingDecoder
 from engine.runner.graphs import BUCKETS, CudaCapture, StepGraphs
 from engine.runner.runner import Runner
 from engine.scheduler import Budget, Scheduler
 from engine.settings import EngineSettings
+from kernels.candidates import MOST
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +55,30 @@ def build_loop(settings: EngineSettings) -> Loop:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
     else:
         decoder = load_model(directory, dtype, settings.quantize).to(device)
-    return assemble(decoder, settings, fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel))
+    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel)
+    if settings.length_model is None:
+        return assemble(decoder, settings, digest)
+    length_directory = locate(settings.length_model)
+    length = load_length(length_directory, directory, settings, dtype, device)
+    both = hashlib.sha256(f"{digest} {fingerprint(length_directory, dtype)} {length.gamma}".encode()).hexdigest()
+    return assemble(decoder, settings, both[: len(digest)], length)
+
+
+class Length(NamedTuple):
+    """What guides generations."""
+
+    model: ValueModel
+    gamma: float
+
+
+def load_length(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> Length:
+    """The length model of a directory. Raises :class:`ModelError` where it cannot serve beside the model in ``base``."""
+    check_pairing(base, directory)
+    model = load_value_model(directory, dtype).to(device)
+    problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
+    if problem is not None:
+        raise ModelError(f"The length model cannot serve here: {problem}.")
+    return Length(model, gamma_of(directory, settings.length_gamma))
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
@@ -74,18 +104,26 @@ def set_threads(settings: EngineSettings) -> None:
         torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel))
 
 
-def assemble(decoder: Decoder, settings: EngineSettings, digest: str) -> Loop:
-    """A loop around a loaded model."""
+def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: Length | None = None) -> Loop:
+    """A loop around a loaded model, and the length model where there is one."""
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
-    slots = settings.max_tokens_in_cache or _default_slots(decoder, settings.tensor_parallel)
+    decoders = [decoder] if length is None else [decoder, length.model.decoder]
+    slots = settings.max_tokens_in_cache or _default_slots(decoders, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention)
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
+    guide = None
+    if length is not None:
+        length_attention = make_attention(length.model.decoder, slots, settings.attention)
+        compact = not on_gpu and not overlap
+        guide = Guide(length.model, length_attention, length.gamma, config.eos_token_ids, compact=compact)
     budget = Budget(settings.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running)
-    runner = Runner(decoder, attention, config.eos_token_ids, make_graphs(decoder, attention.kv, settings.cuda_graphs, budget))
-    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap)
-    info = describe(config, settings, slots, digest)
+    graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, guide)
+    length_pool = None if length is None else SlotPool(slots)
+    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, length_pool=length_pool)
+    info = describe(config, settings, slots, digest, length)
     return Loop(runner, scheduler, info, max_waiting=settings.max_waiting, overlap=overlap)
 
 
@@ -142,16 +180,25 @@ def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
     return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
 
 
-def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str) -> wire.Info:
-    """What the gateway is told of the model and its limits."""
+def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str, length: Length | None = None) -> wire.Info:
+    """What the gateway is told of the model and its limits. Rows of the head that only one of two models has are padding."""
+    vocab_size = config.vocab_size if length is None else min(config.vocab_size, length.model.config.vocab_size)
     return wire.Info(
         model=settings.name,
         fingerprint=digest,
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         max_context=config.max_context,
         eos_token_ids=list(config.eos_token_ids),
-        capabilities=["score", "generate"],
-        limits=wire.Limits(max_branches=10_000, max_slots=slots, max_logprobs=20, max_labels=1000, max_sequences=128),
+        capabilities=["score", "generate"] if length is None else ["score", "generate", "guide"],
+        limits=wire.Limits(
+            max_branches=10_000,
+            max_slots=slots,
+            max_logprobs=20,
+            max_labels=1000,
+            max_sequences=128,
+            max_candidates=min(MOST, 1 << vocab_size.bit_length() - 1),
+        ),
+        length_gamma=None if length is None else length.gamma,
     )
 
 
@@ -182,11 +229,13 @@ def _chat_template(directory: Path, configured: object) -> str | None:
     return configured if isinstance(configured, str) else None
 
 
-def _default_slots(decoder: Decoder, processes: int) -> int:
-    """What a share of the memory that is free now holds, where so many processes take as much: from one memory on a CPU, each
-    from its own on GPUs."""
-    config, weight = decoder.config, decoder.embed.weight
-    slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * weight.dtype.itemsize
+def _default_slots(decoders: Sequence[Decoder], processes: int) -> int:
+    """What a share of the memory that is free now holds of tokens, each in all ``decoders``, where so many processes take as much:
+    from one memory on a CPU, each from its own on GPUs."""
+    weight = decoders[0].embed.weight
+    configs = [decoder.config for decoder in decoders]
+    elements = sum(2 * config.num_layers * config.num_kv_heads * config.head_dim for config in configs)
+    slot_bytes = elements * weight.dtype.itemsize
     if weight.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(weight.device)
         return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)

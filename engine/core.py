@@ -4,6 +4,10 @@ A request is one prefix and its branches. Tokens of the prefix live in the prefi
 tokens of a branch live in slots of its own. Scoring gives each item a branch; a generation gives each of its ``n`` sequences
 one, which starts with the prompt's last token and grows by what is drawn. So at any moment all that is left to do for a
 request is to compute the tokens that have no slot yet, and a preempted branch is simply one that lost its slots.
+
+A guided generation has a :class:`Shadow`: the same tokens once more, on the length model, in slots of that model. Each of its
+branches has a twin there. What is drawn is computed by the length model before it is drawn, as one of the candidates, so a twin
+that keeps up has a slot for one token more than is known; one that was passed over, or lost its slots, has pending tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import wire
+from engine.guidance.rules import effective, top_k
 
 if TYPE_CHECKING:
     from engine.memory.prefix_cache import Node
@@ -52,6 +57,11 @@ class IntBuffer:
         self._data[self._size : end] = values
         self._size = end
 
+    def drop(self, count: int) -> Ints:
+        """Forget the last ``count`` values; returns them, valid until the next change."""
+        self._size -= count
+        return self._data[self._size : self._size + count]
+
     def clear(self) -> None:
         """Forget all values."""
         self._data = EMPTY
@@ -79,6 +89,8 @@ class Branch:
     flights: int = 0
     """Steps in flight that compute its last token; the result comes when they are settled."""
     done: bool = False
+    twin: Branch | None = None
+    """Of a guided sequence the same one on the other model; both have one buffer of tokens."""
 
     def __post_init__(self) -> None:
         self.given = len(self.tokens)
@@ -129,6 +141,21 @@ class Request:
     begun: bool = False
 
     @property
+    def on_length_model(self) -> bool:
+        """Which model computes it, and whose slots it takes."""
+        return False
+
+    @property
+    def halves(self) -> tuple[Request, ...]:
+        """What is computed for it: itself and, where it is guided, the same on the length model."""
+        return (self,)
+
+    @property
+    def principal(self) -> Request:
+        """The request that came: of a shadow the one it belongs to."""
+        return self
+
+    @property
     def prefix_remaining(self) -> int:
         """Prefix tokens without a slot."""
         return len(self.prefix) - len(self.prefix_slots)
@@ -176,11 +203,60 @@ class ScoreRequest(Request):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
+class ValueRequest(Request):
+    """What the length model says at the end of each branch."""
+
+    results: list[float]
+    """[branch], raw; 0 until that branch is done."""
+
+    @classmethod
+    def of(cls, message: wire.Value, now: float) -> ValueRequest:
+        """``now``: the monotonic clock, seconds."""
+        request = cls(
+            id=message.id,
+            prefix=np.array(message.prefix, np.int32),
+            priority=message.priority,
+            expires=None if message.deadline is None else now + message.deadline,
+            results=[0.0] * len(message.branches),
+        )
+        request.branches = [Branch(request, i, IntBuffer(tokens)) for i, tokens in enumerate(message.branches)]
+        return request
+
+    @property
+    def on_length_model(self) -> bool:
+        return True
+
+    @property
+    def droppable(self) -> bool:
+        return any(branch.remaining for branch in self.branches)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Shadow(Request):
+    """A guided generation on the length model."""
+
+    owner: GenerateRequest
+
+    @property
+    def on_length_model(self) -> bool:
+        return True
+
+    @property
+    def principal(self) -> Request:
+        return self.owner
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class GenerateRequest(Request):
     """``n`` continuations of one prompt."""
 
     message: wire.Generate
     prompt: Ints
+    guidance: wire.Guidance | None = None
+    """None also where the message's guidance changes nothing."""
+    candidates: int = 0
+    """Tokens that the length model computes for a draw, at most."""
+    shadow: Shadow | None = None
 
     @classmethod
     def of(cls, message: wire.Generate, now: float) -> GenerateRequest:
@@ -194,14 +270,31 @@ class GenerateRequest(Request):
             expires=None if message.deadline is None else now + message.deadline,
             message=message,
             prompt=prompt,
+            guidance=effective(message),
         )
         start = prompt if whole else prompt[-1:]
         request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
+        if request.guidance is not None:
+            request.candidates = top_k(message)
+            request.shadow = Shadow(id=message.id, prefix=request.prefix, owner=request)
+            for branch in request.branches:
+                branch.twin = Branch(request.shadow, branch.index, branch.tokens, twin=branch)
+                request.shadow.branches.append(branch.twin)
         return request
 
     @property
+    def halves(self) -> tuple[Request, ...]:
+        return (self,) if self.shadow is None else (self, self.shadow)
+
+    @property
     def reserve(self) -> int:
-        return 0 if self.prefix_remaining else len(self.branches)
+        if self.prefix_remaining or (self.shadow is not None and self.shadow.prefix_remaining):
+            return 0
+        return len(self.branches) * (1 + self.candidates)
+
+    def draws(self, branch: Branch) -> bool:
+        """Whether a token is drawn behind the newest of ``branch``."""
+        return self.offset(branch) < self.message.sampling.max_tokens
 
     @property
     def penalised(self) -> bool:
@@ -238,9 +331,28 @@ class Run:
     """Slots of the whole context in order of position; the last ``len(tokens)`` are this run's own."""
 
     @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Of the tokens."""
+        return np.arange(len(self.context) - len(self.tokens), len(self.context), dtype=np.int64)
+
+    @property
     def completes(self) -> bool:
         """Whether this run computes its branch's last token, whose hidden row is what the request is after."""
         return self.branch is not None and self.branch.remaining == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookahead:
+    """A guided draw on the length model: the candidates are branches of one token on all that is known."""
+
+    branch: Branch
+    """The twin."""
+    prefix: Ints
+    """Slots of all known tokens, in order of position."""
+    pending: Run | None
+    """The last of them, where the length model has not computed them yet."""
+    slot: int
+    """For the candidate that is drawn."""
 
 
 @dataclass(slots=True)
@@ -249,11 +361,32 @@ class Batch:
 
     runs: list[Run] = field(default_factory=list)
     tokens: int = 0
+    """Of ``runs``."""
+    values: list[Run] = field(default_factory=list)
+    """On the length model, whatever is drawn; not the pending tokens of ``lookaheads``."""
+    lookaheads: dict[Branch, Lookahead] = field(default_factory=dict)
+    """Of the guided branches that draw."""
+    load: int = 0
+    """Tokens of all these at most, candidates included."""
 
     def add(self, run: Run) -> None:
-        """Runs are computed in the order they are added."""
-        self.runs.append(run)
-        self.tokens += len(run.tokens)
+        """Runs of a model are computed in the order they are added."""
+        self.load += len(run.tokens)
+        if run.request.on_length_model:
+            self.values.append(run)
+        else:
+            self.runs.append(run)
+            self.tokens += len(run.tokens)
+
+    def look_ahead(self, branch: Branch, lookahead: Lookahead, candidates: int) -> None:
+        """``branch`` draws among so many candidates at most."""
+        self.lookaheads[branch] = lookahead
+        self.load += candidates + (len(lookahead.pending.tokens) if lookahead.pending else 0)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not (self.runs or self.values)
 
 
 def as_ints(parts: Iterable[Ints]) -> Ints:

@@ -8,6 +8,7 @@ Every message that :meth:`Loop.submit` accepts ends with exactly one terminal re
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -16,8 +17,9 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from engine import wire
-from engine.core import Batch, Branch, GenerateRequest, Request, ScoreRequest
-from engine.runner.runner import Drawn, Flight, Result, Runner, join_logprobs
+from engine.core import Batch, Branch, GenerateRequest, Request, ScoreRequest, ValueRequest
+from engine.guidance.rules import problems as guidance_problems
+from engine.runner.runner import Drawn, Flight, Result, Runner, Tally, join_logprobs
 from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Loop:
         self._steps = 0
         self._computed = 0
         self._cached = 0
+        self._tally = Tally()
 
     def submit(self, message: wire.Request) -> None:
         """Accept or refuse a message; refusals and aborts are answered by the next :meth:`step`."""
@@ -63,7 +66,9 @@ class Loop:
             self._ended.append(failure)
         elif isinstance(message, wire.Score):
             self._submit_score(message)
-        elif isinstance(message, wire.Generate):
+        elif isinstance(message, wire.Value):
+            self._submit_value(message)
+        else:
             self._scheduler.add(GenerateRequest.of(message, self._clock()))
 
     @property
@@ -79,7 +84,7 @@ class Loop:
         batch = self._scheduler.schedule()
         landing = self._flight
         try:
-            self._flight = self._launch(batch) if batch.runs else None
+            self._flight = None if batch.empty else self._launch(batch)
         except DEVICE_ERRORS as error:
             self._flight = None
             replies += self._fail(batch, error)
@@ -104,6 +109,9 @@ class Loop:
             computed_tokens=self._computed,
             cached_tokens=self._cached,
             replayed_steps=self._runner.replayed,
+            value_tokens=self._tally.tokens,
+            guided_draws=self._tally.guided,
+            decided_draws=self._tally.alone,
         )
 
     def _submit_score(self, message: wire.Score) -> None:
@@ -111,6 +119,12 @@ class Loop:
             self._scheduler.add(ScoreRequest.of(message, self._clock()))
         else:
             self._ended.append(wire.Scored(message.id, [], 0, 0))
+
+    def _submit_value(self, message: wire.Value) -> None:
+        if message.branches:
+            self._scheduler.add(ValueRequest.of(message, self._clock()))
+        else:
+            self._ended.append(wire.Valued(message.id, [], 0, 0))
 
     def _refusal(self, message: wire.Score | wire.Generate | wire.Value) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
@@ -140,6 +154,8 @@ class Loop:
         flight = self._runner.launch(batch)
         for branch in flight.asked.branches:
             branch.flights += 1
+        for lookahead in flight.skipped:
+            self._scheduler.forgo(lookahead)
         return flight
 
     def _land(self, flight: Flight) -> list[wire.Reply]:
@@ -170,11 +186,25 @@ class Loop:
             if not request.branches:
                 self._count_cached(request)
                 yield wire.Scored(request.id, request.results, request.cached_tokens, request.computed_tokens)
+        for branch, z in result.valued:
+            if self._open(branch):
+                yield from self._settle_value(branch, z)
         for branch in filter(self._open, result.ended):
             yield self._delta(branch, None, "length")
         for drawn in result.drawn:
             if self._open(drawn.branch):
                 yield self._delta(drawn.branch, drawn, None)
+        self._tally.tokens += result.tally.tokens
+        self._tally.guided += result.tally.guided
+        self._tally.alone += result.tally.alone
+
+    def _settle_value(self, branch: Branch, z: float) -> Iterator[wire.Reply]:
+        request = branch.request
+        assert isinstance(request, ValueRequest)
+        request.results[branch.index] = z
+        self._scheduler.finish(branch)
+        if not request.branches:
+            yield wire.Valued(request.id, request.results, request.cached_tokens, request.computed_tokens)
 
     def _open(self, branch: Branch) -> bool:
         """Whether anyone still waits for results of ``branch``; with overlap a step may have computed more than was needed."""
@@ -225,21 +255,27 @@ class Loop:
 
 def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> str | None:
     """What is wrong with ``message`` for a model like ``info``, for the caller to read; None if nothing is."""
-    guided = isinstance(message, wire.Value) or (isinstance(message, wire.Generate) and message.guidance is not None)
-    if isinstance(message, wire.Value) or (guided and "guide" not in info.capabilities):
+    asks_for_guidance = isinstance(message, wire.Value) or (isinstance(message, wire.Generate) and message.guidance is not None)
+    if asks_for_guidance and "guide" not in info.capabilities:
         return "This engine has no length model."
-    problems = _score_problems(message, info) if isinstance(message, wire.Score) else _generate_problems(message, info)
-    return next(problems, None)
+    if isinstance(message, wire.Generate):
+        return next(itertools.chain(_generate_problems(message, info), guidance_problems(message, info)), None)
+    labels = _label_problems(message, info) if isinstance(message, wire.Score) else ()
+    return next(itertools.chain(labels, _branch_problems(message, info)), None)
 
 
-def _score_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
+def _label_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
     limits = info.limits
-    if len(message.branches) > limits.max_branches:
-        yield f"{len(message.branches)} branches, at most {limits.max_branches} are allowed."
     if not message.labels or len(message.labels) > limits.max_labels:
         yield f"{len(message.labels)} labels, between 1 and {limits.max_labels} are allowed."
     if not _known(message.labels, info):
         yield f"Label ids must be between 0 and {info.vocab_size - 1}."
+
+
+def _branch_problems(message: wire.Score | wire.Value, info: wire.Info) -> Iterator[str]:
+    limits = info.limits
+    if len(message.branches) > limits.max_branches:
+        yield f"{len(message.branches)} branches, at most {limits.max_branches} are allowed."
     if not _known(message.prefix, info):
         yield f"The prefix has a token id that is not between 0 and {info.vocab_size - 1}."
     most = min(info.max_context, limits.max_slots) - len(message.prefix)

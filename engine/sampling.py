@@ -35,7 +35,18 @@ from kernels.keep_thresholds import keep_thresholds
 from kernels.row_chunks import row_chunks
 from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
 
-__all__ = ["SamplingBatch", "SamplingRow", "draw", "gumbel", "noise_key", "noise_keys", "prepare", "sample", "token_logprobs"]
+__all__ = [
+    "SamplingBatch",
+    "SamplingRow",
+    "draw",
+    "edited",
+    "gumbel",
+    "noise_key",
+    "noise_keys",
+    "prepare",
+    "sample",
+    "token_logprobs",
+]
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 Integers = npt.NDArray[np.int64]
@@ -124,15 +135,21 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     logits: [rows, vocab], float32, left as they are. All token ids of the rows must be below vocab. Where everything is
     excluded, some valid id comes back. Does not wait for a GPU.
     """
-    for place, (change, rows, ids, values) in enumerate(batch.edits):
-        logits = logits.clone() if place == 0 else logits
-        logits[rows, ids] = change(logits[rows, ids], values)
+    logits = edited(logits, batch)
     if batch.greedy:
         return logits.argmax(-1)
     thresholds = None
     if batch.filtered:
         thresholds = keep_thresholds(logits, batch.temperatures, batch.top_k, batch.top_p, batch.floors)
     return seeded_draw(logits, batch.temperatures, batch.keys, thresholds)
+
+
+def edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """``logits``, [rows, vocab] float32, after penalties, bias and exclusions; a copy where there are any."""
+    for place, (change, rows, ids, values) in enumerate(batch.edits):
+        logits = logits.clone() if place == 0 else logits
+        logits[rows, ids] = change(logits[rows, ids], values)
+    return logits
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -9,6 +9,9 @@ sequence being generated gets its token in every step, and prompts and items get
 A step may be scheduled while the one before is still being computed. Branches whose result is on its way then wait, or, where
 running ahead is asked for and the token being drawn does not matter to the scheduler, go on from a token not known yet. Slots are
 given back and taken again without waiting for steps in flight: what a later step writes, it writes later.
+
+Where there is a length model, it has slots and a prefix cache of its own. A guided request holds both, and draws in a step that
+brings the length model up to its newest token; the slot of the token to be drawn is taken before it is drawn.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Ints, Request, Run
+from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Ints, Lookahead, Request, Run
 from engine.memory.prefix_cache import PrefixCache
 from engine.memory.slots import SlotPool
 
@@ -37,15 +41,29 @@ class Budget:
     """Requests admitted at once."""
 
 
+class Lane(NamedTuple):
+    """One model's slots."""
+
+    pool: SlotPool
+    cache: PrefixCache
+
+
 class Scheduler:
     """Turns requests into batches. It gives and takes every slot; it knows neither tensors nor clients."""
 
     def __init__(
-        self, pool: SlotPool, budget: Budget, clock: Callable[[], float] = time.monotonic, *, run_ahead: bool = False
+        self,
+        pool: SlotPool,
+        budget: Budget,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        run_ahead: bool = False,
+        length_pool: SlotPool | None = None,
     ) -> None:
-        self.pool = pool
+        """``length_pool``: of the length model, where there is one."""
+        self.lanes = [Lane(each, PrefixCache(each)) for each in (pool, length_pool) if each is not None]
+        self.pool, self.cache = self.lanes[0]
         self._run_ahead = run_ahead
-        self.cache = PrefixCache(pool)
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
@@ -103,8 +121,8 @@ class Scheduler:
         for request in self.running:
             if request.id in self._running:
                 reserved -= request.reserve
-                self._compute(batch, request, most - batch.tokens - reserved, may_preempt=True)
-        while self._waiting and batch.tokens < most and len(self._running) < self._budget.running:
+                self._compute(batch, request, most - batch.load - reserved, may_preempt=True)
+        while self._waiting and batch.load < most and len(self._running) < self._budget.running:
             _, _, request = heapq.heappop(self._waiting)
             if self._requests.get(request.id) is request and not self._admit(batch, request, most):
                 break
@@ -115,13 +133,20 @@ class Scheduler:
         request = branch.request
         request.branches.remove(branch)
         branch.done = True
-        if isinstance(request, GenerateRequest) and request.node is not None:
-            self.cache.adopt(request.node, branch.tokens.view[: len(branch.slots)], branch.slots.view)
+        if isinstance(request, GenerateRequest):
+            self._keep(branch)
         else:
-            self.pool.release(branch.slots.view)
-        branch.slots.clear()
+            self._strip(branch)
+        if branch.twin is not None:
+            branch.twin.request.branches.remove(branch.twin)
+            self._keep(branch.twin)
         if not request.branches:
             self.remove(request)
+
+    def forgo(self, lookahead: Lookahead) -> None:
+        """The draw was decided without the length model, which has computed nothing for it: what was pending still is."""
+        pending = len(lookahead.pending.tokens) if lookahead.pending else 0
+        self._lane(lookahead.branch.request).pool.release(lookahead.branch.slots.drop(pending + 1))
 
     def remove(self, request: Request) -> None:
         """Forget a request and take back what it holds."""
@@ -133,12 +158,17 @@ class Scheduler:
 
         Returns those requests; some of the batch may have ended since.
         """
-        there = (run.request for run in batch.runs if self._requests.get(run.request.id) is run.request)
-        failed = list(dict.fromkeys(there))
+        affected = dict.fromkeys(run.request.principal for run in (*batch.runs, *batch.values))
+        failed = [request for request in affected if self._requests.get(request.id) is request]
         for request in failed:
             self.remove(request)
-        self.cache.clear()
+        for lane in self.lanes:
+            lane.cache.clear()
         return failed
+
+    def _lane(self, request: Request) -> Lane:
+        """Where ``request``, or half of one, has its slots."""
+        return self.lanes[request.on_length_model]
 
     def _enqueue(self, request: Request) -> None:
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
@@ -146,34 +176,71 @@ class Scheduler:
     def _admit(self, batch: Batch, request: Request, most: int) -> bool:
         """Start a waiting request if anything of it fits into a step of at most ``most`` tokens."""
         self._running[request.id] = request
-        request.node = self.cache.root
-        before = batch.tokens
+        for half in request.halves:
+            half.node = self._lane(half).cache.root
+        before = batch.load
         self._compute(batch, request, most - before, may_preempt=False)
-        if batch.tokens == before:
+        if batch.load == before:
             self._preempt(request)
             return False
-        request.begun = True
+        for half in request.halves:
+            half.begun = True
         return True
 
     def _compute(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Put up to ``room`` tokens of ``request`` into the step, and at least one of each sequence that is being generated."""
-        limit = batch.tokens + room
+        limit = batch.load + room
         least = 1 if request.reserve else 0
-        self._compute_prefix(batch, request, room, may_preempt=may_preempt)
-        if request.prefix_remaining:
+        for half in request.halves:
+            self._compute_prefix(batch, half, limit - batch.load, may_preempt=may_preempt)
+        if any(half.prefix_remaining for half in request.halves):
             return
         for branch in request.branches:
             if not self._can_go_on(request, branch):
                 continue
-            count = min(branch.remaining, max(limit - batch.tokens, least))
-            slots = self._allocate(count, request, branch, may_preempt=may_preempt) if count > 0 else EMPTY
-            if not len(slots):
+            guided = branch.twin is not None and isinstance(request, GenerateRequest) and request.draws(branch)
+            compute = self._compute_guided if guided else self._compute_branch
+            if not compute(batch, branch, max(limit - batch.load, least), may_preempt=may_preempt):
                 return
-            start = len(branch.slots)
-            branch.slots.extend(slots)
-            context = np.concatenate([request.prefix_slots.view, branch.slots.view])
-            batch.add(Run(request, branch, branch.tokens.view[start : start + count], context))
-            request.computed_tokens += count
+
+    def _compute_branch(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
+        """Put up to ``room`` tokens of ``branch`` into the step. False where there is no room, or no slot."""
+        count = min(branch.remaining, room)
+        slots = self._allocate(count, branch.request, branch, may_preempt=may_preempt) if count > 0 else EMPTY
+        if len(slots):
+            self._enter(batch, branch, slots)
+        return len(slots) > 0
+
+    def _compute_guided(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
+        """The same of a branch that draws: with its last token, all that the length model needs for the draw, or neither."""
+        twin, request = branch.twin, branch.request
+        assert twin is not None
+        assert isinstance(request, GenerateRequest)
+        behind = twin.remaining > 0 and branch.remaining + twin.remaining + request.candidates > room
+        if behind or branch.remaining > room:
+            limit = batch.load + room
+            self._compute_branch(batch, branch, min(room, branch.remaining - 1), may_preempt=may_preempt)
+            return self._compute_branch(batch, twin, limit - batch.load, may_preempt=may_preempt)
+        ahead = self._allocate(twin.remaining + 1, twin.request, twin, may_preempt=may_preempt)
+        slots = self._allocate(branch.remaining, request, branch, may_preempt=may_preempt) if len(ahead) else EMPTY
+        if not len(slots):
+            self._lane(twin.request).pool.release(ahead)
+            return False
+        self._enter(batch, branch, slots)
+        start = len(twin.slots)
+        twin.slots.extend(ahead)
+        prefix = np.concatenate([twin.request.prefix_slots.view, twin.slots.view[:-1]])
+        pending = Run(twin.request, twin, twin.tokens.view[start:], prefix) if len(ahead) > 1 else None
+        batch.look_ahead(branch, Lookahead(twin, prefix, pending, int(ahead[-1])), request.candidates)
+        return True
+
+    def _enter(self, batch: Batch, branch: Branch, slots: Ints) -> None:
+        """Compute the next tokens of ``branch`` into ``slots``."""
+        start = len(branch.slots)
+        branch.slots.extend(slots)
+        context = np.concatenate([branch.request.prefix_slots.view, branch.slots.view])
+        batch.add(Run(branch.request, branch, branch.tokens.view[start : start + len(slots)], context))
+        branch.request.computed_tokens += len(slots)
 
     def _can_go_on(self, request: Request, branch: Branch) -> bool:
         """Whether there is something to compute for ``branch`` now; a token being drawn is entered as not known yet."""
@@ -188,7 +255,8 @@ class Scheduler:
         assert request.node is not None
         if not request.prefix_remaining:
             return
-        request.node, found = self.cache.advance(request.node, request.prefix[len(request.prefix_slots) :])
+        cache = self._lane(request).cache
+        request.node, found = cache.advance(request.node, request.prefix[len(request.prefix_slots) :])
         request.prefix_slots.extend(found)
         if not request.begun:
             request.cached_tokens += len(found)
@@ -198,26 +266,30 @@ class Scheduler:
             return
         start = len(request.prefix_slots)
         tokens = request.prefix[start : start + count]
-        request.node = self.cache.extend(request.node, tokens, slots)
+        request.node = cache.extend(request.node, tokens, slots)
         request.prefix_slots.extend(slots)
         batch.add(Run(request, None, tokens, request.prefix_slots.view))
         request.computed_tokens += count
 
     def _allocate(self, count: int, request: Request, branch: Branch | None, *, may_preempt: bool) -> Ints:
         """``count`` slots for ``branch`` (None: the prefix), or none at all."""
-        while self.pool.free < count:
-            if self.cache.evict(count - self.pool.free):
+        pool, cache = self._lane(request)
+        while pool.free < count:
+            if cache.evict(count - pool.free):
                 continue
             if not (may_preempt and self._preempt_behind(request, branch)):
                 return EMPTY
-        return self.pool.allocate(count)
+        return pool.allocate(count)
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
-        """Take the slots of whoever comes last, if that is not ``branch`` itself. Nobody behind it is in this step yet."""
-        last = next(reversed(self._running.values()))
-        if last is not request:
-            self._preempt(last)
-            return True
+        """Take the slots of whoever comes last on this model, if that is not ``branch`` itself. Nobody behind it is in this step
+        yet."""
+        for last in reversed(self._running.values()):
+            if last is request.principal:
+                break
+            if any(half.on_length_model == request.on_length_model for half in last.halves):
+                self._preempt(last)
+                return True
         for other in reversed(request.branches):
             if other is branch:
                 return False
@@ -229,22 +301,34 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Back to the queue, in front of all that arrived later."""
         self._let_go(request)
-        if not request.begun:
-            request.cached_tokens = 0
+        for half in request.halves:
+            if not half.begun:
+                half.cached_tokens = 0
         self._enqueue(request)
 
     def _let_go(self, request: Request) -> None:
         """Take back all slots and the place among the running."""
-        for branch in request.branches:
-            self._strip(branch)
-        if request.node is not None:
-            self.cache.release(request.node)
-            request.node = None
-        request.prefix_slots.clear()
+        for half in request.halves:
+            for branch in half.branches:
+                self._strip(branch)
+            if half.node is not None:
+                self._lane(half).cache.release(half.node)
+                half.node = None
+            half.prefix_slots.clear()
         self._running.pop(request.id, None)
 
+    def _keep(self, branch: Branch) -> None:
+        """Leave what was computed of a generation to the prefix cache."""
+        pool, cache = self._lane(branch.request)
+        kept = 0
+        if branch.request.node is not None:
+            kept = min(len(branch.tokens), len(branch.slots))  # a step in flight may be drawing one token more
+            cache.adopt(branch.request.node, branch.tokens.view[:kept], branch.slots.view[:kept])
+        pool.release(branch.slots.view[kept:])
+        branch.slots.clear()
+
     def _strip(self, branch: Branch) -> None:
-        self.pool.release(branch.slots.view)
+        self._lane(branch.request).pool.release(branch.slots.view)
         branch.slots.clear()
         if not len(branch.outputs):
             branch.prompt_logprobs.clear()

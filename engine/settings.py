@@ -20,6 +20,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A model directory, or a hub id such as ``Qwen/Qwen3-0.6B``."""
     name: str
     """What clients call the model."""
+    length_model: str | None = None
+    """Of a length-value model for guided generations: a directory, or a hub id. Its vocabulary is the model's."""
+    length_gamma: float | None = None
+    """The length model's gamma, in (0, 1). None: what ``length_value.json`` beside its weights says, or else 0.997."""
     device: str | None = None
     """One of :data:`DEVICES`. None: a GPU where there is one."""
     dtype: str | None = None
@@ -31,8 +35,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     cuda_graphs: str = "auto"
     """One of :data:`CUDA_GRAPHS`: whether small steps are captured at the start and replayed. auto: where they can be."""
     max_tokens_in_cache: int | None = None
-    """Slots: tokens whose keys and values are kept at once. None: as many as a quarter of the free memory holds, up to 131,072;
-    on a GPU as many as four fifths of its free memory hold."""
+    """Slots: tokens whose keys and values are kept at once, by each model. None: as many as a quarter of the free memory holds, up
+    to 131,072; on a GPU as many as four fifths of its free memory hold."""
     token_budget: int | None = None
     """Tokens computed in one step. None: 2,048 on a CPU, 8,192 on a GPU."""
     max_running: int = 256

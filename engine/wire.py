@@ -88,10 +88,10 @@ Constraint = Literal["eq", "ge", "le", "eq_soft"]
 class Guidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a length model steers each draw ("Length Value Model", arXiv 2604.27039).
 
-    The candidates of a draw are what ``top_k``, then ``Sampling.top_p``, then ``Sampling.min_p`` keep, after penalties, bias and
-    temperature; the most probable one always is one. With v the value of a candidate, from 0 (the text ends) to 1 (it never does),
-    ``mode`` tilts their probabilities, or ``constraint`` takes its place. Where ``mode`` and ``scale`` change nothing, and at
-    temperature 0, the draw is that of a request without guidance.
+    The candidates of a draw are what ``top_k`` (or ``Sampling.top_k``, where less), then ``Sampling.top_p``, then
+    ``Sampling.min_p`` keep, after penalties, bias and temperature; the most probable one always is one. With v the value of a
+    candidate, from 0 (the text ends) to 1 (it never does), ``mode`` tilts their probabilities, or ``constraint`` takes its place.
+    Where ``mode`` and ``scale`` change nothing, and at temperature 0, the draw is that of a request without guidance.
     """
 
     mode: GuidanceMode = "centered_exp"
@@ -289,6 +289,12 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     cached_tokens: int
     replayed_steps: int = 0
     """Those whose launches were captured in a CUDA graph."""
+    value_tokens: int = 0
+    """Computed by the length model, candidates included."""
+    guided_draws: int = 0
+    """For which the length model was asked."""
+    decided_draws: int = 0
+    """Of guided requests, decided without it: one candidate, or little entropy."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

@@ -61,6 +61,8 @@ def main() -> None:
 @app.command()
 def serve(
     model: Annotated[str | None, typer.Option(help="Model directory or hub id; without it, the demo model.")] = None,
+    length_model: Annotated[str | None, typer.Option(help="Length model that guides generations; the demo model has one.")] = None,
+    length_gamma: Annotated[float | None, typer.Option(help="Its gamma; without, what it comes with, or 0.997.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback, --api-keys-file is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     dtype: Annotated[Dtype | None, typer.Option(help="Of weights, keys and values; float32, or bfloat16 on a GPU.")] = None,
@@ -72,7 +74,7 @@ def serve(
     from gateway.commands.serve import ServeOptions, serve
 
     formats = (dtype.value if dtype else None, quantize.value if quantize else None)
-    serve(ServeOptions(model, host, port, *formats, max_tokens_in_cache, api_keys_file))
+    serve(ServeOptions(model, length_model, length_gamma, host, port, *formats, max_tokens_in_cache, api_keys_file))
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

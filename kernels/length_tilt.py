@@ -84,7 +84,7 @@ def length_tilt(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts: Tilts
 
 
 def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts: Tilts) -> Tensor:
-    """:func:`length_tilt` in plain PyTorch."""
+    """:func:`length_tilt` in plain PyTorch, for a CPU: it looks at values."""
     _, scale, log_gamma, target, value_min = (column.unsqueeze(1) for column in tilts)
     rule = tilts.rule.unsqueeze(1)
     there = p > 0
@@ -102,7 +102,9 @@ def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, ti
     room = span.clamp(min=FLAT)
     margin = torch.maximum(LEAST_MARGIN / room, torch.full_like(room, MARGIN))
     goal = ((wanted - least) / room).clamp(margin, 1 - margin)
-    slope = torch.where(solved, _solve(prior, (v - least) / room, goal), slope)
+    at = solved.squeeze(1).nonzero().squeeze(1)
+    if len(at):
+        slope[at] = _solve(prior[at], ((v - least) / room)[at], goal[at])
     tilted = (prior.log() + slope).softmax(-1)
 
     distance = (lengths - target.clamp(max=LARGEST_LOGIT / -log_gamma)).abs()

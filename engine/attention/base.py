@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.core import Run
+from engine.core import Ints, Run
 from engine.memory.kv import KVCache
-from engine.models.decoder import FusedAttend, Heads
+from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.qk_norm_rope import qk_norm_rope_write
 
 
@@ -34,3 +34,12 @@ class AttentionBackend(ABC):
         """Keys, normalised and rotated, and values to the slots ``own``, [tokens] int64; returns the queries, ready to attend."""
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         return self.make_ready(heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, own)
+
+    @abstractmethod
+    def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
+        """The same for branches of one token, ``branches[i]`` of them on the slots ``prefixes[i]``.
+
+        The result is called with the branches of one prefix after another and writes nothing: each attends to its prefix, filled by
+        then, and to itself. counts: [prefixes] int64, on the device: how many of each, the first, are real; what comes back for
+        others is not read. Where there are prefixes, there are branches. On a GPU they must be as many for each prefix.
+        """

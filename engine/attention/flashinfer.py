@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
+from engine.attention.branches import plan_branches
 from engine.core import Ints, Run, as_ints
 from engine.memory.kv import KVCache
-from engine.models.decoder import FusedAttend, Heads
+from engine.models.decoder import FusedAttend, Heads, PlainAttend
 
 VERSION = "0.6.6"
 """A step is planned through attributes that FlashInfer does not promise, so no other version will do."""
@@ -58,6 +59,9 @@ class FlashInferAttention(AttentionBackend):
             return wrapper.run(q, pages, out=out)  # type: ignore[no-any-return]
 
         return FusedAttend(attend)
+
+    def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
+        return plan_branches(self.kv, self._heads // self.kv.keys.shape[2], prefixes, branches, counts)
 
     def _wrapper(self, workspace: Tensor) -> Any:
         """A wrapper planned for one row of one token, which loads the kernel, or compiles it, and settles all but the lengths."""

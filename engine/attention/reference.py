@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention.base import AttentionBackend
 from engine.core import Ints, Run, as_ints
 from engine.memory.kv import KVCache
-from engine.models.decoder import FusedAttend, Heads
+from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 
 Longs = npt.NDArray[np.int64]
@@ -80,12 +80,30 @@ class ReferenceAttention(AttentionBackend):
 
         return FusedAttend(attend)
 
-    def _attend(self, layer: int, q: Tensor, group: Group, out: Tensor) -> None:
-        """Fill the rows of ``out`` [tokens, heads, head_dim] that belong to ``group``."""
+    def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:  # noqa: ARG002
+        starts = np.cumsum([0, *branches])
+        rows = zip(starts.tolist(), branches, prefixes, strict=False)
+        pieces = (Piece(start, count, prefix) for start, count, prefix in rows)
+        groups = [self._group(similar, own=True) for similar in gather_similar(pieces)]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = torch.empty_like(q)
+            for group in groups:
+                self._attend(layer, q, group, out, (k, v))
+            return out
+
+        return attend
+
+    def _attend(self, layer: int, q: Tensor, group: Group, out: Tensor, own: tuple[Tensor, Tensor] | None = None) -> None:
+        """Fill the rows of ``out`` [tokens, heads, head_dim] that belong to ``group``; ``own``: keys and values of branches."""
         kv_heads, head_dim = self.kv.keys.shape[2:]
         shape = (group.pieces, -1, kv_heads, head_dim)
-        keys = self.kv.keys[layer].index_select(0, group.slots).view(shape).transpose(1, 2)
-        values = self.kv.values[layer].index_select(0, group.slots).view(shape).transpose(1, 2)
+        keys, values = (cache[layer].index_select(0, group.slots).view(shape) for cache in (self.kv.keys, self.kv.values))
+        if own is not None:
+            longest = len(group.queries) // group.pieces
+            for read, new in zip((keys, values), own, strict=True):
+                read[:, -longest:] = new.index_select(0, group.queries).view(shape[0], longest, kv_heads, head_dim)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         rows = q.index_select(0, group.queries).view(group.pieces, -1, kv_heads, self._fold, head_dim)
         folded = rows.permute(0, 2, 3, 1, 4).reshape(group.pieces, kv_heads, -1, head_dim)
         result = scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
@@ -93,9 +111,10 @@ class ReferenceAttention(AttentionBackend):
         flat = result.reshape(-1, *q.shape[1:])  # [pieces · longest, heads, head_dim]
         out.index_copy_(0, group.rows, flat if group.real is None else flat.index_select(0, group.real))
 
-    def _group(self, pieces: list[Piece]) -> Group:
+    def _group(self, pieces: list[Piece], *, own: bool = False) -> Group:
+        """``own``: the queries are branches, whose own keys and values come in the last places of the context."""
         longest = max(piece.queries for piece in pieces)
-        width = max(len(piece.context) for piece in pieces)
+        width = max(len(piece.context) for piece in pieces) + own * longest
         queries = np.empty((len(pieces), longest), np.int64)
         slots = np.empty((len(pieces), width), np.int64)
         for row, piece in enumerate(pieces):
@@ -112,7 +131,7 @@ class ReferenceAttention(AttentionBackend):
             real=self._there(places) if padded else None,
             rows=self._there(queries.reshape(-1)[places]),
             slots=self._there(slots.reshape(-1)),
-            mask=self._mask(counts, widths, longest, width),
+            mask=self._branch_mask(widths, longest, width) if own else self._mask(counts, widths, longest, width),
             pieces=len(pieces),
         )
 
@@ -124,8 +143,18 @@ class ReferenceAttention(AttentionBackend):
         if (counts == counts[0]).all() and (widths == widths[0]).all():
             counts, widths = counts[:1], widths[:1]
         seen = self._there((widths - counts)[:, None] + np.arange(1, longest + 1))  # [pieces, longest]
-        hidden = torch.arange(width, device=seen.device) >= seen[..., None]  # [pieces, longest, width]
-        mask = torch.zeros(hidden.shape, dtype=self.kv.keys.dtype, device=seen.device).masked_fill_(hidden, float("-inf"))
+        return self._folded(torch.arange(width, device=seen.device) >= seen[..., None])
+
+    def _branch_mask(self, lengths: Longs, longest: int, width: int) -> Tensor:
+        """Branch i of a piece sees the prefix and, of the last ``longest`` places, its own; one row serves all of one length."""
+        lengths = lengths[:1] if (lengths == lengths[0]).all() else lengths
+        place = np.arange(width)
+        own = place - (width - longest) == np.arange(longest)[:, None]  # [longest, width]
+        return self._folded(self._there(~(own | (place < lengths[:, None, None]))))
+
+    def _folded(self, hidden: Tensor) -> Tensor:
+        """hidden: [pieces or 1, longest, width] bool. -> as :class:`Group` has it."""
+        mask = torch.zeros(hidden.shape, dtype=self.kv.keys.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return mask[:, None].repeat(1, 1, self._fold, 1)
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.core import Run
+from engine.attention.branches import plan_branches
+from engine.core import Ints, Run
 from engine.memory.kv import KVCache
-from engine.models.decoder import FusedAttend, Heads
+from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_layout import Layout, Room, lay_out
 from kernels.paged_attention import block_rows, paged_attention_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
@@ -43,6 +44,9 @@ class TritonAttention(AttentionBackend):
             return paged_attention_triton(q, self.kv.keys[layer], self.kv.values[layer], layout)
 
         return FusedAttend(attend)
+
+    def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
+        return plan_branches(self.kv, self._group, prefixes, branches, counts)
 
 
 class FixedTritonAttention(TritonAttention):

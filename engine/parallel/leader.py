@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.core import Run
+from engine.core import Ints, Run
 from engine.models.config import load_config
-from engine.models.decoder import Attend, FusedAttend
+from engine.models.decoder import Attend, FusedAttend, PlainAttend
 from engine.models.errors import ModelError
 from engine.parallel.orders import READY, Allocate, Assignment, Order, Step, frame
 from engine.parallel.shard import LOCAL, ShardedDecoder, join, load_part
@@ -102,6 +102,9 @@ class LeadingAttention(AttentionBackend):
     def plan(self, runs: Sequence[Run]) -> FusedAttend:
         self._decoder.plan(runs)
         return self._backend.plan(runs)
+
+    def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
+        raise NotImplementedError("length models are not shared by processes")
 
 
 def _start(assignment: Assignment) -> subprocess.Popen[bytes]:

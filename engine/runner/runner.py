@@ -1,4 +1,5 @@
-"""One step: the batch's tokens through the model, and from their last hidden rows what each request asked for.
+"""One step: the batch's tokens through the model, and from their last hidden rows what each request asked for. Where there is a
+length model, what the step has for it goes through :mod:`engine.guidance.guide`, behind the model in the same queue.
 
 :meth:`Runner.launch` queues the work on the device and returns; :meth:`Flight.wait` blocks until the results are on the host.
 Nothing between the two waits for the device. On a CPU the work is done when ``launch`` returns, and ``wait`` only unpacks.
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.core import EMPTY, Batch, Branch, GenerateRequest, Run, ScoreRequest
+from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Lookahead, Run, ScoreRequest, ValueRequest
+from engine.guidance.guide import Guide, GuidedRow, Steered
+from engine.guidance.report import guided_logprobs, top_candidates
 from engine.models.decoder import Decoder
 from engine.runner.graphs import StepGraphs
 from engine.runner.transfer import Download, Upload
@@ -46,15 +49,30 @@ class PromptPart:
 
 
 @dataclass(slots=True)
+class Tally:
+    """What guidance cost and did."""
+
+    tokens: int = 0
+    """Computed by the length model, candidates included."""
+    guided: int = 0
+    """Draws for which the length model was asked."""
+    alone: int = 0
+    """Draws of guided requests that were decided without it."""
+
+
+@dataclass(slots=True)
 class Result:
-    """What a step brought, in the order of the batch."""
+    """What a step brought, in the order of the batch; guided draws come after the others."""
 
     prompts: list[PromptPart] = field(default_factory=list)
     scored: list[tuple[Branch, list[float]]] = field(default_factory=list)
     """Label log-probabilities of branches that are complete."""
+    valued: list[tuple[Branch, float]] = field(default_factory=list)
+    """Raw values of branches that are complete."""
     drawn: list[Drawn] = field(default_factory=list)
     ended: list[Branch] = field(default_factory=list)
     """Sequences that are complete without drawing anything: ``max_tokens`` is 0."""
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True)
@@ -63,6 +81,10 @@ class Asked:
 
     scores: list[tuple[int, Branch, list[int]]] = field(default_factory=list)
     draws: list[tuple[int, Branch, GenerateRequest]] = field(default_factory=list)
+    guided: list[tuple[int, Branch, GenerateRequest]] = field(default_factory=list)
+    """Draws with guidance, not among the others."""
+    values: list[tuple[int, Branch]] = field(default_factory=list)
+    """(place in the batch's runs on the length model, branch)"""
     ended: list[Branch] = field(default_factory=list)
     prompts: list[tuple[int, int, Run, GenerateRequest]] = field(default_factory=list)
     """(first row, place of its token in the prompt, run, request)"""
@@ -82,16 +104,25 @@ class Asked:
                 continue
             if isinstance(request, ScoreRequest):
                 asked.scores.append((end - 1, branch, request.labels))
-            elif isinstance(request, GenerateRequest) and request.offset(branch) < request.message.sampling.max_tokens:
-                asked.draws.append((end - 1, branch, request))
+            elif isinstance(request, GenerateRequest) and request.draws(branch):
+                (asked.guided if branch in batch.lookaheads else asked.draws).append((end - 1, branch, request))
             else:
                 asked.ended.append(branch)
+        for place, run in enumerate(batch.values):
+            if run.branch is not None and isinstance(run.request, ValueRequest) and run.completes:
+                asked.values.append((place, run.branch))
         return asked
+
+    @property
+    def all_draws(self) -> list[tuple[int, Branch, GenerateRequest]]:
+        """Those without guidance first."""
+        return self.draws + self.guided
 
     @property
     def branches(self) -> list[Branch]:
         """Those whose result is on its way."""
-        return [branch for _, branch, _ in self.scores] + [branch for _, branch, _ in self.draws] + self.ended
+        drawing, valued = [branch for _, branch, _ in self.all_draws], [branch for _, branch in self.values]
+        return [branch for _, branch, _ in self.scores] + drawing + valued + self.ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +133,10 @@ class Flight:
     asked: Asked
     wanted: list[int]
     """Draws whose log-probabilities are asked for."""
+    guided_wanted: list[int]
+    """The same of guided draws."""
+    skipped: list[Lookahead]
+    """Not computed, because the draw was decided without the length model."""
     download: Download
 
     def wait(self) -> Result:
@@ -126,19 +161,47 @@ class Flight:
                 values = next(tensors), next(tensors), next(tensors)
                 pieces += _split_logprobs(*values, [request.message.prompt_logprobs or 0] * len(values[0]))
             result.prompts.append(PromptPart(run.branch, start + (start > 0), pieces))
+        if self.asked.guided:
+            self._read_guided(result, [next(tensors) for _ in range(7 if self.guided_wanted else 3)])
+        if self.asked.values:
+            raw = next(tensors).tolist()
+            result.valued = [(branch, z) for (_, branch), z in zip(self.asked.values, raw, strict=True)]
+        result.tally.tokens += sum(len(run.tokens) for run in self.batch.values)
         return result
+
+    def _read_guided(self, result: Result, tensors: list[Tensor]) -> None:
+        tokens, undecided, counts = (tensor.tolist() for tensor in tensors[:3])
+        logprobs: dict[int, wire.Logprobs] = {}
+        if self.guided_wanted:
+            messages = [self.asked.guided[place][2].message for place in self.guided_wanted]
+            logprobs = dict(zip(self.guided_wanted, guided_logprobs(tensors[3:], messages), strict=True))
+        skipped = {lookahead.branch for lookahead in self.skipped}
+        for place, (_, branch, _) in enumerate(self.asked.guided):
+            result.drawn.append(Drawn(branch, tokens[place], logprobs.get(place)))
+            lookahead = self.batch.lookaheads[branch]
+            if lookahead.branch not in skipped:
+                pending = len(lookahead.pending.tokens) if lookahead.pending else 0
+                result.tally.tokens += pending + counts[place]
+        result.tally.guided += sum(undecided)
+        result.tally.alone += len(undecided) - sum(undecided)
 
 
 class Runner:
     """Owns the model and, through the attention backend, the keys and values; knows nothing of queues or slots' owners."""
 
     def __init__(
-        self, decoder: Decoder, attention: AttentionBackend, eos_token_ids: Sequence[int], graphs: StepGraphs | None = None
+        self,
+        decoder: Decoder,
+        attention: AttentionBackend,
+        eos_token_ids: Sequence[int],
+        graphs: StepGraphs | None = None,
+        guide: Guide | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
         self._eos = tuple(eos_token_ids)
+        self._guide = guide
         self._device = attention.kv.keys.device
         self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)
         """Tokens of the step before, on the device."""
@@ -148,35 +211,65 @@ class Runner:
     def launch(self, batch: Batch) -> Flight:
         """Queue every run of ``batch`` on the device."""
         asked = Asked.of(batch)
+        wanted, guided_wanted = (_with_logprobs(draws) for draws in (asked.draws, asked.guided))
+        tensors: list[Tensor] = []
+        drawn: list[Tensor] = []
+        logits = None
+        if batch.runs:
+            tensors, drawn, logits = self._compute(batch, asked, wanted)
+        skipped: list[Lookahead] = []
+        valued = None
+        places = [place for place, _ in asked.values]
+        if logits is not None:
+            steered, valued, skipped = self._steer(logits, batch, asked, places)
+            drawn.append(steered.tokens)
+            tensors += [steered.tokens, steered.undecided, steered.counts]
+            if guided_wanted:
+                tensors += self._report(steered, asked, guided_wanted)
+        elif batch.values:
+            assert self._guide is not None
+            valued = self._guide.compute(batch.values, places, self._resolve)
+        if valued is not None:
+            tensors.append(valued)
+        if drawn:
+            self._drawn = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        self._drawn_row = {branch: place for place, (_, branch, _) in enumerate(asked.all_draws)}
+        return Flight(batch, asked, wanted, guided_wanted, skipped, Download(tensors))
+
+    def _compute(self, batch: Batch, asked: Asked, wanted: list[int]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """Everything without guidance: the results, the tokens drawn, if any, and the logits of guided draws, if any."""
         upload = Upload()
         upload.add(np.concatenate([run.tokens for run in batch.runs]))
-        upload.add(np.concatenate([_positions(run) for run in batch.runs]))
-        for rows in self._pending(batch):
+        upload.add(np.concatenate([run.positions for run in batch.runs]))
+        for rows in self._pending(batch.runs):
             upload.add(rows)
         upload.add([row for row, *_ in asked.scores])
-        upload.add([row for row, *_ in asked.draws])
+        upload.add([row for row, *_ in asked.all_draws])
         upload.add(label_table([labels for *_, labels in asked.scores]))
-        wanted = [place for place, (*_, request) in enumerate(asked.draws) if request.message.logprobs is not None]
         upload.add(wanted)
         prompts = [upload.add(_following(start, run, request)) for _, start, run, request in asked.prompts]
         sent = upload.send(self._device)
         tokens, positions, unknown, source, score_rows, draw_rows, labels, wanted_rows = sent[:8]
-        if len(unknown):
-            tokens = tokens.index_copy(0, unknown, self._drawn.index_select(0, source))
-        self._drawn_row = {}
+        tokens = self._fill(tokens, unknown, source)
         sampling = prepare([self._sampling_row(branch, request) for _, branch, request in asked.draws], self._device)
         hidden = self._forward(tokens, positions, batch.runs)
         tensors: list[Tensor] = []
+        drawn: list[Tensor] = []
+        guided: Tensor | None = None
         if asked.scores:
             tensors.append(label_logprobs(self._decoder, hidden.index_select(0, score_rows), labels.view(len(score_rows), -1)))
-        if asked.draws:
+        if asked.all_draws:
             logits = self._decoder.logits(hidden.index_select(0, draw_rows)).float()
-            tensors += self._draw(logits, sampling, asked, wanted, wanted_rows)
+            if asked.guided:
+                logits, guided = logits[: len(asked.draws)], logits[len(asked.draws) :]
+            if asked.draws:
+                tensors += self._draw(logits, sampling, asked, wanted, wanted_rows)
+                drawn.append(tensors[1 if asked.scores else 0])
         for (first, _, _, request), place in zip(asked.prompts, prompts, strict=True):
             following, top = sent[place], request.message.prompt_logprobs or 0
             if len(following):
                 tensors += next_token_logprobs(self._decoder, hidden[first : first + len(following)], following, top)
-        return Flight(batch, asked, wanted, Download(tensors))
+        return tensors, drawn, guided
 
     @property
     def replayed(self) -> int:
@@ -188,24 +281,52 @@ class Runner:
         hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, runs)
         return self._decoder(tokens, positions, self._attention.plan(runs)) if hidden is None else hidden
 
-    def _pending(self, batch: Batch) -> tuple[Longs, Longs]:
+    def _pending(self, runs: Sequence[Run]) -> tuple[Longs, Longs]:
         """Rows whose token the step before is drawing, and its row there."""
-        ends = np.cumsum([len(run.tokens) for run in batch.runs])
-        complete = ((end - 1, run.branch) for end, run in zip(ends, batch.runs, strict=True) if run.branch and run.completes)
-        rows = [(row, self._drawn_row[branch]) for row, branch in complete if branch.pending]
+        ends = np.cumsum([len(run.tokens) for run in runs])
+        unknown = ((end - 1, run) for end, run in zip(ends, runs, strict=True) if run.branch and run.tokens[-1] == PENDING)
+        rows = [(row, self._drawn_row[_on_model(run)]) for row, run in unknown]
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
+
+    def _fill(self, tokens: Tensor, unknown: Tensor, source: Tensor) -> Tensor:
+        """``tokens`` with those of the step before in the rows ``unknown``."""
+        return tokens.index_copy(0, unknown, self._drawn.index_select(0, source)) if len(unknown) else tokens
+
+    def _resolve(self, tokens: Tensor, runs: Sequence[Run]) -> Tensor:
+        """Tokens of ``runs``, on the device, with those that the step before is drawing."""
+        upload = Upload()
+        for rows in self._pending(runs):
+            upload.add(rows)
+        return self._fill(tokens, *upload.send(self._device))
 
     def _draw(self, logits: Tensor, sampling: SamplingBatch, asked: Asked, wanted: list[int], wanted_rows: Tensor) -> list[Tensor]:
         """The next token of each row, and what log-probabilities are asked for."""
         drawn = draw(logits, sampling)
-        self._drawn = drawn
-        self._drawn_row = {branch: place for place, (_, branch, _) in enumerate(asked.draws)}
         if not wanted:
             return [drawn]
         top = max(asked.draws[place][2].message.logprobs or 0 for place in wanted)
         chosen = drawn.index_select(0, wanted_rows)
         return [drawn, *token_logprobs(logits.index_select(0, wanted_rows), chosen, top)]
+
+    def _steer(
+        self, logits: Tensor, batch: Batch, asked: Asked, places: list[int]
+    ) -> tuple[Steered, Tensor | None, list[Lookahead]]:
+        """The guided draws, as :meth:`Guide.steer` returns them."""
+        assert self._guide is not None
+        rows = []
+        for _, branch, request in asked.guided:
+            assert request.guidance is not None
+            sampling = self._sampling_row(branch, request)
+            rows.append(GuidedRow(sampling, request.guidance, request.candidates, batch.lookaheads[branch]))
+        return self._guide.steer(logits, rows, batch.values, places, self._resolve)
+
+    def _report(self, steered: Steered, asked: Asked, wanted: list[int]) -> list[Tensor]:
+        """What log-probabilities are asked for of guided draws."""
+        upload = Upload()
+        upload.add(wanted)
+        (rows,) = upload.send(self._device)
+        return top_candidates(steered, rows, max(asked.guided[place][2].message.logprobs or 0 for place in wanted))
 
     def _sampling_row(self, branch: Branch, request: GenerateRequest) -> SamplingRow:
         return SamplingRow(
@@ -242,5 +363,13 @@ def _following(start: int, run: Run, request: GenerateRequest) -> Longs:
     return request.prompt[start + 1 : start + len(run.tokens) + 1].astype(np.int64)
 
 
-def _positions(run: Run) -> Longs:
-    return np.arange(len(run.context) - len(run.tokens), len(run.context), dtype=np.int64)
+def _with_logprobs(draws: Sequence[tuple[int, Branch, GenerateRequest]]) -> list[int]:
+    """Those whose log-probabilities are asked for."""
+    return [place for place, (*_, request) in enumerate(draws) if request.message.logprobs is not None]
+
+
+def _on_model(run: Run) -> Branch:
+    """The branch that draws what ``run`` computes, on whichever model."""
+    branch = run.branch.twin if run.branch is not None and run.request.on_length_model else run.branch
+    assert branch is not None
+    return branch

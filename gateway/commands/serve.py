@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import httpx
 from rich.console import Console
@@ -35,6 +36,8 @@ class ServeOptions:
     """The command line."""
 
     model: str | None
+    length_model: str | None
+    length_gamma: float | None
     host: str
     port: int
     dtype: str | None
@@ -53,6 +56,13 @@ class ServeOptions:
         return _DEMO_NAME if self.model is None else Path(self.model).resolve().name
 
 
+class _Models(NamedTuple):
+    """Directories or hub ids."""
+
+    model: str
+    length: str | None
+
+
 class _Stop(Exception):
     """We were told to end."""
 
@@ -62,9 +72,8 @@ def serve(options: ServeOptions) -> None:
     require_engine()
     _check_exposure(options)
     _check_port(options)
-    model = options.model or str(_demo_model())
     try:
-        with _told_to_stop(), _children(options, model) as supervisor:
+        with _told_to_stop(), _children(options, _models(options)) as supervisor:
             supervisor.wait_until_ready(options)
             supervisor.say_ready(options)
             supervisor.watch()
@@ -143,10 +152,10 @@ class _Supervisor:
 
 
 @contextmanager
-def _children(options: ServeOptions, model: str) -> Iterator[_Supervisor]:
+def _children(options: ServeOptions, models: _Models) -> Iterator[_Supervisor]:
     """Both programs, started; whatever happens, both are ended, the gateway first so that it can finish its answers."""
     engine_port = _free_port()
-    engine = Child("engine", _engine_arguments(options, model, engine_port))
+    engine = Child("engine", _engine_arguments(options, models, engine_port))
     gateway = Child("gateway", _gateway_arguments(options, engine_port))
     supervisor = _Supervisor(engine, gateway)
     try:
@@ -163,8 +172,12 @@ def _children(options: ServeOptions, model: str) -> Iterator[_Supervisor]:
             engine.kill()
 
 
-def _engine_arguments(options: ServeOptions, model: str, port: int) -> list[str]:
-    arguments = ["engine", "--model", model, "--host", "127.0.0.1", "--port", str(port), "--name", options.name]
+def _engine_arguments(options: ServeOptions, models: _Models, port: int) -> list[str]:
+    arguments = ["engine", "--model", models.model, "--host", "127.0.0.1", "--port", str(port), "--name", options.name]
+    if models.length is not None:
+        arguments += ["--length-model", models.length]
+    if options.length_gamma is not None:
+        arguments += ["--length-gamma", str(options.length_gamma)]
     if options.dtype is not None:
         arguments += ["--dtype", options.dtype]
     if options.quantize is not None:
@@ -218,13 +231,20 @@ def _check_port(options: ServeOptions) -> None:
         raise CommandError(f"cannot listen on {options.host} port {options.port} ({reason}); {remedy}") from None
 
 
-def _demo_model() -> Path:
+def _models(options: ServeOptions) -> _Models:
+    """What the engine loads: the demo models where none is named; a length model of one's own goes with either."""
+    if options.model is not None:
+        return _Models(options.model, options.length_model)
+    return _Models(_demo_model("base"), options.length_model or _demo_model("length"))
+
+
+def _demo_model(name: str) -> str:
     spec = importlib.util.find_spec("engine")
     roots = spec.submodule_search_locations if spec is not None else None
-    path = Path(next(iter(roots or [])), "demo", "models", "base")
+    path = Path(next(iter(roots or [])), "demo", "models", name)
     if not path.is_dir():
-        raise CommandError("the demo model is missing from this installation; name a model with --model")
-    return path
+        raise CommandError("the demo models are missing from this installation; name a model with --model")
+    return str(path)
 
 
 def _free_port() -> int:

@@ -2,59 +2,95 @@
 
 from __future__ import annotations
 
-from engine.core import Batch, GenerateRequest
-from engine.scheduler import Scheduler
+from collections.abc import Container
+
+from engine.core import Batch, Branch, GenerateRequest, Ints, Lookahead, Request
+from engine.scheduler import Lane, Scheduler
 
 
 class SlotContents:
-    """Stands in for keys and values: each slot holds the hash of all tokens up to its own."""
+    """Stands in for keys and values: each slot of each model holds the hash of all tokens up to its own."""
 
     def __init__(self) -> None:
-        self._contents: dict[int, int] = {}
+        self._contents: dict[tuple[bool, int], int] = {}
+        self._adopting: list[tuple[Lookahead, int]] = []
+        self.value_tokens = 0
+        """Computed on the length model for sure: candidates are not counted."""
 
-    def compute(self, batch: Batch) -> None:
-        """Write every run's slots, then check that each context spells the prefix and branch of its request."""
-        for run in batch.runs:
+    def compute(self, batch: Batch, skipped: Container[Lookahead] = ()) -> None:
+        """Write every run's slots, then check that each context spells the prefix and branch of its request. What the draws of
+        the batch add is written by :meth:`adopt`."""
+        ahead = [lookahead for lookahead in batch.lookaheads.values() if lookahead not in skipped]
+        value_runs = batch.values + [lookahead.pending for lookahead in ahead if lookahead.pending is not None]
+        for run in batch.runs + value_runs:
             own = run.context[-len(run.tokens) :]
             assert len(set(own.tolist())) == len(own)
-            for slot, expected in zip(own, self._expected(run)[-len(own) :], strict=True):
-                self._contents[int(slot)] = expected
-        for run in batch.runs:
-            assert [self._contents[int(slot)] for slot in run.context] == self._expected(run)
+            for slot, expected in zip(own, self._expected(run.request, run.branch, len(run.context))[-len(own) :], strict=True):
+                self._contents[run.request.on_length_model, int(slot)] = expected
+        for run in batch.runs + value_runs:
+            self._check(run.request, run.branch, run.context)
+        for lookahead in ahead:
+            self._check(lookahead.branch.request, lookahead.branch, lookahead.prefix)
+            known = lookahead.branch.request.prefix.size + len(lookahead.branch.tokens)
+            assert len(lookahead.prefix) == known  # else a candidate would be at the wrong position
+            assert lookahead.slot not in lookahead.prefix
+        self._adopting = [(lookahead, len(lookahead.branch.tokens)) for lookahead in ahead]
+        self.value_tokens += sum(len(run.tokens) for run in value_runs)
 
-    def _expected(self, run) -> list[int]:
-        tokens = run.request.prefix.tolist() + (run.branch.tokens.view.tolist() if run.branch else [])
+    def adopt(self) -> None:
+        """What the step drew, on the length model; its tokens are known by now."""
+        for lookahead, known in self._adopting:
+            if len(lookahead.branch.tokens) > known:
+                expected = self._expected(lookahead.branch.request, lookahead.branch, len(lookahead.prefix) + 1)
+                self._contents[True, lookahead.slot] = expected[-1]
+        self._adopting = []
+
+    def _check(self, request: Request, branch: Branch | None, slots: Ints) -> None:
+        found = [self._contents[request.on_length_model, int(slot)] for slot in slots]
+        assert found == self._expected(request, branch, len(slots))
+
+    def _expected(self, request: Request, branch: Branch | None, count: int) -> list[int]:
+        tokens = request.prefix.tolist() + (branch.tokens.view.tolist() if branch else [])
         chain, hashes = 0, []
-        for token in tokens[: len(run.context)]:
+        for token in tokens[:count]:
             chain = hash((chain, token))
             hashes.append(chain)
         return hashes
 
 
 def check(scheduler: Scheduler) -> None:
-    """Each slot is free, or in the prefix cache, or a branch's own; references are exactly those of the requests."""
-    cache = scheduler.cache
+    """On each model each slot is free, or in the prefix cache, or a branch's own; references are exactly those of the requests."""
+    for on_length_model, lane in enumerate(scheduler.lanes):
+        halves = [half for request in scheduler.requests for half in request.halves if half.on_length_model == on_length_model]
+        _check_lane(lane, halves)
+    for request in scheduler.requests:
+        assert request.branches
+        assert isinstance(request, GenerateRequest) or all(branch.given == len(branch.tokens) for branch in request.branches)
+        for half in request.halves[1:]:
+            assert [branch.twin for branch in half.branches] == request.branches
+            assert all(len(branch.slots) <= len(branch.tokens) + 1 for branch in half.branches)
+
+
+def _check_lane(lane: Lane, halves: list[Request]) -> None:
+    cache = lane.cache
     nodes = list(cache.nodes())
-    owners = [scheduler.pool.free_slots.tolist()] + [node.slots.tolist() for node in nodes]
-    owners += [branch.slots.view.tolist() for request in scheduler.requests for branch in request.branches]
+    owners = [lane.pool.free_slots.tolist()] + [node.slots.tolist() for node in nodes]
+    owners += [branch.slots.view.tolist() for half in halves for branch in half.branches]
     owned = [slot for slots in owners for slot in slots]
-    assert sorted(owned) == list(range(scheduler.pool.size))
+    assert sorted(owned) == list(range(lane.pool.size))
 
     references = {id(node): 0 for node in nodes}
-    for request in scheduler.requests:
-        node, held = request.node, []
+    for half in halves:
+        node, held = half.node, []
         while node is not None and node is not cache.root:
             references[id(node)] += 1
             held.append(node.slots.tolist())
             node = node.parent
-        if request.node is not None:
-            assert [slot for slots in reversed(held) for slot in slots] == request.prefix_slots.view.tolist()
+        if half.node is not None:
+            assert [slot for slots in reversed(held) for slot in slots] == half.prefix_slots.view.tolist()
     for node in nodes:
         assert node.references == references[id(node)]
         assert len(node.tokens) == len(node.slots) > 0
         assert node.parent.children[int(node.tokens[0])] is node
         assert all(node.references >= child.references for child in node.children.values())
     assert cache.evictable == sum(len(node.tokens) for node in nodes if not node.references)
-    for request in scheduler.requests:
-        assert request.branches
-        assert isinstance(request, GenerateRequest) or all(branch.given == len(branch.tokens) for branch in request.branches)

@@ -9,12 +9,14 @@ import torch
 
 from engine import sampling, wire
 from engine.build import build_loop
+from engine.guidance import guide
 from engine.runner import runner
 from engine.runner.runner import Runner
 from engine.runner.transfer import Download, Upload
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.device import Device
+from tests.engine.guidance.plain import make_length_checkpoint
 
 
 @pytest.fixture
@@ -27,7 +29,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         with monkeypatch.context() as patch, Device(patch) as watch:
             for name in ("keep_thresholds", "seeded_draw"):
                 patch.setattr(sampling, name, watch.kernel(getattr(sampling, name)))
-            patch.setattr(runner, "prepare", watch.kernel(runner.prepare))  # on the host's own numbers
+            for name in ("candidates", "length_tilt"):
+                patch.setattr(guide, name, watch.kernel(getattr(guide, name)))
+            for module in (runner, guide):
+                patch.setattr(module, "prepare", watch.kernel(sampling.prepare))  # on the host's own numbers
             return launch(self, batch)
 
     monkeypatch.setattr(Runner, "launch", watched_launch)
@@ -39,8 +44,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
 
 
-def test_no_launch_waits(checkpoint: Path, watched: list[int]):
-    loop = build_loop(EngineSettings(model=str(checkpoint), name="t", max_tokens_in_cache=2048, token_budget=48, overlap=True))
+def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
+    length = make_length_checkpoint(tmp_path, "qwen2")
+    settings = {"max_tokens_in_cache": 2048, "token_budget": 48, "overlap": True, "length_model": str(length)}
+    loop = build_loop(EngineSettings(model=str(checkpoint), name="t", **settings))
     everything = {
         "temperature": 0.7,
         "top_k": 9,
@@ -58,6 +65,11 @@ def test_no_launch_waits(checkpoint: Path, watched: list[int]):
     loop.submit(wire.Generate("all", [5, 8, 9], wire.Sampling(max_tokens=6, ignore_eos=True, **everything), logprobs=0))
     loop.submit(wire.Generate("top_p", [5, 8, 9], wire.Sampling(max_tokens=6, ignore_eos=True, top_p=0.8)))
     loop.submit(wire.Generate("echo", list(range(3, 90)), wire.Sampling(max_tokens=2), prompt_logprobs=2))
+    loop.submit(wire.Value("values", list(range(3, 40)), [[7, 8], [9]]))
+    for place, mode in enumerate(({"mode": "exp", "scale": 2.0}, {"constraint": "eq_soft", "target_length": 3, "top_k": 9})):
+        guidance = wire.Guidance(return_values=True, entropy_threshold=0.5, **mode)
+        sampling = wire.Sampling(max_tokens=6, n=2, **everything)
+        loop.submit(wire.Generate(f"guided{place}", list(range(3, 60)), sampling, logprobs=3, guidance=guidance))
     replies = []
     while not loop.idle:
         replies += loop.step()

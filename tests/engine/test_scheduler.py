@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from engine import wire
-from engine.core import Branch, GenerateRequest, ScoreRequest
+from engine.core import Branch, GenerateRequest, ScoreRequest, ValueRequest
 from engine.memory.slots import SlotPool
 from engine.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check
@@ -23,8 +24,9 @@ class Clock:
         return self.now
 
 
-def make(slots: int = 256, tokens: int = 32, running: int = 8, clock: Clock | None = None) -> Scheduler:
-    return Scheduler(SlotPool(slots), Budget(tokens, running), clock or Clock())
+def make(slots: int = 256, tokens: int = 32, running: int = 8, clock: Clock | None = None, length_slots: int = 0) -> Scheduler:
+    length_pool = SlotPool(length_slots) if length_slots else None
+    return Scheduler(SlotPool(slots), Budget(tokens, running), clock or Clock(), length_pool=length_pool)
 
 
 def score(name: str, prefix: list[int], *branches: list[int], **extra) -> ScoreRequest:
@@ -47,18 +49,31 @@ def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
                 continue
         done.append(run.branch)
         scheduler.finish(run.branch)
+    for run in batch.values:
+        if isinstance(run.request, ValueRequest) and run.branch is not None and run.completes:
+            done.append(run.branch)
+            scheduler.finish(run.branch)
     return done
 
 
-def drain(scheduler: Scheduler, draw=lambda: 7, contents: SlotContents | None = None) -> None:
+def take(scheduler: Scheduler, batch, draw, contents: SlotContents, decided: Callable[[], bool] = lambda: False) -> None:
+    """One step; ``decided``: whether a guided draw turns out to need no length model."""
+    skipped = [lookahead for lookahead in batch.lookaheads.values() if decided()]
+    contents.compute(batch, skipped)
+    for lookahead in skipped:
+        scheduler.forgo(lookahead)
+    settle(scheduler, batch, draw)
+    contents.adopt()
+
+
+def drain(scheduler: Scheduler, draw=lambda: 7, contents: SlotContents | None = None, decided=lambda: False) -> None:
     contents = contents or SlotContents()
     for _ in range(5000):
         batch = scheduler.schedule()
-        if not batch.runs:
+        if batch.empty:
             assert not scheduler.requests
             return
-        contents.compute(batch)
-        settle(scheduler, batch, draw)
+        take(scheduler, batch, draw, contents, decided)
         check(scheduler)
     raise AssertionError("the requests never ended")
 
@@ -190,26 +205,37 @@ def test_a_failed_step_leaves_nothing_behind():
     assert scheduler.pool.free == scheduler.pool.size
 
 
-def random_request(rng: random.Random, name: str):
+def random_request(rng: random.Random, name: str, *, guided: bool = False):
     def some(low: int, high: int) -> list[int]:
         return [rng.randrange(3) for _ in range(rng.randint(low, high))]  # a tiny alphabet: many common prefixes
 
     kind = rng.random()
     if kind < 0.5:
         return score(name, some(0, 30), *(some(1, 20) for _ in range(rng.randint(1, 12))), priority=rng.choice([0, 0, 1]))
-    extra = {"prompt_logprobs": 0} if kind < 0.6 else {}
+    if guided and kind < 0.6:
+        return ValueRequest.of(wire.Value(name, some(0, 30), [some(1, 20) for _ in range(rng.randint(1, 6))]), 0.0)
+    extra = {"prompt_logprobs": 0} if kind < 0.65 else {}
+    if guided and rng.random() < 0.7:
+        extra["guidance"] = wire.Guidance(scale=1.0, top_k=rng.choice([1, 2, 5]))
     return generate(name, some(1, 40), max_tokens=rng.randint(0, 15), n=rng.choice([1, 1, 3]), **extra)
 
 
+@pytest.mark.parametrize("guided", [False, True], ids=["", "guided"])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_requests_end_and_every_slot_has_one_owner(seed: int):
+def test_random_requests_end_and_every_slot_has_one_owner(seed: int, guided: bool):
     rng = random.Random(seed)
-    scheduler = make(slots=rng.choice([64, 90, 400]), tokens=rng.choice([5, 16, 64]), running=rng.choice([2, 8]))
+    decided = rng.choice([0.0, 0.5, 0.9])
+    scheduler = make(
+        slots=rng.choice([64, 90, 400]),
+        tokens=rng.choice([5, 16, 64]),
+        running=rng.choice([2, 8]),
+        length_slots=rng.choice([64, 90, 400]) if guided else 0,
+    )
     contents = SlotContents()
     names = itertools.count()
     for step in range(400):
         while step < 250 and rng.random() < 0.4:
-            scheduler.add(random_request(rng, f"r{next(names)}"))
+            scheduler.add(random_request(rng, f"r{next(names)}", guided=guided))
         if scheduler.requests and rng.random() < 0.05:
             scheduler.remove(rng.choice(scheduler.requests))
         batch = scheduler.schedule()
@@ -217,12 +243,12 @@ def test_random_requests_end_and_every_slot_has_one_owner(seed: int):
         if rng.random() < 0.02:
             scheduler.fail(batch)
         else:
-            contents.compute(batch)
-            settle(scheduler, batch, lambda: rng.randrange(3))
+            take(scheduler, batch, lambda: rng.randrange(3), contents, lambda: rng.random() < decided)
         check(scheduler)
-    drain(scheduler, lambda: rng.randrange(3), contents)
-    scheduler.cache.clear()
-    assert scheduler.pool.free == scheduler.pool.size
+    drain(scheduler, lambda: rng.randrange(3), contents, lambda: rng.random() < decided)
+    for lane in scheduler.lanes:
+        lane.cache.clear()
+        assert lane.pool.free == lane.pool.size
 
 
 def test_tree_is_exact_under_splits():

@@ -140,8 +140,12 @@ def test_the_openai_lines_that_are_shown_work(served: Served) -> None:
 
 def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(tmp_path: Path) -> None:
     served = start(tmp_path)
+    commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in served.descendants]
+    (engine,) = [command for command in commands if command[1:3] == ["-m", "engine"]]
     served.process.terminate()
     assert served.process.wait(END_SECONDS) == 0
+    models = [Path(engine[engine.index(option) + 1]) for option in ("--model", "--length-model")]
+    assert [model.name for model in models] == ["base", "length"]
     (seconds,) = re.findall(r"Ready after ([\d.]+) s", served.err.read_text())
     assert float(seconds) < 10
     rows = re.findall(r"^│ ([a-z ]+?) +│ +([\d.]+) │ +([\d.]+) │$", served.out.read_text(), flags=re.M)

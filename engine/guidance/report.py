@@ -1,0 +1,34 @@
+"""What is told of guided draws: log-probabilities of the distribution each token was drawn from, and values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine import wire
+from engine.guidance.guide import Steered
+
+
+def top_candidates(steered: Steered, rows: Tensor, top_n: int) -> list[Tensor]:
+    """Of ``rows``, [some] int64: log-probability of the token, and of the ``top_n`` most probable candidates ids, log-probabilities
+    and values, [some, top_n] each, fewer where there are no more."""
+    p = steered.probabilities.index_select(0, rows)
+    ranked, order = p.sort(descending=True, stable=True)
+    order = order[:, :top_n]
+    ids, values = (table.index_select(0, rows).gather(1, order) for table in (steered.ids, steered.values))
+    return [steered.logprobs.index_select(0, rows), ids, ranked[:, :top_n].log(), values]
+
+
+def guided_logprobs(tensors: Sequence[Tensor], messages: Sequence[wire.Generate]) -> list[wire.Logprobs]:
+    """:func:`top_candidates` on the host, a row a message. What cannot be drawn is not told."""
+    rows = zip(*(tensor.tolist() for tensor in tensors), messages, strict=True)
+    return [_logprobs(chosen, ids, top, values, message) for chosen, ids, top, values, message in rows]
+
+
+def _logprobs(chosen: float, ids: list[int], top: list[float], values: list[float], message: wire.Generate) -> wire.Logprobs:
+    count = min(message.logprobs or 0, sum(value > -math.inf for value in top))
+    told = message.guidance is not None and message.guidance.return_values
+    read = [[None if math.isnan(value) else value for value in values[:count]]] if told else []
+    return wire.Logprobs([chosen], [ids[:count]], [top[:count]], read)

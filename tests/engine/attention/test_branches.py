@@ -11,6 +11,7 @@ from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
 from engine.core import EMPTY, Request, Run
 from engine.memory.kv import KVCache
+from engine.models.decoder import Heads
 
 LAYERS, KV_HEADS = 2, 2
 
@@ -37,14 +38,16 @@ def compare(make: type[AttentionBackend], device: torch.device, branches: list[i
         Run(Request(id="r", prefix=EMPTY), None, np.zeros(1, np.int32), np.append(prefixes[row], next(places)).astype(np.int32))
         for row in rows
     ]
-    expected = plain.plan(runs)
+    turn = torch.ones(total, head_dim // 2), torch.zeros(total, head_dim // 2)  # none
+    expected = plain.plan(runs).attend
     counts = torch.tensor([max(1, count - row) for row, count in enumerate(branches)], device=device)
     attend = backend.plan_branches(prefixes, branches, counts)
     nth = torch.tensor([place for count in branches for place in range(count)])
     real = nth < counts.cpu()[rows]
     for layer in range(LAYERS):
         found = attend(layer, *(part[layer].to(device) for part in (q, k, v))).cpu()
-        torch.testing.assert_close(found[real], expected(layer, q[layer], k[layer], v[layer])[real], atol=1e-5, rtol=1e-5)
+        heads_of_all = Heads(torch.cat([q[layer], k[layer], v[layer]], 1), KV_HEADS, None, None, 0.0, *turn)
+        torch.testing.assert_close(found[real], expected(layer, heads_of_all)[real], atol=1e-5, rtol=1e-5)
     assert torch.equal(backend.kv.keys, before)
 
 

@@ -208,8 +208,8 @@ def test_nothing_is_computed_twice(build: Build):
 def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plain):
     """Tokens drawn while nobody asked the length model come to more than a step may compute."""
     rng = random.Random(5)
-    decided = guided("g", some_tokens(rng, 5, 5), guidance(scale=3.0, entropy_threshold=1.56), max_tokens=60)
-    crowd = [guided(f"c{i}", some_tokens(rng, 5, 9), guidance(scale=-2.0), max_tokens=60) for i in range(2)]
+    decided = guided("g", some_tokens(rng, 5, 5), guidance(scale=3.0, entropy_threshold=1.56), max_tokens=40)
+    crowd = [guided(f"c{i}", some_tokens(rng, 5, 9), guidance(scale=-2.0), max_tokens=20) for i in range(2)]
     replies = run(build(token_budget=8), decided, *crowd)
     for message in (decided, *crowd):
         assert verify(plain, message, replies[message.id])
@@ -220,10 +220,10 @@ def test_a_seed_gives_the_same_tokens_in_every_form_and_company(checkpoints):
     messages = some_messages(rng)
     outputs = []
     for form in ("compact", "padded", "overlapped"):
-        alone = [tokens_of(run(build_guided(checkpoints, form), message)[message.id]) for message in messages[:4]]
+        alone = [tokens_of(run(build_guided(checkpoints, form), message)[message.id]) for message in messages[:2]]
         crowd = run(build_guided(checkpoints, form, **TIGHT), *messages)
         outputs.append([tokens_of(crowd[message.id]) for message in messages])
-        assert outputs[-1][:4] == alone
+        assert outputs[-1][:2] == alone
     assert outputs[0] == outputs[1] == outputs[2]
 
 
@@ -397,7 +397,7 @@ def test_abort_at_any_moment_frees_both_models(build: Build):
     loop = build(token_budget=24, max_tokens_in_cache=150)
     ended: Counter[str] = Counter()
     alive: list[str] = []
-    for step in range(80):
+    for step in range(60):
         if rng.random() < 0.6:
             name = f"r{step}"
             if rng.random() < 0.3:

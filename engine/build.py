@@ -60,7 +60,7 @@ def build_loop(settings: EngineSettings) -> Loop:
         return assemble(decoder, settings, digest)
     length_directory = locate(settings.length_model)
     length = load_length(length_directory, directory, settings, dtype, device)
-    both = hashlib.sha256(f"{digest} {fingerprint(length_directory, dtype)} {length.gamma}".encode()).hexdigest()
+    both = hashlib.sha256(f"{digest} {fingerprint(length_directory, dtype, settings.quantize)} {length.gamma}".encode()).hexdigest()
     return assemble(decoder, settings, both[: len(digest)], length)
 
 
@@ -74,7 +74,7 @@ class Length(NamedTuple):
 def load_length(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> Length:
     """The length model of a directory. Raises :class:`ModelError` where it cannot serve beside the model in ``base``."""
     check_pairing(base, directory)
-    model = load_value_model(directory, dtype).to(device)
+    model = load_value_model(directory, dtype, settings.quantize).to(device)
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")

@@ -295,9 +295,12 @@ class Runner:
 
     def _resolve(self, tokens: Tensor, runs: Sequence[Run]) -> Tensor:
         """Tokens of ``runs``, on the device, with those that the step before is drawing."""
+        unknown, source = self._pending(runs)
+        if not len(unknown):
+            return tokens
         upload = Upload()
-        for rows in self._pending(runs):
-            upload.add(rows)
+        upload.add(unknown)
+        upload.add(source)
         return self._fill(tokens, *upload.send(self._device))
 
     def _draw(self, logits: Tensor, sampling: SamplingBatch, asked: Asked, wanted: list[int], wanted_rows: Tensor) -> list[Tensor]:

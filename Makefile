@@ -20,7 +20,7 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all check lint types imports format bench wheelhouse
+.PHONY: help setup serve test test-all check lint types imports format bench wheelhouse wheels images chart test-cluster
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -77,6 +77,30 @@ wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet need
 	@rm -f $(BROUGHT:%=wheelhouse/%-*.whl)
 	@du -sh --apparent-size wheelhouse
 	@echo "On the GPU host, here: python$(WHEEL_PYTHON) -m pip install --no-index --no-deps wheelhouse/*.whl"
+
+# The images. BASE= builds them on another base, such as the one that tests/cluster/base_image.sh makes where no registry can be
+# reached; where pip has no index inside a build either, `make wheels` first, and OFFLINE=1.
+RELEASE := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+REGISTRY ?= localhost/
+VARIANT ?= cpu
+IMAGE_FLAGS = $(if $(BASE),--build-arg BASE=$(BASE)) $(if $(OFFLINE),--build-arg PIP_NO_INDEX=1)
+ENGINE_TAG = $(RELEASE)$(if $(filter cuda,$(VARIANT)),-cuda)
+
+images: ## Build both images, on BASE=, into REGISTRY=, with VARIANT=cuda for GPUs
+	docker build $(IMAGE_FLAGS) -f gateway/Dockerfile -t $(REGISTRY)yardstick-gateway:$(RELEASE) .
+	docker build $(IMAGE_FLAGS) --build-arg VARIANT=$(VARIANT) -f engine/Dockerfile -t $(REGISTRY)yardstick-engine:$(ENGINE_TAG) .
+
+wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for the Python of .venv
+	@rm -rf wheels
+	@$(BIN)/python -m pip download --quiet --dest wheels --only-binary=:all: --constraint constraints.txt \
+		$(addprefix --extra-index-url ,$(TORCH_INDEX)) \
+		$(shell sed -n '/^dependencies = /,/^gpu = /p' pyproject.toml | sed -n 's/^  "\([^";]*\)[";].*/\1/p')
+
+chart: $(READY) ## Write what is made from the chart: its README and the tests' rendered manifests
+	$(BIN)/python -m tests.helm.generate
+
+test-cluster: $(READY) ## Run the tests that need a cluster, on the one that KUBECONFIG names
+	$(BIN)/python -m pytest -q -m cluster tests/cluster
 
 $(READY): pyproject.toml constraints.txt
 	$(if $(too_old),$(complain))

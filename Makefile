@@ -20,7 +20,7 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all check lint types imports format bench wheelhouse wheels images chart test-cluster
+.PHONY: help setup serve test test-all test-cluster check lint types imports format bench wheelhouse wheels images chart
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -35,11 +35,11 @@ HAS_REDIS := $(shell command -v redis-server || { docker info >/dev/null 2>&1 &&
 WITHOUT := $(if $(HAS_REDIS),, and not redis)
 
 test: $(READY) ## Run the quick tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu$(WITHOUT)"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not cluster$(WITHOUT)"
 	$(if $(HAS_REDIS),,@echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
 
-test-all: $(READY) ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -q -m "not gpu"
+test-all: $(READY) ## Run all tests that need neither a GPU nor a cluster
+	$(BIN)/python -m pytest -q -m "not gpu and not cluster"
 
 check: lint types imports test-all ## Run all checks, as CI does
 
@@ -83,6 +83,7 @@ wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet need
 RELEASE := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REGISTRY ?= localhost/
 VARIANT ?= cpu
+IMAGE_PYTHON ?= 3.11
 IMAGE_FLAGS = $(if $(BASE),--build-arg BASE=$(BASE)) $(if $(OFFLINE),--build-arg PIP_NO_INDEX=1)
 ENGINE_TAG = $(RELEASE)$(if $(filter cuda,$(VARIANT)),-cuda)
 
@@ -90,9 +91,9 @@ images: ## Build both images, on BASE=, into REGISTRY=, with VARIANT=cuda for GP
 	docker build $(IMAGE_FLAGS) -f gateway/Dockerfile -t $(REGISTRY)yardstick-gateway:$(RELEASE) .
 	docker build $(IMAGE_FLAGS) --build-arg VARIANT=$(VARIANT) -f engine/Dockerfile -t $(REGISTRY)yardstick-engine:$(ENGINE_TAG) .
 
-wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for the Python of .venv
+wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for a base with Python IMAGE_PYTHON=3.11
 	@rm -rf wheels
-	@$(BIN)/python -m pip download --quiet --dest wheels --only-binary=:all: --constraint constraints.txt \
+	@$(BIN)/python -m pip download --quiet --dest wheels --only-binary=:all: --python-version $(IMAGE_PYTHON) --constraint constraints.txt \
 		$(addprefix --extra-index-url ,$(TORCH_INDEX)) \
 		$(shell sed -n '/^dependencies = /,/^gpu = /p' pyproject.toml | sed -n 's/^  "\([^";]*\)[";].*/\1/p')
 

@@ -18,8 +18,8 @@ _TABLE = "\n| value | default | meaning |\n| --- | --- | --- |\n"
 HEAD = """\
 # The chart
 
-`helm install yardstick ./helm` installs Yardstick with the demo model on CPUs. The README of the repository says how to go on, under
-"On Kubernetes"; how to run it is in [docs/operations.md](../docs/operations.md).
+`helm install yardstick ./helm` installs Yardstick with the demo model on CPUs. The README of the repository goes on from there,
+under "On Kubernetes"; how to run it is in [docs/operations.md](../docs/operations.md).
 
 It needs Kubernetes 1.23 or newer. The images are built with `make images`; push them to a registry of yours, and name that in
 `image.registry`.

@@ -151,7 +151,7 @@ def test_the_readme_word_for_word(cluster: None, tmp_path: Path):
     for command in commands:
         if command.startswith("make images"):
             continue
-        script += f"echo '>>>' {json.dumps(command[:60])} >&2\n{command}\n" + ("sleep 3\n" if "port-forward" in command else "")
+        script += f"echo '>>>' {json.dumps(command[:60])} >&2\n{command}\n"
     environment = os.environ | {"PATH": f"{Path(__file__).parent / 'bin'}:{os.environ['PATH']}"}
     try:
         done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.ingress import IngressProxy
-from tests.cluster.kube import Release, kubectl
+from tests.cluster.chart.ingress import IngressProxy
+from tests.cluster.chart.kube import Release, kubectl
 
 VALUES = {
     "engine": {

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.ingress import IngressProxy
-from tests.cluster.kube import Release, kubectl, wait_for
-from tests.cluster.load import Load
+from tests.cluster.chart.ingress import IngressProxy
+from tests.cluster.chart.kube import Release, kubectl, wait_for
+from tests.cluster.chart.load import Load
 
 ENGINES = "statefulset/yardstick-engine"
 NEW_ENGINE_SECONDS = 5

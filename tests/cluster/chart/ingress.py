@@ -15,7 +15,7 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
-from tests.cluster.kube import Release
+from tests.cluster.chart.kube import Release
 
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
 

@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster.conftest import VALUES
-from tests.cluster.ingress import IngressProxy
-from tests.cluster.kube import Release, kubectl, wait_for
+from tests.cluster.chart.conftest import VALUES
+from tests.cluster.chart.ingress import IngressProxy
+from tests.cluster.chart.kube import Release, kubectl, wait_for
 from tests.helm.chart import ROOT, Values
 
 KINDS = "all,secrets,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,ingresses,pdb,pvc"
@@ -98,7 +98,7 @@ def test_a_gateway_may_ask_for_endpoint_slices_only(release: Release):
 
 
 def test_helm_test_passes(release: Release):
-    command = [Path(__file__).parent / "bin" / "helm", "test", "yardstick", "-n", release.namespace]
+    command = [Path(__file__).parents[1] / "bin" / "helm", "test", "yardstick", "-n", release.namespace]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "yardstick-demo: scores and generates" in done.stdout
@@ -152,7 +152,7 @@ def test_the_readme_word_for_word(cluster: None, tmp_path: Path):
         if command.startswith("make images"):
             continue
         script += f"echo '>>>' {json.dumps(command[:60])} >&2\n{command}\n"
-    environment = os.environ | {"PATH": f"{Path(__file__).parent / 'bin'}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{Path(__file__).parents[1] / 'bin'}:{os.environ['PATH']}"}
     try:
         done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stdout + done.stderr

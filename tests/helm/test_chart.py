@@ -15,6 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import metrics, wire
+from engine.__main__ import _parser
+from gateway.auth import ApiKey
 from gateway.settings import PREFIX, Settings
 from gateway.telemetry import Telemetry
 from tests.helm.chart import (
@@ -249,9 +251,14 @@ def test_the_gateway_knows_every_setting_that_it_is_given(values: Values):
     assert ours <= set(Settings.__struct_fields__)
 
 
-def test_the_engine_knows_every_flag_that_it_is_given():
-    from engine.__main__ import _parser
+def test_the_schema_knows_what_a_key_may_have():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    key = schema["properties"]["auth"]["properties"]["keys"]["items"]
+    assert set(key["properties"]) == set(ApiKey.__struct_fields__)
+    assert key["required"] == ["name", "sha256"]
 
+
+def test_the_engine_knows_every_flag_that_it_is_given():
     for values in SETS.values():
         for m in manifests(values):
             if m["kind"] == "StatefulSet":

@@ -18,7 +18,7 @@ from engine import metrics, wire
 from engine.__main__ import _parser
 from gateway.auth import ApiKey
 from gateway.settings import PREFIX, Settings
-from gateway.telemetry import Telemetry
+from gateway.telemetry import ReplicaSample, Telemetry
 from tests.helm.chart import (
     BARE,
     CHART,
@@ -280,6 +280,7 @@ def test_policies_deny_by_default_and_open_what_is_needed():
 def metric_names() -> set[str]:
     """Every series that gateway and engine can write."""
     telemetry = Telemetry()
+    telemetry.watch_replicas(lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)])
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
     text = telemetry.exposition().decode() + metrics.render(stats)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]

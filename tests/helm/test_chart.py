@@ -311,6 +311,14 @@ def test_dashboards_rules_and_scaling_ask_for_metrics_that_exist():
         assert asked <= known, expression
 
 
+def test_the_operations_guide_names_metrics_that_exist():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    known = metric_names() | {re.sub(r"_(bucket|sum|count)$", "", name) for name in metric_names()}
+    asked = set(re.findall(r"\byardstick_\w+", text))
+    assert len(asked) > 10
+    assert asked <= known
+
+
 def test_every_alert_has_a_runbook():
     headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "operations.md").read_text(), flags=re.M)
     anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}

@@ -251,6 +251,16 @@ def test_the_gateway_knows_every_setting_that_it_is_given(values: Values):
     assert ours <= set(Settings.__struct_fields__)
 
 
+def test_large_numbers_arrive_as_they_are():
+    values = {"gateway": {"settings": {"max_body_bytes": 33554432, "redis_seconds": 0.5}}, "engine": {"maxWaiting": 2000000}}
+    found = manifests(values)
+    (gateway,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
+    assert environment(gateway)["YARDSTICK_MAX_BODY_BYTES"] == "33554432"
+    assert environment(gateway)["YARDSTICK_REDIS_SECONDS"] == "0.5"
+    (engine,) = one(found, "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]["containers"]
+    assert "--max-waiting=2000000" in engine["args"]
+
+
 def test_the_schema_knows_what_a_key_may_have():
     schema = json.loads((CHART / "values.schema.json").read_text())
     key = schema["properties"]["auth"]["properties"]["keys"]["items"]

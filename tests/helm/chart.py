@@ -27,6 +27,7 @@ EVERYTHING: Values = {
         "replicas": 3,
         "device": "cuda",
         "dtype": "bfloat16",
+        "quantize": "fp8",
         "tensorParallel": 2,
         "maxTokensInCache": 500_000,
         "tokenBudget": 8192,

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import metrics, wire
 from engine.__main__ import _parser
+from engine.settings import ATTENTION, DEVICES, DTYPES, QUANTIZE
 from gateway.auth import ApiKey
 from gateway.settings import PREFIX, Settings
 from gateway.telemetry import ReplicaSample, Telemetry
@@ -273,6 +274,13 @@ def test_the_engine_knows_every_flag_that_it_is_given():
         for m in manifests(values):
             if m["kind"] == "StatefulSet":
                 _parser().parse_args(m["spec"]["template"]["spec"]["containers"][0]["args"])
+
+
+def test_the_schema_offers_what_the_engine_does():
+    engine = json.loads((CHART / "values.schema.json").read_text())["definitions"]["engine"]["properties"]
+    for key, choices in (("device", DEVICES), ("dtype", DTYPES), ("quantize", QUANTIZE)):
+        assert set(engine[key]["enum"]) == {"", *choices}
+    assert set(engine["attention"]["enum"]) == set(ATTENTION)
 
 
 def test_policies_deny_by_default_and_open_what_is_needed():

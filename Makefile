@@ -84,6 +84,8 @@ RELEASE := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 REGISTRY ?= localhost/
 VARIANT ?= cpu
 IMAGE_PYTHON ?= 3.11
+# What redis needs on Python before 3.11.3, which pip does not see from here.
+IMAGE_ALSO := async-timeout
 IMAGE_DOWNLOAD = $(BIN)/python -m pip download --quiet --dest wheels --only-binary=:all: --python-version $(IMAGE_PYTHON)
 IMAGE_FLAGS = $(if $(BASE),--build-arg BASE=$(BASE)) $(if $(OFFLINE),--build-arg PIP_NO_INDEX=1)
 ENGINE_TAG = $(RELEASE)$(if $(filter cuda,$(VARIANT)),-cuda)
@@ -95,7 +97,7 @@ images: ## Build both images, on BASE=, into REGISTRY=, with VARIANT=cuda for GP
 wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for a base with Python IMAGE_PYTHON=3.11
 	@rm -rf wheels
 	@$(IMAGE_DOWNLOAD) --no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
-	@$(IMAGE_DOWNLOAD) --find-links wheels --constraint constraints.txt \
+	@$(IMAGE_DOWNLOAD) --find-links wheels --constraint constraints.txt $(IMAGE_ALSO) \
 		$(shell sed -n '/^dependencies = /,/^gpu = /p' pyproject.toml | sed -n 's/^  "\([^";]*\)[";].*/\1/p')
 
 chart: $(READY) ## Write what is made from the chart: its README and the tests' rendered manifests

@@ -20,7 +20,7 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all check lint types imports format bench wheelhouse
+.PHONY: help setup serve test test-all test-cluster check lint types imports format bench wheelhouse wheels images chart
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -35,11 +35,11 @@ HAS_REDIS := $(shell command -v redis-server || { docker info >/dev/null 2>&1 &&
 WITHOUT := $(if $(HAS_REDIS),, and not redis)
 
 test: $(READY) ## Run the quick tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu$(WITHOUT)"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not cluster$(WITHOUT)"
 	$(if $(HAS_REDIS),,@echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
 
-test-all: $(READY) ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -q -m "not gpu"
+test-all: $(READY) ## Run all tests that need neither a GPU nor a cluster
+	$(BIN)/python -m pytest -q -m "not gpu and not cluster"
 
 check: lint types imports test-all ## Run all checks, as CI does
 
@@ -77,6 +77,34 @@ wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet need
 	@rm -f $(BROUGHT:%=wheelhouse/%-*.whl)
 	@du -sh --apparent-size wheelhouse
 	@echo "On the GPU host, here: python$(WHEEL_PYTHON) -m pip install --no-index --no-deps wheelhouse/*.whl"
+
+# The images. BASE= builds them on another base, such as the one that tests/cluster/base_image.sh makes where no registry can be
+# reached; where pip has no index inside a build either, `make wheels` first, and OFFLINE=1.
+RELEASE := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+REGISTRY ?= localhost/
+VARIANT ?= cpu
+IMAGE_PYTHON ?= 3.11
+# What redis needs on Python before 3.11.3, which pip does not see from here.
+IMAGE_ALSO := async-timeout
+IMAGE_DOWNLOAD = $(BIN)/python -m pip download --quiet --dest wheels --only-binary=:all: --python-version $(IMAGE_PYTHON)
+IMAGE_FLAGS = $(if $(BASE),--build-arg BASE=$(BASE)) $(if $(OFFLINE),--build-arg PIP_NO_INDEX=1)
+ENGINE_TAG = $(RELEASE)$(if $(filter cuda,$(VARIANT)),-cuda)
+
+images: ## Build both images, on BASE=, into REGISTRY=, with VARIANT=cuda for GPUs
+	docker build $(IMAGE_FLAGS) -f gateway/Dockerfile -t $(REGISTRY)yardstick-gateway:$(RELEASE) .
+	docker build $(IMAGE_FLAGS) --build-arg VARIANT=$(VARIANT) -f engine/Dockerfile -t $(REGISTRY)yardstick-engine:$(ENGINE_TAG) .
+
+wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for a base with Python IMAGE_PYTHON=3.11
+	@rm -rf wheels
+	@$(IMAGE_DOWNLOAD) --no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
+	@$(IMAGE_DOWNLOAD) --find-links wheels --constraint constraints.txt $(IMAGE_ALSO) \
+		$(shell sed -n '/^dependencies = /,/^gpu = /p' pyproject.toml | sed -n 's/^  "\([^";]*\)[";].*/\1/p')
+
+chart: $(READY) ## Write what is made from the chart: its README and the tests' rendered manifests
+	$(BIN)/python -m tests.helm.generate
+
+test-cluster: $(READY) ## Run the tests that need a cluster, on the one that KUBECONFIG names
+	$(BIN)/python -m pytest -q -m cluster tests/cluster
 
 $(READY): pyproject.toml constraints.txt
 	$(if $(too_old),$(complain))

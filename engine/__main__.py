@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import socket
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
 from litestar import Litestar
 
 from engine.link import Link
-from engine.server import create_app
+from engine.server import create_app, create_health_app
 from engine.settings import ATTENTION, CUDA_GRAPHS, DEVICES, DTYPES, QUANTIZE, EngineSettings
+from engine.token import Token, TokenError
+
+FLUSH_SECONDS = 2
+"""Time for the last bytes to be sent, once every request has its last word."""
 
 
 def main() -> int:
@@ -38,27 +45,71 @@ def main() -> int:
         tensor_parallel=arguments.tensor_parallel,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    listener = socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET)
+    try:
+        token = Token(arguments.token_file) if arguments.token_file else None
+        listener = _listen(arguments.host, arguments.port, "--port")
+        health = _listen(arguments.host, arguments.health_port, "--health-port") if arguments.health_port else None
+    except (TokenError, OSError) as error:
+        return _fail(str(error))
+    return asyncio.run(_serve(create_app(settings, token), listener, health, arguments.grace_seconds))
+
+
+async def _serve(app: Litestar, listener: socket.socket, health: socket.socket | None, grace_seconds: float) -> int:
+    """Serve until a signal comes or the loop ends. After a signal, running requests have ``grace_seconds`` to end."""
+    link: Link = app.state.link
+    servers = [(_Server(_config(app)), listener)]
+    if health is not None:
+        servers.append((_Server(_config(create_health_app(link))), health))
+    serving = asyncio.create_task(_serve_all(servers))
+    told, ended = asyncio.create_task(_told_to_end()), asyncio.create_task(link.ended.wait())
+    await asyncio.wait({serving, told, ended}, return_when=asyncio.FIRST_COMPLETED)
+    failure = link.failure if ended.done() else None
+    if told.done():
+        await link.drain(grace_seconds)
+    for server, _ in servers:
+        server.should_exit = True
+    for task in (told, ended):
+        task.cancel()
+    await serving
+    return 0 if failure is None else _fail(failure)
+
+
+async def _serve_all(servers: Sequence[tuple[uvicorn.Server, socket.socket]]) -> None:
+    await asyncio.gather(*(server.serve(sockets=[listener]) for server, listener in servers))
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to :func:`_serve`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(app: Litestar) -> uvicorn.Config:
+    return uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=FLUSH_SECONDS)
+
+
+async def _told_to_end() -> None:
+    """Return at SIGTERM or SIGINT; from then on another one ends the process at once."""
+    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    await told.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+
+
+def _listen(host: str, port: int, flag: str) -> socket.socket:
+    """A bound socket. Raises OSError with a line that names the remedy."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((arguments.host, arguments.port))
+        listener.bind((host, port))
     except OSError as error:
-        return _fail(f"cannot listen on {arguments.host} port {arguments.port}: {error.strerror}; choose another with --port.")
-    return asyncio.run(_serve(create_app(settings), listener))
-
-
-async def _serve(app: Litestar, listener: socket.socket) -> int:
-    """Serve until a signal comes or the loop ends."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30))
-    link: Link = app.state.link
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    ended = asyncio.create_task(link.ended.wait())
-    await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
-    failure = None if serving.done() else link.failure
-    server.should_exit = True
-    await serving
-    ended.cancel()
-    return 0 if failure is None else _fail(failure)
+        listener.close()
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with {flag}.") from None
+    return listener
 
 
 def _fail(message: str) -> int:
@@ -88,6 +139,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length-gamma", type=_share, help="its gamma (what length_value.json beside it says, or else 0.997)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8100, help="port to listen on (%(default)s)")
+    parser.add_argument("--health-port", type=int, help="a second port, with health and metrics only")
+    parser.add_argument("--token-file", type=Path, help="file of tokens, one a line; gateways send one of them")
+    parser.add_argument(
+        "--grace-seconds", type=float, default=30, help="time that requests have to end after SIGTERM (%(default)s)"
+    )
     parser.add_argument("--device", choices=DEVICES, help="where the model computes (a GPU where there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights, keys and values (bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--quantize", choices=QUANTIZE, help="compute the layers' matrix products in 8 bits (not)")

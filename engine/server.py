@@ -8,13 +8,14 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
-from litestar import Litestar, Request, Response, get, post
+from litestar import Litestar, Request, Response, Router, get, post
 from litestar.enums import MediaType
 from litestar.response import Stream
 
 from engine import metrics, wire
 from engine.link import Link
 from engine.settings import EngineSettings
+from engine.token import Token
 
 MSGPACK = "application/msgpack"
 FRAMES = "application/x-msgpack-frames"
@@ -23,8 +24,8 @@ T = TypeVar("T")
 Incoming = Request[Any, Any, Any]
 
 
-def create_app(settings: EngineSettings) -> Litestar:
-    """The one composition root of the pod's server."""
+def create_app(settings: EngineSettings, token: Token | None = None) -> Litestar:
+    """The one composition root of the pod's server. ``token`` None: every caller is welcome."""
     link = Link(settings)
 
     @asynccontextmanager
@@ -36,11 +37,24 @@ def create_app(settings: EngineSettings) -> Litestar:
             await link.close()
 
     app = Litestar(
-        route_handlers=[score, value, generate, abort, info, stats, tokenizer, livez, readyz, metrics_page],
+        route_handlers=[
+            Router("", route_handlers=[score, value, generate, abort, info, stats, tokenizer], before_request=_authorise),
+            livez,
+            readyz,
+            metrics_page,
+        ],
         lifespan=[lifespan],
         openapi_config=None,
         request_max_body_size=None,
     )
+    app.state.link = link
+    app.state.token = token
+    return app
+
+
+def create_health_app(link: Link) -> Litestar:
+    """Health and metrics alone, for a port that probes and Prometheus may reach where the wire may not be reached."""
+    app = Litestar(route_handlers=[livez, readyz, metrics_page], openapi_config=None)
     app.state.link = link
     return app
 
@@ -109,9 +123,9 @@ async def livez(request: Incoming) -> Response[str]:
 
 @get("/readyz", media_type=MediaType.TEXT)
 async def readyz(request: Incoming) -> Response[str]:
-    """Ready when the model is loaded."""
-    link = _link(request)
-    return Response("ok" if link.ready else link.failure or "The model is loading.", status_code=200 if link.ready else 503)
+    """Ready from the time when the model is loaded to the time when the pod is told to end."""
+    refusal = _link(request).refusal
+    return Response(refusal or "ok", status_code=503 if refusal else 200)
 
 
 @get("/metrics", media_type=MediaType.TEXT)
@@ -123,6 +137,15 @@ async def metrics_page(request: Incoming) -> str:
 def _link(request: Incoming) -> Link:
     link: Link = request.app.state.link
     return link
+
+
+def _authorise(request: Incoming) -> Response[bytes] | None:
+    """The answer to a caller without a token; None lets it pass."""
+    token: Token | None = request.app.state.token
+    if token is None or token.opens(request.headers.get("authorization", "")):
+        return None
+    reason = "This engine serves its gateways only: send their token as `Authorization: Bearer TOKEN`."
+    return _answer(wire.Failed("", "unauthorized", reason, retryable=True))
 
 
 M = TypeVar("M", wire.Score, wire.Generate, wire.Value, wire.Abort)
@@ -150,7 +173,7 @@ def _answer(message: msgspec.Struct) -> Response[bytes]:
 
 
 def _not_ready(request: Incoming) -> Response[bytes]:
-    reason = _link(request).failure or "The model is loading."
+    reason = _link(request).refusal or "The model is loading."
     return _answer(wire.Failed("", "not_ready", reason, retryable=True, retry_after=1.0))
 
 

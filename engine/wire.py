@@ -16,7 +16,8 @@ HTTP face of an engine pod (every body is msgpack unless said otherwise):
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack (:func:`pack_frame`, :class:`FrameReader`).
 The body of a failed call is a :class:`Failed` under the HTTP status that :data:`STATUS_OF_CODE` gives its code.
-Closing the connection of ``/score`` or ``/generate`` aborts the request.
+Closing the connection of ``/score`` or ``/generate`` aborts the request. An engine that was given tokens asks every path but the
+last two rows for ``Authorization: Bearer TOKEN``.
 
 Every accepted request ends with exactly one terminal message: ``Scored``, ``Valued``, ``Failed``, or for a generation one ``Delta``
 with ``finish`` set for each of its ``n`` sequences.
@@ -34,10 +35,11 @@ FinishReason = Literal["stop", "length", "abort"]
 """``stop``: an end-of-sequence or stop token was drawn (it is the last of ``tokens``); ``length``: ``max_tokens`` or the context
 is reached; ``abort``: the caller asked for it or left."""
 
-ErrorCode = Literal["invalid", "overloaded", "not_ready", "deadline", "aborted", "out_of_memory", "internal"]
+ErrorCode = Literal["invalid", "unauthorized", "overloaded", "not_ready", "deadline", "aborted", "out_of_memory", "internal"]
 
 STATUS_OF_CODE: dict[str, int] = {
     "invalid": 400,
+    "unauthorized": 401,
     "overloaded": 429,
     "not_ready": 503,
     "deadline": 504,

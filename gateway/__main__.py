@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from types import FrameType
 
 import uvicorn
 
 from gateway.app import create_app
 from gateway.http import Protocol
+from gateway.lifecycle import Lifecycle
 from gateway.settings import Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)
-
-GRACE_SECONDS = 30
-"""Time that requests have to finish after SIGTERM."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(settings: Settings) -> int:
     """Serve with ``settings``; returns the exit status. Raises :class:`SettingsError`."""
+    lifecycle = Lifecycle()
     config = uvicorn.Config(
-        create_app(settings),
+        create_app(settings, lifecycle=lifecycle),
         loop="uvloop",
         http=Protocol,
         proxy_headers=False,  # nobody asks where a client is
@@ -57,15 +59,39 @@ def serve(settings: Settings) -> int:
         access_log=False,
         log_config=None,
         server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=max(1, round(settings.grace_seconds - settings.drain_seconds)),
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, lifecycle, settings.drain_seconds)
     with bind(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
         logger.info("listening at http://%s:%s", f"[{host}]" if ":" in host else host, port)
         with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly end
             server.run(sockets=[listener])
     return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    """Between SIGTERM and its end it is not ready and serves on for a while; SIGINT, or a second signal, skips that while."""
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        self._drain_seconds = drain_seconds
+        self._leave_at: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came."""
+        if sig == signal.SIGTERM and not self._lifecycle.draining:
+            self._lifecycle.draining = True
+            self._leave_at = time.monotonic() + self._drain_seconds
+        else:
+            super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end; called ten times a second."""
+        if self._leave_at is not None and time.monotonic() >= self._leave_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -19,6 +19,7 @@ from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
 from gateway.errors import ClientGone, GatewayError, from_status
 from gateway.exchange import Exchange, exchange
+from gateway.lifecycle import Lifecycle
 from gateway.limits.admission import Admission
 from gateway.limits.base import Limiter
 from gateway.limits.local import LocalLimiter
@@ -47,8 +48,9 @@ _LEFT = "client disconnected prematurely"
 """What the framework says when a request is broken off."""
 
 
-def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Litestar:
+def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycle: Lifecycle | None = None) -> Litestar:
     """The gateway. ``cache`` None: the embedded one. Raises :class:`SettingsError` for a bad file of keys."""
+    lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry()
     transport = open_transport()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
@@ -96,7 +98,8 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None) -> Lites
     )
     return Gateway(
         telemetry,
-        route_handlers=[v1, *health_routes(pool, telemetry), asset_route()],
+        lifecycle,
+        route_handlers=[v1, *health_routes(pool, telemetry, lifecycle), asset_route()],
         lifespan=[lifespan],
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},
@@ -130,14 +133,15 @@ def _read_token(file: Path) -> EngineToken:
 class Gateway(Litestar):
     """Every request is an exchange, also one that no route takes."""
 
-    def __init__(self, telemetry: Telemetry, **options: Any) -> None:
+    def __init__(self, telemetry: Telemetry, lifecycle: Lifecycle, **options: Any) -> None:
         super().__init__(**options)
         self._telemetry = telemetry
+        self._lifecycle = lifecycle
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application."""
         if scope["type"] == "http":
-            await exchange(super().__call__, self._telemetry, scope, receive, send)
+            await exchange(super().__call__, self._telemetry, self._lifecycle, scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 

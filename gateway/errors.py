@@ -189,6 +189,7 @@ class EngineSilent(DeadlineExceeded):
 
 _ERROR_OF_CODE: dict[wire.ErrorCode, type[GatewayError]] = {
     "invalid": InvalidRequest,
+    "unauthorized": InternalError,
     "overloaded": Overloaded,
     "not_ready": NotReady,
     "deadline": DeadlineExceeded,

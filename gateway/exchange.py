@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.lifecycle import Lifecycle
 from gateway.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Exchange:
             self.headers.append((b"x-yardstick-ignored", ", ".join(names).encode()))
 
 
-async def exchange(app: ASGIApp, telemetry: Telemetry, scope: Scope, receive: Receive, send: Send) -> None:
+async def exchange(app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, scope: Scope, receive: Receive, send: Send) -> None:
     """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer and count it."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode())
@@ -72,7 +73,8 @@ async def exchange(app: ASGIApp, telemetry: Telemetry, scope: Scope, receive: Re
         if message["type"] == "http.response.start":
             state.status = message["status"]
             state.first_byte = time.perf_counter()
-            message["headers"] = [*message["headers"], (b"x-request-id", state.id), *state.headers]
+            last = [(b"connection", b"close")] if lifecycle.draining else []
+            message["headers"] = [*message["headers"], (b"x-request-id", state.id), *state.headers, *last]
         await send(message)
 
     telemetry.in_flight.inc()

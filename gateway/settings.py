@@ -43,6 +43,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest request body, in bytes."""
     max_in_flight: Positive = 1024
     """Requests to ``/v1`` that are worked on at a time; more are answered 429."""
+    drain_seconds: NotNegative = 0.0
+    """After SIGTERM, time in which the gateway is not ready but still serves, so that whoever sends it requests can notice."""
+    grace_seconds: Seconds = 30.0
+    """After SIGTERM, time until the process ends; requests that are still open are then cut off. Includes ``drain_seconds``."""
     cache_entries: Count = 100_000
     """Results that the in-memory cache holds at most; 0 switches it off."""
     cache_bytes: Count = 64 << 20
@@ -98,6 +102,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.api_keys_file is None and not is_loopback(self.host):
             problem = f"{self.host} can be reached from other machines and no API keys are set"
             raise SettingsError(_remedy("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1"))
+        if self.drain_seconds >= self.grace_seconds:
+            problem = f"{self.drain_seconds:g} s leave nothing of the {self.grace_seconds:g} s that it has to end in"
+            raise SettingsError(_remedy("drain_seconds", problem, f"make {PREFIX}GRACE_SECONDS longer"))
 
 
 def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:

@@ -6,11 +6,13 @@ from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from gateway.errors import NotReady
+from gateway.lifecycle import Lifecycle
 from gateway.pool.pool import Pool
 from gateway.telemetry import Telemetry
 
 
-def health_routes(pool: Pool, telemetry: Telemetry) -> list[HTTPRouteHandler]:
+def health_routes(pool: Pool, telemetry: Telemetry, lifecycle: Lifecycle) -> list[HTTPRouteHandler]:
     """The endpoints; they need no key."""
 
     @get("/livez", media_type="text/plain", tags=["operation"])
@@ -20,7 +22,9 @@ def health_routes(pool: Pool, telemetry: Telemetry) -> list[HTTPRouteHandler]:
 
     @get("/readyz", media_type="text/plain", tags=["operation"])
     async def readyz() -> str:
-        """Tell whether any model can be asked."""
+        """Tell whether any model can be asked here."""
+        if lifecycle.draining:
+            raise NotReady("This gateway is shutting down; ask another one.", retry_after=1)
         pool.check_ready()
         return "ok"
 

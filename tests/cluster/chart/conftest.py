@@ -1,0 +1,63 @@
+"""A release for the tests to share, on the cluster that KUBECONFIG names; `make test-cluster` runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.chart.ingress import IngressProxy
+from tests.cluster.chart.kube import Release, kubectl
+
+VALUES = {
+    "engine": {
+        "replicas": 2,
+        "maxTokensInCache": 16384,
+        "drainSeconds": 2,
+        "graceSeconds": 20,
+        "resources": {"requests": {"cpu": "50m", "memory": "512Mi"}},
+    },
+    "gateway": {
+        "drainSeconds": 4,
+        "graceSeconds": 20,
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
+        "ingress": {"enabled": True, "host": "yardstick.example.com"},
+    },
+}
+"""Two engines of the demo model, on as little as a small machine has."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> None:
+    """A cluster that answers; the tests fail without one, rather than pass for nothing."""
+    assert os.environ.get("KUBECONFIG"), "set KUBECONFIG to a cluster's, or run tests/cluster/local.sh, which starts one"
+    done = subprocess.run(["kubectl", "version"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, f"the cluster does not answer: {done.stderr.strip()}"
+
+
+@pytest.fixture(scope="session")
+def release(cluster: None) -> Iterator[Release]:
+    """Installed and ready."""
+    release = Release(f"yardstick-test-{uuid.uuid4().hex[:6]}")
+    try:
+        release.install(VALUES)
+        yield release
+    finally:
+        kubectl("delete", "namespace", release.namespace, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def ingress(release: Release) -> Iterator[IngressProxy]:
+    with IngressProxy(release) as proxy:
+        yield proxy

@@ -1,0 +1,133 @@
+"""What happens to requests while something happens to the cluster: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.chart.ingress import IngressProxy
+from tests.cluster.chart.kube import Release, kubectl, wait_for
+from tests.cluster.chart.load import Load
+
+ENGINES = "statefulset/yardstick-engine"
+NEW_ENGINE_SECONDS = 5
+"""From the moment a new engine is ready to the moment it works."""
+
+
+@contextmanager
+def undisturbed(ingress: IngressProxy, release: Release, *, repeat: bool = False) -> Iterator[Load]:
+    """Load during the block, and for a moment before and after it; no request of it may fail."""
+    with Load(ingress.url, release.key, host=ingress.host, repeat=repeat) as load:
+        wait_for(lambda: load.answered > 5, 30, "requests are answered before anything happens")
+        yield load
+        after = load.answered
+        wait_for(lambda: load.answered > after + 5, 30, "requests are answered afterwards")
+    assert not load.failures, load.failures
+
+
+def test_an_engine_pod_is_deleted(ingress: IngressProxy, release: Release):
+    with undisturbed(ingress, release):
+        release.kubectl("delete", "pod", "yardstick-engine-0", "--wait=false")
+        time.sleep(5)
+        release.rolled_out(ENGINES)
+
+
+def test_an_engine_pod_is_evicted_as_a_drained_node_does(ingress: IngressProxy, release: Release):
+    eviction = {
+        "apiVersion": "policy/v1beta1",
+        "kind": "Eviction",
+        "metadata": {"name": "yardstick-engine-1", "namespace": release.namespace},
+    }
+    with undisturbed(ingress, release):
+        path = f"/api/v1/namespaces/{release.namespace}/pods/yardstick-engine-1/eviction"
+        kubectl("create", "--raw", path, "-f", "-", input=json.dumps(eviction))
+        refused = eviction | {"metadata": {"name": "yardstick-engine-0", "namespace": release.namespace}}
+        time.sleep(3)
+        second = kubectl("create", "--raw", path.replace("-1/", "-0/"), "-f", "-", input=json.dumps(refused), check=False)
+        assert second == "", "the budget lets only one go at a time"
+        release.rolled_out(ENGINES)
+
+
+def test_an_engine_is_killed(ingress: IngressProxy, release: Release):
+    kill = "import os; [os.kill(int(p), 9) for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
+    with undisturbed(ingress, release):
+        release.kubectl("exec", "yardstick-engine-0", "--", "python", "-c", kill)
+        time.sleep(5)
+        release.rolled_out(ENGINES)
+
+
+def test_an_engine_pod_is_torn_away(ingress: IngressProxy, release: Release):
+    with undisturbed(ingress, release):
+        release.kubectl("delete", "pod", "yardstick-engine-1", "--grace-period=0", "--force")
+        time.sleep(5)
+        release.rolled_out(ENGINES)
+
+
+def test_more_engines_are_used_and_fewer_lose_nothing(ingress: IngressProxy, release: Release):
+    with undisturbed(ingress, release):
+        release.kubectl("scale", ENGINES, "--replicas=3")
+        release.kubectl("wait", "pod/yardstick-engine-2", "--for=condition=Ready", "--timeout=120s")
+        works = "yardstick_engine_computed_tokens_total"
+        took = wait_for(lambda: release.engine_metric("yardstick-engine-2", works) > 0, 30, "the new engine computes")
+        assert took < NEW_ENGINE_SECONDS
+        release.kubectl("scale", ENGINES, "--replicas=2")
+        wait_for(lambda: len(release.pods("engine")) == 2, 60, "one engine leaves")
+        time.sleep(3)
+
+
+def test_the_gateways_are_rolled_out(ingress: IngressProxy, release: Release):
+    with undisturbed(ingress, release):
+        release.kubectl("rollout", "restart", "deployment/yardstick")
+        release.rolled_out("deployment/yardstick")
+        time.sleep(5)
+
+
+def test_redis_is_deleted(ingress: IngressProxy, release: Release):
+    with undisturbed(ingress, release, repeat=True) as load:
+        wait_for(lambda: load.hits > 0, 20, "the cache answers")
+        release.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=redis", "--wait=false")
+        release.rolled_out("deployment/yardstick-redis")
+        known = float(release.kubectl("exec", "deploy/yardstick-redis", "--", "sh", "-c", KEYS_IN_REDIS).split()[-1])
+        wait_for(lambda: redis_keys(release) > known or load.hits > 0, 40, "the cache fills again")
+
+
+KEYS_IN_REDIS = "REDISCLI_AUTH=$(sed 's/requirepass //' /etc/redis/redis.conf) redis-cli dbsize"
+
+
+def redis_keys(release: Release) -> int:
+    """Results that Redis holds."""
+    return int(release.kubectl("exec", "deploy/yardstick-redis", "--", "sh", "-c", KEYS_IN_REDIS).split()[-1])
+
+
+@pytest.fixture
+def apiserver() -> int:
+    """The process of the apiserver, where the cluster is one on this machine."""
+    file = Path(os.environ.get("CLUSTER_DIR", "/var/tmp/yardstick-cluster")) / "run" / "pid" / "apiserver"
+    if not file.exists():
+        pytest.skip("the apiserver of this cluster is not a process that can be killed from here")
+    return int(file.read_text())
+
+
+def test_the_apiserver_is_killed(ingress: IngressProxy, release: Release, apiserver: int):
+    command = Path(f"/proc/{apiserver}/cmdline").read_text().rstrip("\0").split("\0")
+    file = Path(os.environ.get("CLUSTER_DIR", "/var/tmp/yardstick-cluster")) / "run" / "pid" / "apiserver"
+    with undisturbed(ingress, release) as load:
+        os.kill(apiserver, signal.SIGKILL)
+        time.sleep(2)
+        before = load.answered
+        wait_for(lambda: load.answered > before + 20, 30, "requests are answered without the apiserver")
+        again = ["bash", "-c", 'setsid nohup "$@" >>"$0" 2>&1 & echo $!', str(file.parents[1] / "log" / "apiserver.log"), *command]
+        file.write_text(subprocess.run(again, check=True, capture_output=True, text=True).stdout)
+        wait_for(lambda: kubectl("get", "--raw", "/readyz", check=False) == "ok", 60, "the apiserver is back")
+    with undisturbed(ingress, release):
+        release.kubectl("delete", "pod", "yardstick-engine-0", "--wait=false")
+        time.sleep(5)
+        release.rolled_out(ENGINES)

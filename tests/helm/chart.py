@@ -1,0 +1,116 @@
+"""The chart, rendered as Helm renders it, and the sets of values that the tests look at."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm"
+GOLDEN = Path(__file__).parent / "golden"
+
+Values = dict[str, Any]
+Manifest = dict[str, Any]
+
+GPU: Values = {"engine": {"model": "Qwen/Qwen3-8B", "resources": {"limits": {"nvidia.com/gpu": 1}}}}
+EVERYTHING: Values = {
+    "commonLabels": {"team": "search"},
+    "image": {"registry": "registry.example.com/yardstick", "tag": "0.1.0-7", "pullPolicy": "Always", "pullSecrets": ["registry"]},
+    "engine": {
+        "model": "org/ranker",
+        "servedName": "ranker",
+        "replicas": 3,
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "quantize": "fp8",
+        "tensorParallel": 2,
+        "maxTokensInCache": 500_000,
+        "tokenBudget": 8192,
+        "extraArgs": ["--max-running=64"],
+        "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+        "extraVolumes": [{"name": "extra", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+        "modelCache": {"persistent": True, "size": "200Gi", "storageClass": "fast"},
+        "hubToken": {"secret": "hub"},
+        "sharedMemory": "2Gi",
+        "resources": {"requests": {"cpu": 4, "memory": "32Gi"}, "limits": {"nvidia.com/gpu": 2, "memory": "64Gi"}},
+        "autoscaling": {"enabled": True, "maxReplicas": 8},
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "priorityClassName": "serving",
+        "runtimeClassName": "nvidia",
+        "podAnnotations": {"example.com/a": "b"},
+        "podLabels": {"cost": "search"},
+    },
+    "pools": {
+        "small": {"model": "org/small", "servedName": "", "replicas": 1, "autoscaling": {"enabled": True, "kind": "hpa"}},
+        "away": {"enabled": False},
+    },
+    "gateway": {
+        "settings": {"max_in_flight": 2048},
+        "extraEnv": [{"name": "TZ", "value": "UTC"}],
+        "autoscaling": {"enabled": True},
+        "ingress": {"enabled": True, "className": "nginx", "host": "yardstick.example.com", "tlsSecret": "certificate"},
+        "affinity": {"podAntiAffinity": {}},
+    },
+    "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}]},
+    "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}]},
+    "monitoring": {
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "rules": {"enabled": True, "runbookURL": "https://docs.example.com/operations"},
+        "dashboards": {"enabled": True},
+    },
+}
+EXTERNAL: Values = {
+    "engine": {"enabled": False},
+    "gateway": {"engines": ["http://10.0.0.1:8100", "dns://engines.example.com:8100"]},
+    "auth": {"existingSecret": "keys"},
+    "engineToken": {"existingSecret": "token"},
+    "redis": {"url": "rediss://cache.example.com:6379", "existingSecret": "cache", "existingSecretKey": "secret"},
+    "networkPolicy": {"enabled": False},
+    "test": {"keySecret": "test-key"},
+}
+BARE: Values = {
+    "redis": {"enabled": False},
+    "networkPolicy": {"enabled": False},
+    "engine": {"podDisruptionBudget": {"enabled": False}, "spread": False, "modelCache": {"existingClaim": "models"}},
+    "gateway": {"podDisruptionBudget": {"enabled": False}, "spread": False, "discovery": "dns"},
+    "auth": {"generateFirstKey": False, "keys": [{"name": "ci", "sha256": "ab" * 32}]},
+}
+SETS: dict[str, Values] = {"default": {}, "gpu": GPU, "everything": EVERYTHING, "external": EXTERNAL, "bare": BARE}
+
+
+@cache
+def _chart() -> helm_python.Chart:
+    return helm_python.Chart.load(CHART)
+
+
+def render(values: Values, version: str = "v1.30.0", name: str = "yardstick") -> dict[str, str]:
+    """Template to text. Raises HelmValuesError where the schema refuses ``values``, HelmRenderError where a template does."""
+    found = _chart().render({"kubeVersionOverride": version} | values, name=name, namespace="apps", is_install=True)
+    return {path.partition("templates/")[2]: text for path, text in found.items()}
+
+
+def manifests(values: Values, version: str = "v1.30.0", name: str = "yardstick") -> list[Manifest]:
+    """Every object of the release, without the notes."""
+    rendered = render(values, version, name)
+    texts = [rendered[path] for path in sorted(rendered) if path.endswith(".yaml")]
+    return [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
+
+
+def one(found: list[Manifest], kind: str, name: str) -> Manifest:
+    """The one object of this kind and name."""
+    (manifest,) = [m for m in found if (m["kind"], m["metadata"]["name"]) == (kind, name)]
+    return manifest
+
+
+def golden(values: Values) -> str:
+    """A release as text that is the same every time: what is drawn at random is replaced."""
+    rendered = render(values)
+    text = "".join(f"# {path}\n{rendered[path].strip()}\n" for path in sorted(rendered) if rendered[path].strip())
+    return re.sub(r"^(  (?:token|key|password|keys\.json|redis\.conf)): \S+$", r"\1: RANDOM", text, flags=re.M)

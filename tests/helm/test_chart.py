@@ -1,0 +1,354 @@
+"""The chart without a cluster: what it renders, for several sets of values, on several versions of Kubernetes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine import metrics, wire
+from engine.__main__ import _parser
+from engine.settings import ATTENTION, DEVICES, DTYPES, QUANTIZE
+from gateway.auth import ApiKey
+from gateway.settings import PREFIX, Settings
+from gateway.telemetry import ReplicaSample, Telemetry
+from tests.helm.chart import (
+    BARE,
+    CHART,
+    EVERYTHING,
+    EXTERNAL,
+    GOLDEN,
+    GPU,
+    ROOT,
+    SETS,
+    Manifest,
+    Values,
+    golden,
+    manifests,
+    one,
+    render,
+)
+from tests.helm.readme import readme
+
+VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
+OTHERS = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+"""Kinds that are not Kubernetes's own."""
+LOCKED_DOWN = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+POD_KINDS = ("StatefulSet", "Deployment", "Pod")
+
+
+def pods(found: list[Manifest]) -> list[dict[str, Any]]:
+    """The specification of every pod."""
+    templates = [m if m["kind"] == "Pod" else m["spec"]["template"] for m in found if m["kind"] in POD_KINDS]
+    return [template["spec"] for template in templates]
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {variable["name"]: variable.get("value", "") for variable in container.get("env", [])}
+
+
+def test_helm_has_nothing_to_say_about_it():
+    report = helm_python.lint(CHART, strict=True)
+    assert report["errors"] == []
+    assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("values", SETS.values(), ids=SETS)
+def test_kubernetes_takes_it(values: Values, version: str):
+    for manifest in manifests(values, version):
+        if manifest["kind"] not in OTHERS:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_it_renders_what_it_rendered(name: str):
+    assert golden(SETS[name]) == (GOLDEN / f"{name}.yaml").read_text(), "if this is meant: make chart"
+
+
+def test_newer_fields_only_on_newer_versions():
+    for values in SETS.values():
+        text = "".join(render(values, "v1.20.2").values())
+        assert "unhealthyPodEvictionPolicy" not in text
+        assert "persistentVolumeClaimRetentionPolicy" not in text
+    assert "unhealthyPodEvictionPolicy" in "".join(render({}, "v1.27.0").values())
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"engine": {"modle": "x"}}, "additional properties 'modle' not allowed"),
+        ({"gateway": {"ingress": {"hosts": ["a"]}}}, "additional properties 'hosts' not allowed"),
+        ({"nonsense": 1}, "additional properties 'nonsense' not allowed"),
+        ({"gateway": {"replicas": "two"}}, "got string, want integer"),
+        ({"engine": {"dtype": "int8"}}, "value must be one of"),
+        ({"engine": {"resources": {"limits": {"cpu": "lots"}}}}, "does not match pattern"),
+        ({"pools": {"default": {}}}, "'not' failed"),
+        ({"pools": {"Big": {}}}, "does not match pattern"),
+        ({"pools": {"big": {"modle": "x"}}}, "additional properties 'modle' not allowed"),
+        ({"gateway": {"settings": {"engines": "http://a"}}}, "'not' failed"),
+        ({"gateway": {"service": {"port": 0}}}, "minimum"),
+        ({"auth": {"keys": [{"name": "a", "sha256": "ys-notahash"}]}}, "does not match pattern"),
+        ({"redis": {"url": "http://a"}}, "does not match pattern"),
+    ],
+)
+def test_the_schema_refuses(values: Values, words: str):
+    with pytest.raises(helm_python.HelmValuesError, match=re.escape(words)):
+        render(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"engine": {"enabled": False}}, "there is no engine"),
+        ({"auth": {"generateFirstKey": False}}, "there is no API key"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(values: Values, words: str):
+    with pytest.raises(helm_python.HelmError, match=words):
+        render(values)
+
+
+def test_every_part_of_the_schema_is_strict():
+    def objects(schema: Any) -> list[dict[str, Any]]:
+        if isinstance(schema, list):
+            return [found for part in schema for found in objects(part)]
+        if not isinstance(schema, dict):
+            return []
+        own = [schema] if isinstance(schema.get("properties"), dict) else []
+        return own + [found for part in schema.values() for found in objects(part)]
+
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert len(objects(schema)) > 15
+    assert all(found.get("additionalProperties") is False for found in objects(schema))
+
+
+def test_the_schema_knows_exactly_the_values():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def check(values: Any, known: dict[str, Any], path: str) -> None:
+        known = schema["definitions"][known["$ref"].rpartition("/")[2]] if "$ref" in known else known
+        if not isinstance(values, dict) or "properties" not in known:
+            return
+        assert set(values) == set(known["properties"]) - {"global"}, path
+        for key, value in values.items():
+            check(value, known["properties"][key], f"{path}.{key}")
+
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values["engine"]["resources"] = {"requests": {}, "limits": {}}
+    check(values, schema, "")
+
+
+def test_the_readme_is_up_to_date():
+    assert (CHART / "README.md").read_text() == readme(), "make chart"
+
+
+def test_gateways_may_read_endpoint_slices_and_nothing_else():
+    for values in (SETS["default"], EVERYTHING):
+        found = manifests(values)
+        role = one(found, "Role", "yardstick")
+        assert role["rules"] == [
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+        ]
+        assert [m["metadata"]["name"] for m in found if "Cluster" in m["kind"]] == []
+        binding = one(found, "RoleBinding", "yardstick")
+        assert binding["roleRef"]["name"] == "yardstick"
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "yardstick", "namespace": "apps"}]
+        assert one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["serviceAccountName"] == "yardstick"
+
+
+@pytest.mark.parametrize("values", [BARE, EXTERNAL], ids=["bare", "external"])
+def test_who_does_not_ask_the_api_has_no_account(values: Values):
+    found = manifests(values)
+    assert not {"Role", "RoleBinding", "ServiceAccount"} & {m["kind"] for m in found}
+    assert all(spec["automountServiceAccountToken"] is False for spec in pods(found))
+
+
+@pytest.mark.parametrize("values", SETS.values(), ids=SETS)
+def test_every_pod_is_locked_down(values: Values):
+    specifications = pods(manifests(values))
+    assert specifications
+    for spec in specifications:
+        assert spec["enableServiceLinks"] is False, "YARDSTICK_* of a Service would be taken for settings"
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@pytest.mark.parametrize("values", SETS.values(), ids=SETS)
+def test_no_secret_is_in_a_manifest_that_is_not_a_secret(values: Values):
+    found = manifests(values)
+    secrets = [value for m in found if m["kind"] == "Secret" for value in m["data"].values()]
+    others = json.dumps([m for m in found if m["kind"] != "Secret"])
+    assert not [value for value in secrets if value in others]
+    for container in [container for spec in pods(found) for container in spec["containers"]]:
+        assert not {"YARDSTICK_REDIS_PASSWORD", "PASSWORD", "TOKEN"} & set(environment(container))
+
+
+def test_only_the_first_key_is_stored_as_it_is():
+    found = manifests({"auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}]}})
+    first = base64.b64decode(one(found, "Secret", "yardstick-first-key")["data"]["key"])
+    assert re.fullmatch(rb"ys-\w{40}", first)
+    keys = json.loads(base64.b64decode(one(found, "Secret", "yardstick-api-keys")["data"]["keys.json"]))
+    assert keys == {"keys": [{"name": "first", "sha256": hashlib.sha256(first).hexdigest()}, {"name": "ci", "sha256": "ab" * 32}]}
+    assert "Secret" not in {m["kind"] for m in manifests(EXTERNAL)}
+
+
+def test_a_gpu_makes_a_gpu_pod():
+    spec = one(manifests(GPU), "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["image"] == "localhost/yardstick-engine:0.1.0-cuda"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert "--model=Qwen/Qwen3-8B" in container["args"]
+    assert not [argument for argument in container["args"] if argument.startswith("--name")]
+
+
+def test_pools_inherit_and_differ():
+    found = manifests(EVERYTHING)
+    assert {m["metadata"]["name"] for m in found if m["kind"] == "StatefulSet"} == {"yardstick-engine", "yardstick-engine-small"}
+    (small,) = one(found, "StatefulSet", "yardstick-engine-small")["spec"]["template"]["spec"]["containers"]
+    assert "--model=org/small" in small["args"]
+    assert "--tensor-parallel=2" in small["args"]
+    (gateway,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
+    sources = "kubernetes://yardstick-engine:8100,kubernetes://yardstick-engine-small:8100"
+    assert environment(gateway)["YARDSTICK_ENGINES"] == sources
+    selectors = [m["spec"]["selector"]["matchLabels"] for m in found if m["kind"] == "StatefulSet"]
+    assert [selector["yardstick/pool"] for selector in selectors] == ["default", "small"]
+
+
+@pytest.mark.parametrize("values", SETS.values(), ids=SETS)
+def test_the_grace_of_a_pod_covers_its_drain(values: Values):
+    found = manifests(values)
+    for name, port in [("yardstick", 8000), ("yardstick-engine", 8100)]:
+        for manifest in [m for m in found if m["kind"] in POD_KINDS and m["metadata"]["name"] == name]:
+            spec = manifest["spec"]["template"]["spec"]
+            (container,) = spec["containers"]
+            if port == 8000:
+                told = float(environment(container)["YARDSTICK_GRACE_SECONDS"])
+            else:
+                (grace,) = [a.partition("=")[2] for a in container["args"] if a.startswith("--grace-seconds=")]
+                told = float(grace) + float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+            assert spec["terminationGracePeriodSeconds"] >= told + 5
+
+
+@pytest.mark.parametrize("values", SETS.values(), ids=SETS)
+def test_the_gateway_knows_every_setting_that_it_is_given(values: Values):
+    (container,) = one(manifests(values), "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
+    ours = {name.removeprefix(PREFIX).lower() for name in environment(container) if name.startswith(PREFIX)}
+    assert ours <= set(Settings.__struct_fields__)
+
+
+def test_large_numbers_arrive_as_they_are():
+    values = {"gateway": {"settings": {"max_body_bytes": 33554432, "redis_seconds": 0.5}}, "engine": {"maxWaiting": 2000000}}
+    found = manifests(values)
+    (gateway,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
+    assert environment(gateway)["YARDSTICK_MAX_BODY_BYTES"] == "33554432"
+    assert environment(gateway)["YARDSTICK_REDIS_SECONDS"] == "0.5"
+    (engine,) = one(found, "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]["containers"]
+    assert "--max-waiting=2000000" in engine["args"]
+
+
+def test_the_schema_knows_what_a_key_may_have():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    key = schema["properties"]["auth"]["properties"]["keys"]["items"]
+    assert set(key["properties"]) == set(ApiKey.__struct_fields__)
+    assert key["required"] == ["name", "sha256"]
+
+
+def test_the_engine_knows_every_flag_that_it_is_given():
+    for values in SETS.values():
+        for m in manifests(values):
+            if m["kind"] == "StatefulSet":
+                _parser().parse_args(m["spec"]["template"]["spec"]["containers"][0]["args"])
+
+
+def test_the_schema_offers_what_the_engine_does():
+    engine = json.loads((CHART / "values.schema.json").read_text())["definitions"]["engine"]["properties"]
+    for key, choices in (("device", DEVICES), ("dtype", DTYPES), ("quantize", QUANTIZE)):
+        assert set(engine[key]["enum"]) == {"", *choices}
+    assert set(engine["attention"]["enum"]) == set(ATTENTION)
+
+
+def test_policies_deny_by_default_and_open_what_is_needed():
+    found = [m for m in manifests({}) if m["kind"] == "NetworkPolicy"]
+    deny = one(found, "NetworkPolicy", "yardstick-default-deny")["spec"]
+    assert deny["policyTypes"] == ["Ingress", "Egress"]
+    assert set(deny) == {"podSelector", "policyTypes"}
+    engine = one(found, "NetworkPolicy", "yardstick-engine")["spec"]["ingress"]
+    assert [rule["ports"][0]["port"] for rule in engine] == ["wire", "health"]
+    assert engine[0]["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    (redis,) = one(found, "NetworkPolicy", "yardstick-redis")["spec"]["ingress"]
+    assert redis["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+
+
+def metric_names() -> set[str]:
+    """Every series that gateway and engine can write."""
+    telemetry = Telemetry()
+    telemetry.watch_replicas(lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)])
+    stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
+    text = telemetry.exposition().decode() + metrics.render(stats)
+    families = [(family.name, family.type) for family in text_string_to_metric_families(text)]
+    suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
+    return {name + suffix for name, kind in families for suffix in suffixes[kind]}
+
+
+def expressions() -> list[str]:
+    dashboard = json.loads((CHART / "dashboards" / "yardstick.json").read_text())
+    panels = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    found = manifests(EVERYTHING)
+    rules = [rule["expr"] for rule in one(found, "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]]
+    queries = [m["spec"]["triggers"][0]["metadata"]["query"] for m in found if m["kind"] == "ScaledObject"]
+    scaler = one(found, "HorizontalPodAutoscaler", "yardstick-engine-small")
+    adapters = [metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]]
+    assert panels
+    assert rules
+    assert queries
+    assert adapters
+    return [*panels, *rules, *queries, *adapters]
+
+
+def test_dashboards_rules_and_scaling_ask_for_metrics_that_exist():
+    known = metric_names()
+    for expression in expressions():
+        asked = set(re.findall(r"\byardstick_\w+", expression))
+        assert asked, expression
+        assert asked <= known, expression
+
+
+def test_the_operations_guide_names_metrics_that_exist():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    known = metric_names() | {re.sub(r"_(bucket|sum|count)$", "", name) for name in metric_names()}
+    asked = set(re.findall(r"\byardstick_\w+", text))
+    assert len(asked) > 10
+    assert asked <= known
+
+
+def test_every_alert_has_a_runbook():
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "operations.md").read_text(), flags=re.M)
+    anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    for rule in one(manifests(EVERYTHING), "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert page == "https://docs.example.com/operations"
+        assert anchor == rule["alert"].lower()
+        assert anchor in anchors
+
+
+def test_the_chart_has_the_version_of_the_project():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), flags=re.M)
+    assert version
+    assert chart["appVersion"] == chart["version"] == version[1]

@@ -191,15 +191,17 @@ class Scheduler:
         """Put up to ``room`` tokens of ``request`` into the step, and at least one of each sequence that is being generated."""
         limit = batch.load + room
         least = 1 if request.reserve else 0
+        lacking = 0
         for half in request.halves:
-            self._compute_prefix(batch, half, limit - batch.load, may_preempt=may_preempt)
-        if any(half.prefix_remaining for half in request.halves):
+            if half.prefix_remaining:
+                self._compute_prefix(batch, half, limit - batch.load, may_preempt=may_preempt)
+                lacking += half.prefix_remaining
+        if lacking:
             return
         for branch in request.branches:
             if not self._can_go_on(request, branch):
                 continue
-            guided = branch.twin is not None and isinstance(request, GenerateRequest) and request.draws(branch)
-            compute = self._compute_guided if guided else self._compute_branch
+            compute = self._compute_guided if _draws_guided(branch) else self._compute_branch
             if not compute(batch, branch, max(limit - batch.load, least), may_preempt=may_preempt):
                 return
 
@@ -253,8 +255,6 @@ class Scheduler:
     def _compute_prefix(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Take what the cache has by now of the rest of the prefix, compute up to ``room`` tokens of what it lacks."""
         assert request.node is not None
-        if not request.prefix_remaining:
-            return
         cache = self._lane(request).cache
         request.node, found = cache.advance(request.node, request.prefix[len(request.prefix_slots) :])
         request.prefix_slots.extend(found)
@@ -332,3 +332,8 @@ class Scheduler:
         branch.slots.clear()
         if not len(branch.outputs):
             branch.prompt_logprobs.clear()
+
+
+def _draws_guided(branch: Branch) -> bool:
+    """Whether its last token is followed by a draw with guidance."""
+    return branch.twin is not None and isinstance(branch.request, GenerateRequest) and branch.request.draws(branch)

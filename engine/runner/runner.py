@@ -284,8 +284,8 @@ class Runner:
     def _pending(self, runs: Sequence[Run]) -> tuple[Longs, Longs]:
         """Rows whose token the step before is drawing, and its row there."""
         ends = np.cumsum([len(run.tokens) for run in runs])
-        unknown = ((end - 1, run) for end, run in zip(ends, runs, strict=True) if run.branch and run.tokens[-1] == PENDING)
-        rows = [(row, self._drawn_row[_on_model(run)]) for row, run in unknown]
+        lasts = np.array([run.tokens[-1] for run in runs])
+        rows = [(ends[at] - 1, self._drawn_row[_on_model(runs[at])]) for at in np.flatnonzero(lasts == PENDING).tolist()]
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 

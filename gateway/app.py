@@ -19,6 +19,7 @@ from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
 from gateway.errors import ClientGone, GatewayError, from_status
 from gateway.exchange import Exchange, exchange
+from gateway.length.valuer import Valuer
 from gateway.lifecycle import Lifecycle
 from gateway.limits.admission import Admission
 from gateway.limits.base import Limiter
@@ -36,6 +37,7 @@ from gateway.routes.chat import chat_route
 from gateway.routes.completions import completion_route
 from gateway.routes.generating import Generator
 from gateway.routes.health import health_routes
+from gateway.routes.length import length_route
 from gateway.routes.models import model_routes
 from gateway.routes.score import score_route
 from gateway.scoring.scorer import Scorer
@@ -67,6 +69,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
     scorer = Scorer(MeteredCache(kept, telemetry), dispatcher, telemetry, split_tokens=settings.split_tokens)
     limiter: Limiter = share.limiter if share else LocalLimiter()
     quotas = Quotas(limiter, telemetry)
+    valuer = Valuer(dispatcher, split_tokens=settings.split_tokens)
     generator = Generator(dispatcher, quotas, telemetry)
     keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
 
@@ -92,6 +95,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
             score_route(pool, scorer, quotas, telemetry),
             completion_route(pool, generator),
             chat_route(pool, generator),
+            length_route(pool, valuer, quotas, telemetry),
             *model_routes(pool),
         ],
         middleware=[*([RequireKey(keys)] if keys else []), Admission(settings.max_in_flight)],

@@ -44,7 +44,7 @@ def openapi_config() -> OpenAPIConfig:
     return OpenAPIConfig(
         title="Yardstick",
         version=version("yardstick-llm"),
-        description="Scores lists of items with a language model, and generates text. Compatible with OpenAI's API.",
+        description="Scores lists of items with a language model, and writes text of steered length. Compatible with OpenAI's API.",
         path=PATH,
         render_plugins=[page],
         use_handler_docstrings=True,

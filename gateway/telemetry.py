@@ -50,6 +50,10 @@ class Telemetry:
         self._first_seconds = self._histogram("first_byte_seconds", "From a request to the start of its answer.")
         self._tokens = self._counter("tokens", "Tokens of answers.", "model", "kind")
         self._items = self._counter("items", "Items scored, by the source of the result.", "model", "source")
+        self._guided = self._counter(
+            "guided_prompts", "Prompts continued with length guidance, by mode or constraint.", "model", "mode"
+        )
+        self._values = self._counter("values", "Texts that the length model judged for /v1/length.", "model")
         self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "code")
         self._lookups = self._counter("cache_lookups", "Results looked up in the cache.", "result")
         self._hits, self._misses = self._lookups.labels("hit"), self._lookups.labels("miss")
@@ -81,6 +85,15 @@ class Telemetry:
         """A generation was answered, or given up."""
         self._count(model, prompt_tokens, cached_tokens)
         self._tokens.labels(model, "completion").inc(completion_tokens)
+
+    def guided(self, model: str, mode: str) -> None:
+        """A generation was steered by ``mode``, or by the constraint of that name."""
+        self._guided.labels(model, mode).inc()
+
+    def valued(self, model: str, texts: int, prompt_tokens: int, cached_tokens: int) -> None:
+        """A length request was answered."""
+        self._values.labels(model).inc(texts)
+        self._count(model, prompt_tokens, cached_tokens)
 
     def engine_failed(self, code: str) -> None:
         """An engine refused a call, or was lost during it."""

@@ -63,6 +63,11 @@ def logprobs_after(tokens: list[int], vocab_size: int) -> list[float]:
     return [logit - norm for logit in logits]
 
 
+def value_logit(tokens: list[int]) -> float:
+    """The fake length model's z after ``tokens``."""
+    return 6 * random.Random(hashlib.blake2b(repr(tokens).encode(), key=b"length").digest()).random() - 3
+
+
 @dataclass
 class Faults:
     """How the engine misbehaves; may be changed while it runs."""
@@ -94,13 +99,15 @@ class FakeEngine:
     max_context: int = 2048
     padding: int = 12
     """Rows of the head beyond the tokeniser's vocabulary."""
-    capabilities: tuple[str, ...] = ("score", "generate")
+    capabilities: tuple[str, ...] = ("score", "generate", "guide")
+    length_gamma: float | None = 0.985
     tokens_per_delta: int = 1
     says: list[int] | None = None
     """Tokens that every generation consists of, before it ends by itself; None: drawn from the model."""
     faults: Faults = field(default_factory=Faults)
     scores: list[wire.Score] = field(default_factory=list)
     generates: list[wire.Generate] = field(default_factory=list)
+    values: list[wire.Value] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     """Requests whose caller closed the connection before their end."""
     running: set[str] = field(default_factory=set)
@@ -121,9 +128,9 @@ class FakeEngine:
         return library().token_to_id(EOS)
 
     def info(self) -> wire.Info:
-        return wire.Info(
-            self.model, self.fingerprint, self.vocab_size, self.max_context, [self.eos], list(self.capabilities), self.limits
-        )
+        abilities = list(self.capabilities)
+        gamma = self.length_gamma if "guide" in abilities else None
+        return wire.Info(self.model, self.fingerprint, self.vocab_size, self.max_context, [self.eos], abilities, self.limits, gamma)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -153,6 +160,10 @@ class _Call:
             request = msgspec.msgpack.decode(await self._body(), type=wire.Score)
             self.engine.scores.append(request)
             await self._unless_left(request.id, self._score(request))
+        elif path == "/value":
+            value = msgspec.msgpack.decode(await self._body(), type=wire.Value)
+            self.engine.values.append(value)
+            await self._unless_left(value.id, self._value(value))
         elif path == "/generate":
             generate = msgspec.msgpack.decode(await self._body(), type=wire.Generate)
             self.engine.generates.append(generate)
@@ -194,6 +205,18 @@ class _Call:
         await self._reply(wire.STATUS_OF_CODE[failed.code], wire.encode(failed))
 
     async def _score(self, request: wire.Score) -> None:
+        if await self._behaves(request):
+            rows = [logprobs_after(request.prefix + branch, self.engine.vocab_size) for branch in request.branches]
+            picked = [[row[label] for label in request.labels] for row in rows]
+            await self._reply(200, wire.encode(wire.Scored(request.id, picked, 0, _tokens(request))))
+
+    async def _value(self, request: wire.Value) -> None:
+        if await self._behaves(request):
+            logits = [value_logit(request.prefix + branch) for branch in request.branches]
+            await self._reply(200, wire.encode(wire.Valued(request.id, logits, 0, _tokens(request))))
+
+    async def _behaves(self, request: wire.Score | wire.Value) -> bool:
+        """Whether ``request`` should be answered; where not, the fault has been done."""
         engine, faults = self.engine, self.engine.faults
         await asyncio.sleep(faults.delay)
         if faults.seconds_per_branch:
@@ -209,10 +232,8 @@ class _Call:
         elif faults.garbage:
             await self._reply(200, b"\xc1 this is no msgpack")
         else:
-            rows = [logprobs_after(request.prefix + branch, engine.vocab_size) for branch in request.branches]
-            picked = [[row[label] for label in request.labels] for row in rows]
-            computed = len(request.prefix) + sum(map(len, request.branches))
-            await self._reply(200, wire.encode(wire.Scored(request.id, picked, 0, computed)))
+            return True
+        return False
 
     async def _generate(self, request: wire.Generate) -> None:
         engine, faults = self.engine, self.engine.faults
@@ -244,6 +265,10 @@ def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Fa
     return None
 
 
+def _tokens(request: wire.Score | wire.Value) -> int:
+    return len(request.prefix) + sum(map(len, request.branches))
+
+
 def interleaved(sequences: list[list[wire.Delta]]) -> Iterator[wire.Delta]:
     """The first delta of each sequence, then the second of each."""
     for place in range(max(map(len, sequences))):
@@ -263,7 +288,7 @@ def sequence_deltas(engine: FakeEngine, request: wire.Generate, index: int) -> I
             offset,
             part,
             index,
-            _logprobs(engine, prompt + tokens[:offset], part, request.logprobs),
+            _logprobs(engine, prompt + tokens[:offset], part, request),
             finish if last else None,
             _prompt_logprobs(engine, request) if index == 0 and offset == start else None,
         )
@@ -287,31 +312,68 @@ def _next(engine: FakeEngine, request: wire.Generate, index: int, tokens: list[i
     if engine.says is not None:
         return engine.says[len(tokens)] if len(tokens) < len(engine.says) else engine.eos
     sampling = request.sampling
+    noise = random.Random(f"{sampling.seed} {request.index + index} {len(tokens)}")
+    if request.guidance is not None:
+        judged = guided(engine, request.guidance, request.prompt + tokens)
+        drawn = {id: logprob - math.log(-math.log(noise.random())) for id, (logprob, _) in judged.items()}
+        return max(drawn, key=drawn.__getitem__)
     row = logprobs_after(request.prompt + tokens, library().get_vocab_size())
     for id, bias in sampling.logit_bias.items():
         row[id] += bias
-    noise = random.Random(f"{sampling.seed} {request.index + index} {len(tokens)}")
-    drawn = [value - sampling.temperature * math.log(-math.log(noise.random())) for value in row]
-    return max(range(len(drawn)), key=drawn.__getitem__)
+    drawn = dict(enumerate(value - sampling.temperature * math.log(-math.log(noise.random())) for value in row))
+    return max(drawn, key=drawn.__getitem__)
 
 
-def _logprobs(engine: FakeEngine, before: list[int], tokens: list[int], top: int | None) -> wire.Logprobs | None:
+def guided(engine: FakeEngine, guidance: wire.Guidance, before: list[int]) -> dict[int, tuple[float, float]]:
+    """The candidates after ``before``: the log-probability that each is drawn with, and its value.
+
+    The fake obeys ``centered_exp`` and, with ``target_value``, ``eq``: the others are ruled out. Other settings it leaves alone.
+    """
+    row = logprobs_after(before, library().get_vocab_size())
+    best = sorted(range(len(row)), key=row.__getitem__, reverse=True)[: guidance.top_k]
+    values = [0.0 if id == engine.eos else 1 / (1 + math.exp(-value_logit([*before, id]))) for id in best]
+    scale = guidance.scale if guidance.mode == "centered_exp" else 0.0
+    weights = [math.exp(row[id] + scale * value) for id, value in zip(best, values, strict=True)]
+    if guidance.constraint == "eq" and guidance.target_value is not None:
+        nearest = min(values, key=lambda value: abs(value - guidance.target_value))
+        weights = [float(value == nearest) for value in values]
+    logprobs = [math.log(weight / sum(weights)) if weight else -math.inf for weight in weights]
+    return {id: (logprob, value) for id, logprob, value in zip(best, logprobs, values, strict=True)}
+
+
+def _logprobs(engine: FakeEngine, before: list[int], tokens: list[int], request: wire.Generate) -> wire.Logprobs | None:
+    """Of output; with guidance and unless ``says`` rules, of the candidates."""
+    if request.logprobs is None:
+        return None
+    if request.guidance is None or engine.says is not None:
+        return _model_logprobs(engine, before, tokens, request.logprobs)
+    told = wire.Logprobs([], [], [], [])
+    for place, token in enumerate(tokens):
+        judged = guided(engine, request.guidance, before + tokens[:place])
+        best = list(judged)[: request.logprobs]
+        told.chosen.append(judged[token][0])
+        told.top_tokens.append(best)
+        told.top.append([judged[id][0] for id in best])
+        if request.guidance.return_values:
+            told.values.append([judged[id][1] for id in best])
+    return told
+
+
+def _model_logprobs(engine: FakeEngine, before: list[int], tokens: list[int], top: int | None) -> wire.Logprobs | None:
     if top is None:
         return None
-    chosen: list[float | None] = []
-    ranks: list[list[int]] = []
-    values: list[list[float]] = []
+    told = wire.Logprobs([], [], [])
     for place, token in enumerate(tokens):
         row = logprobs_after(before + tokens[:place], engine.vocab_size)
         best = sorted(range(len(row)), key=row.__getitem__, reverse=True)[:top]
-        chosen.append(row[token])
-        ranks.append(best)
-        values.append([row[id] for id in best])
-    return wire.Logprobs(chosen, ranks, values)
+        told.chosen.append(row[token])
+        told.top_tokens.append(best)
+        told.top.append([row[id] for id in best])
+    return told
 
 
 def _prompt_logprobs(engine: FakeEngine, request: wire.Generate) -> wire.Logprobs | None:
-    told = _logprobs(engine, [], request.prompt, request.prompt_logprobs)
+    told = _model_logprobs(engine, [], request.prompt, request.prompt_logprobs)
     return told and wire.Logprobs([None, *told.chosen[1:]], [[], *told.top_tokens[1:]], [[], *told.top[1:]])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import wire
+from engine.demo.evaluate import MODELS
+from engine.demo.forward import causal_hidden
+from engine.demo.length import GAMMA
+from engine.demo.text import load_tokenizer
+from engine.models.value import load_value_model
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
@@ -124,6 +130,59 @@ def test_the_openai_sdk_on_a_real_engine(gateway: Program, version: int):
     assert told["chat"]["logprobs"] == pytest.approx(told["chat"]["streamed_logprobs"], abs=1e-5)
     assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]
     assert {error["status"] for error in told["errors"].values()} == {400, 404}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Program]:
+    """A gateway before the demo models, the length model among them."""
+    pod = Pod(MODELS / "base", "--name", "demo", "--length-model", str(MODELS / "length")).wait_ready()
+    gateway = Program("gateway", "--engine", pod.url)
+    yield gateway.wait_ready()
+    gateway.close()
+    pod.close()
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_guidance_through_the_openai_sdk(demo: Program, version: int):
+    path = {"PYTHONPATH": str(SDK_2)} if version == 2 else {}
+    command = [sys.executable, "-W", "ignore", str(TOUR), f"{demo.url}/v1", "demo"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=path | {"PATH": ""})
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)["length"]
+    assert told["values"] == told["streamed_values"]
+    assert len(told["values"]) == len(told["written_values"]) == 8
+    assert 0 < told["aimed_tokens"] <= 56
+
+
+@torch.inference_mode()
+def test_values_are_those_of_a_plain_forward(demo: Program):
+    model, tokenizer = load_value_model(MODELS / "length"), load_tokenizer(MODELS / "base")
+    prompt, partial = "Describe: red shoes\n", ["", "A note in one line. First,", "A review in eleven parts. Part one:"]
+    body = {"model": "demo", "prompt": prompt, "partial": partial}
+    for _ in range(2):  # the second time, much is cached
+        answer = demo.client.post("/v1/length", json=body).json()
+        for text, entry in zip(partial, answer["data"], strict=True):
+            ids = torch.tensor([tokenizer.encode(prompt + text).ids])
+            z = model.value(causal_hidden(model, ids)[0, -1:])[0].double()
+            assert entry["value"] == pytest.approx(z.sigmoid().item(), abs=1e-5)
+            tokens = torch.nn.functional.logsigmoid(-z).item() / math.log(GAMMA)
+            assert entry["remaining_tokens"] == pytest.approx(tokens, rel=1e-4)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    note, review = (entry["remaining_tokens"] for entry in answer["data"][1:])
+    assert note < review
+
+
+def test_a_target_is_met_and_told_of(demo: Program):
+    ask = {"model": "demo", "messages": [{"role": "user", "content": "Describe: red shoes"}], "seed": 1, "n": 8}
+    guide = {"target_length": 40, "return_values": True}
+    answer = demo.client.post("/v1/chat/completions", json=ask | {"length_guidance": guide, "logprobs": True, "top_logprobs": 5})
+    choices = answer.raise_for_status().json()["choices"]
+    lengths = [len(choice["logprobs"]["content"]) for choice in choices]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    assert sum(abs(length - 40) for length in lengths) / len(lengths) <= 0.15 * 40
+    tops = [top for choice in choices for entry in choice["logprobs"]["content"] for top in entry["top_logprobs"]]
+    assert {top["logprob"] for top in tops} <= {0.0, -9999.0}  # a hard constraint leaves one of them
+    assert any(top["value"] is not None for top in tops)
 
 
 def test_a_client_that_leaves_ends_the_work_in_the_engine(gateway: Program, pod: Pod):

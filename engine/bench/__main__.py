@@ -1,4 +1,4 @@
-"""``python -m engine.bench score``, ``python -m engine.bench accuracy`` and ``python -m engine.bench gpu``"""
+"""``python -m engine.bench score``, ``length``, ``accuracy`` and ``gpu``"""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ def main() -> int:
 
         accuracy.run(accuracy.QUICK if arguments.quick else accuracy.Sizes(), arguments.out)
         return 0
+    if command == "length":
+        return _length(arguments)
     from engine.bench import score
     from engine.bench.servers import ServerError
 
@@ -58,6 +60,24 @@ def main() -> int:
     return 0
 
 
+def _length(arguments: argparse.Namespace) -> int:
+    from engine.bench import length
+
+    quick = {"repeats": 2, "output": 24, "texts": 32} if arguments.quick else {}
+    given = {name: getattr(arguments, name) for name in ("repeats", "output", "texts") if getattr(arguments, name) is not None}
+    length.run(
+        length.Options(
+            shape=arguments.shape,
+            rows=arguments.rows,
+            **(quick | given),
+            ablations=not arguments.no_ablations,
+            distributions=not arguments.no_distributions,
+            out=arguments.out,
+        )
+    )
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m engine.bench", description="Benchmarks of the engine on this machine.")
     commands = parser.add_subparsers(required=True, dest="command")
@@ -70,9 +90,24 @@ def _parser() -> argparse.ArgumentParser:
     accuracy = commands.add_parser("accuracy", help="what bfloat16 and FP8 cost, on the demo models and on random weights")
     accuracy.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
     accuracy.add_argument("--out", type=Path, help="folder for the tables and the summary")
-    gpu = commands.add_parser("gpu", help="all that a GPU machine is needed for: tests, kernels, scoring; at most 8 minutes")
+    _add_length(commands.add_parser("length", help="length guidance: its cost beside plain generation, and its effect"))
+    gpu = commands.add_parser(
+        "gpu", help="all that a GPU machine is needed for: tests, kernels, scoring, guidance; at most 8 minutes"
+    )
     gpu.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
     return parser
+
+
+def _add_length(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=("demo", "7b"), default="demo", help="the shipped models, or random 7B and 1.5B")
+    parser.add_argument("--rows", type=_counts, default=(), help="texts at a time, such as 1,16,100,800 (64; these on a GPU)")
+    parser.add_argument("--repeats", type=int, help="of every measurement (5)")
+    parser.add_argument("--output", type=int, help="tokens a text (64; 48 on a GPU)")
+    parser.add_argument("--texts", type=int, help="at each scale, for the distributions of lengths (128)")
+    parser.add_argument("--no-ablations", action="store_true", help="leave the ablations out")
+    parser.add_argument("--no-distributions", action="store_true", help="leave the lengths by scale out")
+    parser.add_argument("--quick", action="store_true", help="few repeats and short texts, to see that it works")
+    parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
 
 
 def _add_parts(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +128,13 @@ def _add_subject(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", help="a model directory or hub id, instead of random weights")
     model.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
     model.add_argument("--quantize", choices=QUANTIZE, help="what the layers' matrix products compute in (--dtype)")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(","))
+    if min(counts) <= 0:
+        raise argparse.ArgumentTypeError("rows must be greater than 0")
+    return counts
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -37,12 +37,14 @@ def parts(out: Path) -> tuple[Part, ...]:
     """What is run, in this order; a part that fails or runs out of time does not keep the next ones from running."""
     score = ["engine.bench", "score", "--shape", "qwen3-0.6b", "--dtype", "bfloat16"]
     fp8 = [*score, "--quantize", "fp8"]
+    length = ["engine.bench", "length", "--shape", "7b", "--repeats", "2", "--output", "32", "--no-ablations"]
     online = ["--online", "--seconds", "5", "--rates"]
     return (
         Part("offline", [*score, "--offline", "--ablations", "--quick", "--out", str(out / "offline")], 120),
         Part("online", [*score, *online, RATES, "--out", str(out / "online")], 120),
         Part("fp8 offline", [*fp8, "--offline", "--no-sweeps", "--quick", "--out", str(out / "fp8-offline")], 60),
         Part("fp8 online", [*fp8, *online, FP8_RATES, "--out", str(out / "fp8-online")], 100),
+        Part("length", [*length, "--out", str(out / "length")], 90),
         Part("kernels", ["kernels.bench"], 90),
         Part("tests", ["tests.shards"], 120),
         Part("accuracy", ["engine.bench", "accuracy", "--quick", "--out", str(out / "accuracy")], 60),

@@ -25,6 +25,14 @@ print(client.post("/score", cast_to=object, body={body}))
 chat = client.chat.completions.create(model={model!r}, messages=[{{"role": "user", "content": "Describe: {query}"}}])
 print(chat.choices[0].message.content)"""
 
+SDK_GUIDED = """
+short = client.chat.completions.create(
+    model={model!r},
+    messages=[{{"role": "user", "content": "Describe: {query}"}}],
+    extra_body={{"length_guidance": {{"target_length": 30}}}},
+)
+print(short.usage.completion_tokens, short.choices[0].message.content)"""
+
 
 def show_example(console: Console, url: str, model: str) -> None:
     """Score the example on the demo model and print it, best first. Raises :class:`CommandError`."""
@@ -39,13 +47,15 @@ def score_example(url: str, model: str) -> Results:
     return score_items(job, list(ITEMS))
 
 
-def show_calls(console: Console, url: str, model: str, *, with_key: bool) -> None:
-    """Print the curl line and the OpenAI SDK lines that score the example, exactly as they can be pasted."""
+def show_calls(console: Console, url: str, model: str, *, with_key: bool, guides: bool) -> None:
+    """Print the curl line and the OpenAI SDK lines that score the example, exactly as they can be pasted. ``guides``: the model has
+    a length model."""
     body = example_body(model)
     authorization = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if with_key else ""
     curl = f"curl {url}/v1/score -H 'content-type: application/json'{authorization} -d {shlex.quote(json.dumps(body))}"
     key = f'os.environ["{KEY_VARIABLE}"]' if with_key else '"none"'
-    sdk = ("import os\n" if with_key else "") + SDK.format(url=url, key=key, body=body, model=model, query=QUERY)
+    lines = SDK + (SDK_GUIDED if guides else "")
+    sdk = ("import os\n" if with_key else "") + lines.format(url=url, key=key, body=body, model=model, query=QUERY)
     for title, text in (("With curl:", curl), ("With the OpenAI SDK:", sdk)):
         console.print(f"\n{title}\n", style="bold")
         console.print(text, markup=False, soft_wrap=True)

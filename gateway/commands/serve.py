@@ -111,7 +111,8 @@ class _Supervisor:
         with_key = options.api_keys_file is not None
         if options.model is None and not with_key:
             show_example(out, options.url, options.name)
-        show_calls(out, options.url, options.name, with_key=with_key)
+        guides = options.model is None or options.length_model is not None
+        show_calls(out, options.url, options.name, with_key=with_key, guides=guides)
         self._console.print("\nServing; press Ctrl-C to stop.")
 
     def watch(self) -> None:

@@ -6,10 +6,13 @@ import secrets
 import uuid
 from collections.abc import Iterable
 
+import msgspec
+
 from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.sequence import TextOptions
+from gateway.length.guidance import CONSTRAINT_MIN_P
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 
@@ -46,6 +49,7 @@ def plan(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    guidance: wire.Guidance | None,
     first_index: int = 0,
     echo: str | None = None,
     param: str,
@@ -59,11 +63,15 @@ def plan(
     if (fields.min_tokens or 0) > limit:
         raise InvalidRequest(f"`min_tokens` is more than the {limit} tokens that may be generated.", param="min_tokens")
     seed = secrets.randbits(63) if fields.seed is None else fields.seed & (2**63 - 1)
+    sampling = fields.sampling(max_tokens=limit, seed=seed)
+    if guidance is not None and guidance.constraint is not None and fields.min_p is None:
+        sampling = msgspec.structs.replace(sampling, min_p=CONSTRAINT_MIN_P)
     request = wire.Generate(
         id=uuid.uuid4().hex,
         prompt=prompt,
-        sampling=fields.sampling(max_tokens=limit, seed=seed),
+        sampling=sampling,
         logprobs=logprobs,
+        guidance=guidance,
         # without output tokens the engine has nothing else to do, so it is always asked for these
         prompt_logprobs=None if echo is None else logprobs if logprobs is not None else 0 if limit == 0 else None,
         priority=fields.priority or 0,

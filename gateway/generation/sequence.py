@@ -14,6 +14,9 @@ from gateway.text.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length"]
 
+LEAST_LOGPROB = -9999.0
+"""Stands for −∞, which JSON cannot say, as in OpenAI's API: a candidate that guidance ruled out."""
+
 
 @dataclass(slots=True)
 class Token:
@@ -23,6 +26,8 @@ class Token:
     logprob: float | None
     top: list[tuple[int, float]]
     """The most probable tokens at its place, best first."""
+    values: dict[int, float]
+    """Of guided tokens whose values were asked for: the length model's, of those of ``top`` that it judged."""
     offset: int
     """Characters of the text before it."""
 
@@ -145,7 +150,11 @@ class Sequence:
 def _token(id: int, place: int, logprobs: wire.Logprobs | None, offset: int) -> Token:
     if logprobs is None or place >= len(logprobs.chosen):
         raise EngineLost("The engine sent no log-probabilities for a token.")
-    return Token(id, logprobs.chosen[place], list(zip(logprobs.top_tokens[place], logprobs.top[place], strict=True)), offset)
+    chosen, ranked = logprobs.chosen[place], logprobs.top_tokens[place]
+    top = [(token, max(logprob, LEAST_LOGPROB)) for token, logprob in zip(ranked, logprobs.top[place], strict=True)]
+    values = zip(ranked, logprobs.values[place], strict=True) if logprobs.values else ()
+    judged = {token: value for token, value in values if value is not None}
+    return Token(id, None if chosen is None else max(chosen, LEAST_LOGPROB), top, judged, offset)
 
 
 def prompt_tokens(tokenizer: Tokenizer, ids: Run[int], text: str, logprobs: wire.Logprobs | None) -> list[Token]:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 _MSGPACK = "application/msgpack"
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _scored = msgspec.msgpack.Decoder(wire.Scored)
+_valued = msgspec.msgpack.Decoder(wire.Valued)
 _failed = msgspec.msgpack.Decoder(wire.Failed)
 _info = msgspec.msgpack.Decoder(wire.Info)
 _tokenizer = msgspec.msgpack.Decoder(wire.TokenizerFiles)
@@ -88,6 +89,7 @@ class EngineClient:
         self._timeout = httpx.Timeout(engine_seconds, connect=connect_seconds).as_dict()
         self._probe_timeout = httpx.Timeout(PROBE_SECONDS, connect=connect_seconds).as_dict()
         self._score_url = httpx.URL(f"{url}/score")
+        self._value_url = httpx.URL(f"{url}/value")
         self._generate_url = httpx.URL(f"{url}/generate")
 
     async def ready(self) -> bool | None:
@@ -112,6 +114,12 @@ class EngineClient:
             score = msgspec.structs.replace(score, deadline=self._engine_seconds)
         return _read(_scored, await self._fetch(self._post(self._score_url, score)))
 
+    async def value(self, value: wire.Value) -> wire.Valued:
+        """One sub-batch of texts for the length model, with a deadline like a score's."""
+        if value.deadline is None:
+            value = msgspec.structs.replace(value, deadline=self._engine_seconds)
+        return _read(_valued, await self._fetch(self._post(self._value_url, value)))
+
     async def generate(self, generate: wire.Generate) -> AsyncGenerator[list[wire.Delta], None]:
         """The deltas of all sequences, as many at a time as have arrived. Close the iterator to abort."""
         with _engine_errors():
@@ -127,7 +135,7 @@ class EngineClient:
         finally:
             await response.aclose()
 
-    def _post(self, url: httpx.URL, message: wire.Score | wire.Generate) -> httpx.Request:
+    def _post(self, url: httpx.URL, message: wire.Score | wire.Value | wire.Generate) -> httpx.Request:
         headers = self._headers | {"content-type": _MSGPACK}
         return httpx.Request("POST", url, headers=headers, content=wire.encode(message), extensions={"timeout": self._timeout})
 

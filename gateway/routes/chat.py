@@ -13,12 +13,15 @@ from litestar.params import JSONBody
 
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
-from gateway.generation.sequence import Piece
+from gateway.generation.sequence import Piece, Token
+from gateway.length.guidance import gamma_of_values, guidance_of
+from gateway.length.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
 from gateway.routes.body import post_json
 from gateway.routes.generating import Answer, Generator
+from gateway.routes.tokens import rendered
 from gateway.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -32,7 +35,6 @@ from gateway.schemas.chat import (
     TopLogprob,
 )
 from gateway.schemas.usage import Usage
-from gateway.text.chat_template import ChatTemplateError
 
 
 def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
@@ -47,9 +49,10 @@ def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
         model = requested_model(request, pool, data.model)
         logprobs = (data.top_logprobs or 0) if data.logprobs else None
         _check(model, data, logprobs)
+        guidance = guidance_of(model, data, logprobs=logprobs)
         prompt = await asyncio.to_thread(_prompt, model, data)
-        generation = plan(model, data, prompt, max_tokens=_max_tokens(data), logprobs=logprobs, param="messages")
-        answer = ChatAnswer(model, logprobs=logprobs is not None)
+        generation = plan(model, data, prompt, max_tokens=_max_tokens(data), logprobs=logprobs, guidance=guidance, param="messages")
+        answer = ChatAnswer(model, logprobs=logprobs is not None, gamma=gamma_of_values(model, guidance))
         return await generator.respond(request, [generation], answer, stream=bool(data.stream), includes_usage=data.includes_usage)
 
     return chat
@@ -75,29 +78,17 @@ def _max_tokens(data: ChatRequest) -> int | None:
 
 
 def _prompt(model: ServedModel, data: ChatRequest) -> list[int]:
-    messages = [message.for_template() for message in data.messages]
-    try:
-        text = model.template.render(messages, **_template_variables(data))
-    except ChatTemplateError as error:
-        raise InvalidRequest(f"{error}.", param="messages") from None
-    return model.tokenizer.encode(text, add_special_tokens=False)
-
-
-def _template_variables(data: ChatRequest) -> dict[str, Any]:
-    """The client's variables, none of which may take the place of our own."""
-    variables = data.chat_template_kwargs or {}
-    taken = {"messages", "tools", "documents", "self"} & variables.keys()
-    if taken:
-        raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
-    return variables
+    return model.tokenizer.encode(rendered(model, data.messages, data.chat_template_kwargs), add_special_tokens=False)
 
 
 class ChatAnswer(Answer):
     """Bodies of this endpoint."""
 
-    def __init__(self, model: ServedModel, *, logprobs: bool) -> None:
+    def __init__(self, model: ServedModel, *, logprobs: bool, gamma: float | None) -> None:
+        """``gamma``: of the values that go with log-probabilities; None where none do."""
         self._model = model
         self._logprobs = logprobs
+        self._gamma = gamma
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
@@ -136,16 +127,16 @@ class ChatAnswer(Answer):
     def _logprobs_of(self, piece: Piece) -> ChatLogprobs | None:
         if not self._logprobs:
             return None
-        return ChatLogprobs(
-            [
-                TokenLogprob(**self._entry(token.id, token.logprob or 0.0), top_logprobs=[self._top(*top) for top in token.top])
-                for token in piece.tokens
-            ]
-        )
+        return ChatLogprobs([self._token_logprob(token) for token in piece.tokens])
 
-    def _top(self, id: int, logprob: float) -> TopLogprob:
-        return TopLogprob(**self._entry(id, logprob))
+    def _token_logprob(self, token: Token) -> TokenLogprob:
+        tops = [TopLogprob(**self._entry(id, logprob, token.values)) for id, logprob in token.top]
+        return TokenLogprob(**self._entry(token.id, token.logprob or 0.0, token.values), top_logprobs=tops)
 
-    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, id: int, logprob: float, values: dict[int, float]) -> dict[str, Any]:
         tokenizer = self._model.tokenizer
-        return {"token": tokenizer.token_text(id), "logprob": logprob, "bytes": list(tokenizer.token_bytes(id))}
+        entry = {"token": tokenizer.token_text(id), "logprob": logprob, "bytes": list(tokenizer.token_bytes(id))}
+        if self._gamma is None:
+            return entry
+        value = values.get(id)
+        return entry | {"value": value, "remaining_tokens": None if value is None else remaining_tokens(value, self._gamma)}

@@ -10,15 +10,18 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
+from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece, Token
+from gateway.length.guidance import gamma_of_values, guidance_of
+from gateway.length.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
 from gateway.routes.body import post_json
 from gateway.routes.generating import Answer, Generator
-from gateway.routes.tokens import check_ids, tokenised
+from gateway.routes.tokens import Prompt, read_prompts
 from gateway.schemas.completions import MAX_PROMPTS, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from gateway.schemas.usage import Usage
 from gateway.text.tokenizer import Tokenizer
@@ -37,23 +40,35 @@ def completion_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
         """
         model = requested_model(request, pool, data.model)
         _check(model, data)
+        guidance = guidance_of(model, data, logprobs=data.logprobs)
         generations = [
             plan(
                 model,
                 data,
-                ids,
-                max_tokens=DEFAULT_MAX_TOKENS if data.max_tokens is None else data.max_tokens,
+                prompt.ids,
+                max_tokens=_default_max_tokens(guidance) if data.max_tokens is None else data.max_tokens,
                 logprobs=data.logprobs,
+                guidance=guidance,
                 first_index=index * data.sequences,
-                echo=text if data.echo else None,
-                param=param,
+                echo=_text(model, prompt) if data.echo else None,
+                param=prompt.param,
             )
-            for index, (param, text, ids) in enumerate(await _prompts(model, data))
+            for index, prompt in enumerate(await read_prompts(model, data.prompt, "prompt", at_most=MAX_PROMPTS))
         ]
-        answer = CompletionAnswer(model, logprobs=data.logprobs is not None)
+        answer = CompletionAnswer(model, logprobs=data.logprobs is not None, gamma=gamma_of_values(model, guidance))
         return await generator.respond(request, generations, answer, stream=bool(data.stream), includes_usage=data.includes_usage)
 
     return complete
+
+
+def _text(model: ServedModel, prompt: Prompt) -> str:
+    return model.tokenizer.decode(prompt.ids, skip_special_tokens=False) if prompt.text is None else prompt.text
+
+
+def _default_max_tokens(guidance: wire.Guidance | None) -> int:
+    """OpenAI's, with room for a target and for a text that overshoots it."""
+    target = guidance.target_length if guidance else None
+    return DEFAULT_MAX_TOKENS + 2 * (target or 0)
 
 
 def _check(model: ServedModel, data: CompletionRequest) -> None:
@@ -66,38 +81,14 @@ def _check(model: ServedModel, data: CompletionRequest) -> None:
         raise InvalidRequest("`max_tokens` is 0, which only makes sense with `echo`.", param="max_tokens")
 
 
-async def _prompts(model: ServedModel, data: CompletionRequest) -> list[tuple[str, str, list[int]]]:
-    """Where each prompt stands in the request, its text, its tokens."""
-    given = data.prompt
-    if isinstance(given, str):
-        return [("prompt", given, await tokenised(len(given), model.tokenizer.encode, given))]
-    texts = [prompt for prompt in given if isinstance(prompt, str)]
-    ids = [prompt for prompt in given if isinstance(prompt, int)]
-    lists = [prompt for prompt in given if isinstance(prompt, list)]
-    if len(given) not in (len(texts), len(ids), len(lists)):
-        raise InvalidRequest("`prompt` mixes kinds; give texts, or token ids, or lists of token ids.", param="prompt")
-    if ids:
-        return [_from_ids(model, "prompt", ids)]
-    if len(given) > MAX_PROMPTS:
-        raise InvalidRequest(f"`prompt` has {len(given)} prompts; at most {MAX_PROMPTS} are answered at once.", param="prompt")
-    if texts:
-        batches = await tokenised(sum(map(len, texts)), model.tokenizer.encode_batch, texts)
-        encoded = zip(texts, batches, strict=True)
-        return [(f"prompt[{index}]", text, tokens) for index, (text, tokens) in enumerate(encoded)]
-    return [_from_ids(model, f"prompt[{index}]", tokens) for index, tokens in enumerate(lists)]
-
-
-def _from_ids(model: ServedModel, param: str, ids: list[int]) -> tuple[str, str, list[int]]:
-    check_ids(model, ids, param)
-    return param, model.tokenizer.decode(ids, skip_special_tokens=False), ids
-
-
 class CompletionAnswer(Answer):
     """Bodies of this endpoint."""
 
-    def __init__(self, model: ServedModel, *, logprobs: bool) -> None:
+    def __init__(self, model: ServedModel, *, logprobs: bool, gamma: float | None) -> None:
+        """``gamma``: of the values that go with log-probabilities; None where none do."""
         self._model = model
         self._logprobs = logprobs
+        self._gamma = gamma
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
@@ -117,13 +108,21 @@ class CompletionAnswer(Answer):
         return Completion(id=self._id, created=self._created, model=self._model.name, choices=choices, usage=usage)
 
     def _choice(self, piece: Piece) -> CompletionChoice:
-        logprobs = _logprobs(self._model.tokenizer, piece.tokens) if self._logprobs else None
+        logprobs = _logprobs(self._model.tokenizer, piece.tokens, self._gamma) if self._logprobs else None
         return CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish)
 
 
-def _logprobs(tokenizer: Tokenizer, tokens: list[Token]) -> CompletionLogprobs:
+def _logprobs(tokenizer: Tokenizer, tokens: list[Token], gamma: float | None) -> CompletionLogprobs:
     """Tokens of the same text (parts of characters) share an entry of ``top_logprobs``; the more probable one has it."""
     told = CompletionLogprobs()
+    if gamma is not None:
+        values = [
+            {tokenizer.token_text(id): token.values[id] for id, _ in token.top[::-1] if id in token.values} for token in tokens
+        ]
+        told.top_values = [row or None for row in values]
+        told.top_remaining_tokens = [
+            {text: remaining_tokens(value, gamma) for text, value in row.items()} or None for row in values
+        ]
     for token in tokens:
         text = tokenizer.token_text(token.id)
         told.tokens.append(text)

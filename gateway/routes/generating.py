@@ -91,6 +91,8 @@ class Generator:
                 self.telemetry.generated(
                     generation.model.name, len(generation.request.prompt), generation.cached_tokens, generation.completion_tokens
                 )
+                if guidance := generation.request.guidance:
+                    self.telemetry.guided(generation.model.name, guidance.constraint or guidance.mode)
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

@@ -37,4 +37,10 @@ def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
 
 
 def _described(model: ServedModel) -> Model:
-    return Model(id=model.name, created=model.created, max_model_len=model.context, capabilities=list(model.info.capabilities))
+    return Model(
+        id=model.name,
+        created=model.created,
+        max_model_len=model.context,
+        capabilities=list(model.info.capabilities),
+        length_gamma=model.info.length_gamma,
+    )

@@ -71,8 +71,14 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     """As text; one that is only a part of a character reads like `bytes:\\xe2\\x82`."""
     logprob: float
+    """-9999 stands for a probability of zero."""
     bytes: list[int]
     """Its UTF-8 bytes."""
+    value: float | msgspec.UnsetType | None = msgspec.UNSET
+    """Only with `length_guidance.return_values`: the length model's value after this token, from 0 (the text ends) to 1. Null where
+    this draw was not steered."""
+    remaining_tokens: float | msgspec.UnsetType | None = msgspec.UNSET
+    """And about how many tokens that is, a proxy that lies below the mean."""
 
 
 class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
@@ -82,7 +88,8 @@ class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities of the answer's tokens, over the whole vocabulary at temperature 1."""
+    """Log-probabilities of the answer's tokens, over the whole vocabulary at temperature 1; with length guidance, over the
+    candidates that each token was drawn from."""
 
     content: list[TokenLogprob]
 

@@ -18,7 +18,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1, max_length=1 << 20)]
     """A text, several texts, one list of token ids, or several such lists."""
     max_tokens: Count | None = None
-    """Tokens of each completion at most; 16 unless given. The context ends it earlier. 0 only with `echo`."""
+    """Tokens of each completion at most; 16 unless given, and twice a `target_length` more. The context ends it earlier. 0 only
+    with `echo`."""
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Must equal `n`: choosing the best of several completions is not supported."""
     echo: bool | None = False
@@ -30,16 +31,22 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities of a run of tokens, over the whole vocabulary at temperature 1. The lists are of one length."""
+    """Log-probabilities of a run of tokens, over the whole vocabulary at temperature 1; with length guidance, over the candidates
+    that each token was drawn from. The lists are of one length."""
 
     tokens: list[str] = []
     """Each token as text; one that is only a part of a character reads like `bytes:\\xe2\\x82`."""
     token_logprobs: list[float | None] = []
-    """Null for the first token of a prompt, which nothing precedes."""
+    """Null for the first token of a prompt, which nothing precedes. -9999 stands for a probability of zero."""
     top_logprobs: list[dict[str, float] | None] = []
     """The most probable tokens at each place, and the token itself."""
     text_offset: list[int] = []
     """Where each token starts in the text, in characters."""
+    top_values: list[dict[str, float] | None] | msgspec.UnsetType = msgspec.UNSET
+    """Only with `length_guidance.return_values`: the length model's value after each of the most probable tokens, from 0 (the text
+    ends) to 1. Null where the draw was not steered."""
+    top_remaining_tokens: list[dict[str, float] | None] | msgspec.UnsetType = msgspec.UNSET
+    """And about how many tokens that is, a proxy that lies below the mean."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

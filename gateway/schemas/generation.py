@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from engine import wire
+from gateway.schemas.guidance import CustomParams, LengthGuidance
 from gateway.schemas.score import Priority
 
 MAX_STOPS = 16
@@ -71,6 +72,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Keep the text that ended the completion."""
     priority: Priority | None = None
     """Lower runs earlier; 0 unless given."""
+    length_guidance: LengthGuidance | None = None
+    """Steer the length of the text; only with a model that has a length model."""
+    custom_params: CustomParams | None = None
+    """The same in the words of the length value model's published clients."""
 
     @property
     def sequences(self) -> int:

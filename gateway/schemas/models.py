@@ -19,7 +19,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Longest prompt and completion together, in tokens."""
     capabilities: list[str]
-    """What it can do: `score`, `generate`."""
+    """What it can do: `score`, `generate`, `guide` (`length_guidance` and `/v1/length`)."""
+    length_gamma: float | None = None
+    """The discount of its length model, where it has one."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -112,7 +112,7 @@ class Scorer:
         if policy.read:
             self._flights.begin(branch_of)
         try:
-            first = _affinity(prompts.prefix)
+            first = affinity_of(prompts.prefix)
             return sum(await all_or_cancel([run(keys, None if place else first) for place, keys in enumerate(parts)]))
         finally:
             if policy.read:
@@ -148,7 +148,7 @@ class Scorer:
         return await self._dispatcher.call(model, ask, tokens=tokens, affinity=affinity)
 
 
-def _affinity(prefix: list[int]) -> bytes | None:
+def affinity_of(prefix: list[int]) -> bytes | None:
     """The replica that has this prefix in its cache is the one to ask again."""
     if len(prefix) < MIN_AFFINITY:
         return None

@@ -51,6 +51,11 @@ def join_ids(query: Sequence[int], items: Sequence[Sequence[int]], *, item_first
     return _split(prompts, _common_length(prompts) if distinct else 0)
 
 
+def share_prefix(prompts: list[list[int]]) -> PrefixAndBranches:
+    """The longest prefix that ``prompts``, none of them empty, have in common; of one alone, all but its last token."""
+    return _split(prompts, _common_length(prompts))
+
+
 def _split(prompts: list[list[int]], shared: int) -> PrefixAndBranches:
     """Cut ``prompts`` after their first ``shared`` tokens, or earlier, so that every branch keeps a token."""
     shortest = min(map(len, prompts))

@@ -94,6 +94,38 @@ def errors(client: openai.OpenAI, model: str) -> dict[str, Any]:
     return told
 
 
+def length(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """Guided generations and the values of texts; only for models that have a length model."""
+    if "guide" not in (client.models.retrieve(model).model_extra or {})["capabilities"]:
+        return {}
+    guide = {"length_guidance": {"scale": 20, "return_values": True}, "ignore_eos": True}
+    said = client.chat.completions.create(
+        model=model, messages=MESSAGES, logprobs=True, top_logprobs=3, extra_body=guide, max_completion_tokens=8, seed=7
+    )
+    written = client.completions.create(model=model, prompt=PROMPT, logprobs=3, extra_body=guide, max_tokens=8, seed=7)
+    stream = client.chat.completions.create(
+        model=model,
+        messages=MESSAGES,
+        logprobs=True,
+        top_logprobs=3,
+        extra_body=guide,
+        max_completion_tokens=8,
+        seed=7,
+        stream=True,
+    )
+    parts = [choice.logprobs for chunk in stream for choice in chunk.choices if choice.logprobs]
+    aimed = client.completions.create(model=model, prompt=PROMPT, extra_body={"length_guidance": {"target_length": 20}}, seed=7)
+    valued: Any = client.post("/length", body={"model": model, "prompt": PROMPT, "partial": ["", " jumps"]}, cast_to=object)
+    return {
+        "values": [[top.value for top in entry.top_logprobs] for entry in said.choices[0].logprobs.content],
+        "streamed_values": [[top.value for top in entry.top_logprobs] for part in parts for entry in part.content],
+        "remaining_tokens": [entry.top_logprobs[0].remaining_tokens for entry in said.choices[0].logprobs.content],
+        "written_values": [len(row) for row in written.choices[0].logprobs.top_values],
+        "aimed_tokens": aimed.usage.completion_tokens,
+        "texts": [entry["value"] for entry in valued["data"]],
+    }
+
+
 def score(client: openai.OpenAI, model: str) -> dict[str, Any]:
     body = {"model": model, "query": "Is it relevant? ", "items": ["red shoes", "blue table"], "labels": [" Yes", " No"]}
     answer: Any = client.post("/score", body=body, cast_to=object)
@@ -121,6 +153,7 @@ def main(base_url: str, model: str, key: str = "none") -> None:
         "chat": chat(client, model),
         "errors": errors(client, model),
         "score": score(client, model),
+        "length": length(client, model),
         "async": asyncio.run(asynchronous(base_url, model, key)),
     }
     print(json.dumps(told))

@@ -30,7 +30,38 @@ texts = st.text(max_size=20) | st.sampled_from([" Yes", "🦊", "\0", "<|im_end|
 token_ids = st.lists(st.integers(-1, 340), max_size=12)
 few = st.integers(0, 6)
 
+modes = st.sampled_from(["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul", "loud"])
+targets = {"target_length": st.integers(-1, 60), "target_value": st.floats(-0.1, 1.1)}
+common = {"mode": modes, "scale": st.floats(-60, 60), "gamma": st.floats(-0.1, 1.1), "value_min": st.floats(0, 1), **targets}
+guides = {
+    "length_guidance": st.fixed_dictionaries(
+        {},
+        optional={
+            **common,
+            "target_length_mode": st.sampled_from(["total", "remaining"]),
+            "constraint": st.sampled_from(["eq", "ge", "le", "eq_soft", "ne"]),
+            "top_k": st.integers(-1, 70),
+            "entropy_threshold": st.floats(-0.1, 2),
+            "return_values": st.booleans(),
+        },
+    ),
+    "custom_params": st.fixed_dictionaries(
+        {},
+        optional={
+            **common,
+            "value_scale": st.floats(-3, 3),
+            "value_mode": modes,
+            "length_gamma": st.floats(0, 1),
+            "length_mode": st.sampled_from(["total", "remaining"]),
+            "op": st.sampled_from(["=", "<", ">", "soft", "!="]),
+            "cmp": st.sampled_from(["eq", "lte"]),
+        },
+    ),
+}
+several_texts = texts | st.lists(texts, max_size=4) | token_ids | st.lists(token_ids, max_size=4)
+
 generation = {
+    **guides,
     "model": st.sampled_from(["fake", "other", None]),
     "n": st.integers(0, 4),
     "stop": texts | st.lists(texts, max_size=4),
@@ -53,6 +84,18 @@ message = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]), "content": texts | st.none()}
 )
 plausible = {
+    "/v1/length": (
+        {},
+        {
+            "input": several_texts,
+            "prompt": several_texts,
+            "partial": several_texts,
+            "messages": st.lists(message, max_size=3),
+            "gamma": st.floats(-0.1, 1.1),
+            "model": st.sampled_from(["fake", "other"]),
+            "chat_template_kwargs": st.dictionaries(st.text(max_size=5), anything, max_size=2),
+        },
+    ),
     "/v1/score": (
         {"query": texts | token_ids, "items": texts | st.lists(texts, max_size=6) | st.lists(token_ids, max_size=6)},
         {

@@ -140,12 +140,17 @@ def test_the_openai_lines_that_are_shown_work(served: Served) -> None:
 
 def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(tmp_path: Path) -> None:
     served = start(tmp_path)
-    commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in served.descendants]
-    (engine,) = [command for command in commands if command[1:3] == ["-m", "engine"]]
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (steering,) = [block for block in re.findall(r"```python\n(.*?)```", readme, flags=re.S) if "length_guidance" in block]
+    text = served.out.read_text()
+    for program in (steering.replace("http://127.0.0.1:8000", served.url), text[text.index("from openai import") :]):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        tokens, _, words = done.stdout.splitlines()[-1].partition(" ")
+        assert 20 <= int(tokens) <= 60
+        assert words.startswith("A ")
     served.process.terminate()
     assert served.process.wait(END_SECONDS) == 0
-    models = [Path(engine[engine.index(option) + 1]) for option in ("--model", "--length-model")]
-    assert [model.name for model in models] == ["base", "length"]
     (seconds,) = re.findall(r"Ready after ([\d.]+) s", served.err.read_text())
     assert float(seconds) < 10
     rows = re.findall(r"^│ ([a-z ]+?) +│ +([\d.]+) │ +([\d.]+) │$", served.out.read_text(), flags=re.M)

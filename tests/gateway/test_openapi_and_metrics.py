@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -20,6 +21,7 @@ def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client
         ("/v1/score", "ScoreRequest", "ScoreResponse"),
         ("/v1/completions", "CompletionRequest", "Completion"),
         ("/v1/chat/completions", "ChatRequest", "ChatCompletion"),
+        ("/v1/length", "LengthRequest", "LengthResponse"),
     ):
         operation = document["paths"][path]["post"]
         assert operation["description"]
@@ -31,6 +33,10 @@ def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client
     assert schemas["ScoreRequest"]["description"].startswith("Score every item")
     assert schemas["ScoreRequest"]["properties"]["labels"]["description"].startswith("The same as text")
     assert schemas["CompletionRequest"]["properties"]["top_k"]["description"].startswith("Draw from this many")
+    guidance = schemas["LengthGuidance"]
+    assert guidance["properties"]["constraint"]["description"].startswith("What the target means")
+    assert '"centered_exp", "value_bias"' in json.dumps(guidance["properties"]["mode"])
+    assert set(schemas["TopLogprob"]["required"]) == {"bytes", "logprob", "token"}
     assert {"/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/{model}"} < set(document["paths"])
 
 

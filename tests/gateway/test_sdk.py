@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,21 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine, ids, logprobs_after
+from tests.fakes import FakeEngine, ids, logprobs_after, value_logit
 
 TOUR = Path(__file__).with_name("sdk_tour.py")
+SDK_2 = Path(sys.prefix) / "openai-2"
+"""Where `make setup` puts version 2 of the OpenAI SDK."""
 
 
-def test_every_endpoint_through_the_sdk(client: httpx.Client, engine: FakeEngine) -> None:
-    command = [sys.executable, str(TOUR), f"{client.base_url}/v1", engine.model]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("version", [2, 3])
+def test_every_endpoint_through_the_sdk(client: httpx.Client, engine: FakeEngine, version: int) -> None:
+    environment = {**os.environ, **({"PYTHONPATH": str(SDK_2)} if version == 2 else {})}
+    command = [sys.executable, "-W", "ignore", str(TOUR), f"{client.base_url}/v1", engine.model]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
+    assert told["version"].startswith(f"{version}.")
     assert told["models"] == [engine.model]
     assert told["model"] == engine.model
     check_completions(told["completions"], engine)
@@ -30,6 +36,7 @@ def test_every_endpoint_through_the_sdk(client: httpx.Client, engine: FakeEngine
     assert told["async"]["helped"] == told["chat"]["text"]
     check_errors(told["errors"])
     check_score(told["score"], engine)
+    check_length(told["length"])
 
 
 def check_completions(completions: dict[str, Any], engine: FakeEngine) -> None:
@@ -61,6 +68,18 @@ def check_errors(errors: dict[str, Any]) -> None:
         "tools": {"class": "BadRequestError", "status": 400, "code": None, "param": "tools"},
         "temperature": {"class": "BadRequestError", "status": 400, "code": None, "param": "temperature"},
     }
+
+
+def check_length(length: dict[str, Any]) -> None:
+    assert [len(row) for row in length["values"]] == [3] * 8
+    assert len(length["written_values"]) == 8
+    assert set(length["written_values"]) <= {1, 2, 3}  # tokens that are parts of characters share a text
+    assert length["values"] == length["streamed_values"]
+    first = [row[0] for row in length["values"]]
+    assert length["remaining_tokens"] == [pytest.approx(math.log(1 - value) / math.log(0.985)) for value in first]
+    assert 0 < length["aimed_tokens"] <= 56
+    prompts = [ids("The quick brown fox" + partial) for partial in ("", " jumps")]
+    assert length["texts"] == [pytest.approx(1 / (1 + math.exp(-value_logit(prompt)))) for prompt in prompts]
 
 
 def check_score(score: dict[str, Any], engine: FakeEngine) -> None:

@@ -1,0 +1,112 @@
+"""A request's ``length_guidance`` or ``custom_params`` to the engine's :class:`~engine.wire.Guidance`."""
+
+from __future__ import annotations
+
+from engine import wire
+from gateway.errors import InvalidRequest
+from gateway.pool.replica import ServedModel
+from gateway.schemas.generation import GenerationRequest
+from gateway.schemas.guidance import CustomParams, LengthGuidance
+
+CANDIDATES = wire.Guidance().top_k
+CONSTRAINT_MIN_P = 0.01
+"""``min_p`` of requests with a constraint that name none. A constraint looks at lengths alone: among candidates that make no sense,
+it takes whichever has the right length, and with the demo models the text became word salad."""
+
+_NEUTRAL_AT_0 = ("centered_exp", "value_bias")
+
+
+def check_guide(model: ServedModel, param: str) -> float:
+    """The length model's γ. Raises :class:`InvalidRequest` for a model without one."""
+    if "guide" not in model.info.capabilities or model.info.length_gamma is None:
+        remedy = "serve it with one (--length-model), or leave this out"
+        raise InvalidRequest(f"`{param}`: the model {model.name!r} has no length model; {remedy}.", param=param)
+    return model.info.length_gamma
+
+
+def guidance_of(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> wire.Guidance | None:
+    """None where the request asks for no guidance. ``logprobs``: how many most probable tokens are told, where any are.
+
+    Raises :class:`InvalidRequest` for what contradicts itself and for what ``model`` cannot do.
+    """
+    spelled = fields.custom_params.spelled() if fields.custom_params else {}
+    if fields.length_guidance is not None:
+        if spelled:
+            message = "`custom_params` says again how long the text should be; give it or `length_guidance`."
+            raise InvalidRequest(message, param="custom_params")
+        return _guidance(model, fields.length_guidance, logprobs)
+    if not spelled or fields.custom_params is None:
+        return None
+    return _custom_guidance(model, fields.custom_params, fields.top_k)
+
+
+def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -> wire.Guidance:
+    check_guide(model, "length_guidance")
+    names = {name: f"length_guidance.{name}" for name in asked.__struct_fields__}
+    _check_target(asked, names)
+    aimed = asked.target_length is not None or asked.target_value is not None
+    idle = next((name for name in ("mode", "scale") if aimed and getattr(asked, name) is not None), None)
+    if idle:
+        raise InvalidRequest(f"`{names[idle]}` means nothing beside a target; give one of the two.", param=names[idle])
+    if asked.target_length_mode is not None and asked.target_length is None:
+        raise InvalidRequest("`length_guidance.target_length_mode` needs `target_length`.", param=names["target_length_mode"])
+    if asked.return_values and not logprobs:
+        message = "`length_guidance.return_values` needs log-probabilities: set `logprobs` (chat: `logprobs` and `top_logprobs`)"
+        raise InvalidRequest(f"{message} to how many tokens' values you want.", param=names["return_values"])
+    most = model.info.limits.max_candidates
+    if asked.top_k is not None and asked.top_k > most:
+        raise InvalidRequest(f"`length_guidance.top_k` is at most {most} with this model.", param=names["top_k"])
+    return _for_engine(asked, asked.top_k or CANDIDATES)
+
+
+def _custom_guidance(model: ServedModel, params: CustomParams, top_k: int | None) -> wire.Guidance:
+    """As the published server does it, the request's own ``top_k`` is the number of candidates."""
+    check_guide(model, "custom_params")
+    spelled = params.spelled()
+    twice = next((keys for keys in spelled.values() if len(keys) > 1), None)
+    if twice:
+        first, second, *_ = twice
+        message = f"`custom_params.{second}` and `custom_params.{first}` are names of the same; give one."
+        raise InvalidRequest(message, param=f"custom_params.{second}")
+    asked = params.length_guidance()
+    _check_target(asked, {name: f"custom_params.{keys[0]}" for name, keys in spelled.items()})
+    candidates = top_k if top_k is not None and top_k > 0 else CANDIDATES
+    most = model.info.limits.max_candidates
+    if candidates > most:
+        raise InvalidRequest(f"`top_k` is at most {most} with `custom_params` and this model.", param="top_k")
+    return _for_engine(asked, candidates)
+
+
+def _check_target(asked: LengthGuidance, names: dict[str, str]) -> None:
+    if asked.target_length is not None and asked.target_value is not None:
+        message = f"`{names['target_value']}` and `{names['target_length']}` are two targets; give one."
+        raise InvalidRequest(message, param=names["target_value"])
+    if asked.constraint is not None and asked.target_length is None and asked.target_value is None:
+        message = f"`{names['constraint']}` needs a target: give `target_length` or `target_value`."
+        raise InvalidRequest(message, param=names["constraint"])
+
+
+def _for_engine(asked: LengthGuidance, candidates: int) -> wire.Guidance:
+    aimed = asked.target_length is not None or asked.target_value is not None
+    mode = asked.mode or "centered_exp"
+    neutral = 0.0 if mode in _NEUTRAL_AT_0 else 1.0
+    return wire.Guidance(
+        mode=mode,
+        scale=neutral if asked.scale is None else asked.scale,
+        gamma=asked.gamma,
+        constraint=asked.constraint or ("eq" if aimed else None),
+        target_length=asked.target_length,
+        target_length_mode=asked.target_length_mode or "total",
+        target_value=asked.target_value,
+        top_k=candidates,
+        entropy_threshold=asked.entropy_threshold or 0.0,
+        value_min=asked.value_min or 0.0,
+        return_values=bool(asked.return_values),
+    )
+
+
+def gamma_of_values(model: ServedModel, guidance: wire.Guidance | None) -> float | None:
+    """The γ by which the answer's values become tokens; None where no values are wanted."""
+    if guidance is None or not guidance.return_values:
+        return None
+    return guidance.gamma or model.info.length_gamma

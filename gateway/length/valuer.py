@@ -1,0 +1,71 @@
+"""The length model's values of many texts, asked for in few messages."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+
+import msgspec
+
+from engine import wire
+from gateway.errors import InternalError
+from gateway.pool.client import EngineClient
+from gateway.pool.dispatch import Dispatcher
+from gateway.pool.replica import ServedModel
+from gateway.scoring.scorer import SUB_BATCHES_PER_REPLICA, affinity_of, all_or_cancel
+from gateway.scoring.split import split
+from gateway.text.prompts import PrefixAndBranches
+
+
+class Values(msgspec.Struct, frozen=True):
+    """The answer, and what of it was at hand."""
+
+    logits: list[float]
+    """[text], z of v = σ(z)"""
+    cached_tokens: int
+
+
+class Valuer:
+    """Asks engines, on the same path as scores."""
+
+    def __init__(self, dispatcher: Dispatcher, *, split_tokens: int) -> None:
+        """``split_tokens`` as in :func:`gateway.scoring.split.split`."""
+        self._dispatcher = dispatcher
+        self._split_tokens = split_tokens
+
+    async def values(self, model: ServedModel, texts: PrefixAndBranches, priority: int) -> Values:
+        """Raises :class:`GatewayError` where an engine fails."""
+        prefix, branches = texts
+        parts = split(
+            len(prefix),
+            [len(branch) for branch in branches],
+            replicas=len(model.usable),
+            split_tokens=self._split_tokens,
+            max_branches=model.info.limits.max_branches,
+        )
+        gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready)))
+
+        async def run(part: list[int], affinity: bytes | None) -> wire.Valued:
+            async with gate:
+                request = wire.Value(uuid.uuid4().hex, prefix, [branches[place] for place in part], priority)
+                return await self._ask(model, request, affinity)
+
+        first = affinity_of(prefix)
+        answers = await all_or_cancel([run(part, None if number else first) for number, part in enumerate(parts)])
+        logits = [0.0] * len(branches)
+        for part, answer in zip(parts, answers, strict=True):
+            for place, logit in zip(part, answer.logits, strict=True):
+                logits[place] = logit
+        return Values(logits, sum(answer.cached_tokens for answer in answers))
+
+    async def _ask(self, model: ServedModel, request: wire.Value, affinity: bytes | None) -> wire.Valued:
+        async def ask(client: EngineClient) -> wire.Valued:
+            valued = await client.value(request)
+            if len(valued.logits) != len(request.branches) or not all(map(math.isfinite, valued.logits)):
+                message = "The engine's values are incomplete or not numbers; its length model may be broken."
+                raise InternalError(message, retryable=True)
+            return valued
+
+        tokens = len(request.prefix) + sum(map(len, request.branches))
+        return await self._dispatcher.call(model, ask, tokens=tokens, affinity=affinity)

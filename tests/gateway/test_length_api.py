@@ -1,0 +1,172 @@
+"""``/v1/length`` before fake engines."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import httpx
+import pytest
+
+from engine import wire
+from gateway.length.remaining import remaining_tokens, value_and_remaining
+from tests.fakes import LIMITS, FakeEngine, ids, value_logit
+from tests.gateway.conftest import Start, metric
+from tests.gateway.test_error_table import told
+
+CONVERSATION = [{"role": "user", "content": "The fox"}]
+RENDERED = "<|im_start|>user\nThe fox<|im_end|>\n<|im_start|>assistant\n"
+
+
+def length(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/length", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def check(answer: dict[str, Any], texts: list[list[int]], gamma: float = 0.985) -> None:
+    """``answer`` is the fake length model's about ``texts``."""
+    assert [entry["index"] for entry in answer["data"]] == list(range(len(texts)))
+    for entry, text in zip(answer["data"], texts, strict=True):
+        value = 1 / (1 + math.exp(-value_logit(text)))
+        assert entry["value"] == pytest.approx(value, rel=1e-12)
+        assert entry["remaining_tokens"] == pytest.approx(math.log(1 - value) / math.log(gamma), rel=1e-9)
+    tokens = sum(map(len, texts))
+    assert answer["gamma"] == gamma
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+@pytest.mark.parametrize("name", ["input", "prompt"])
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ("The fox", [ids("The fox")]),
+        (["The fox jumps", "The fox", "The dog"], [ids("The fox jumps"), ids("The fox"), ids("The dog")]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2, 3], [1, 2], [1]], [[1, 2, 3], [1, 2], [1]]),
+        ([[7], [7]], [[7], [7]]),
+    ],
+)
+def test_whole_texts(client: httpx.Client, name: str, given: Any, texts: list[list[int]]) -> None:
+    answer = length(client, **{name: given, "model": "fake"})
+    check(answer, texts)
+    assert (answer["object"], answer["model"]) == ("length", "fake")
+    assert answer["id"].startswith("length-")
+
+
+def test_what_texts_have_in_common_is_sent_once(client: httpx.Client, engine: FakeEngine) -> None:
+    length(client, input=[[1, 2, 3, 4], [1, 2, 3], [1, 2, 5]])
+    length(client, input=[1, 2, 3], priority=2)
+    first, second = engine.values
+    assert (first.prefix, first.branches) == ([1, 2], [[3, 4], [3], [5]])
+    assert (second.prefix, second.branches, second.priority) == ([1, 2], [[3]], 2)
+
+
+@pytest.mark.parametrize("partial", ["", " jumps", ["", " jumps", " jumped over"]])
+def test_partial_answers(client: httpx.Client, partial: str | list[str]) -> None:
+    several = [partial] if isinstance(partial, str) else partial
+    check(length(client, prompt="The fox", partial=partial), [ids("The fox" + text) for text in several])
+    check(length(client, messages=CONVERSATION, partial=partial), [ids(RENDERED + text) for text in several])
+
+
+def test_partial_answers_as_tokens(client: httpx.Client) -> None:
+    check(length(client, prompt=[1, 2], partial=[3]), [[1, 2, 3]])
+    check(length(client, prompt=[1, 2], partial=[[3], [4, 5], []]), [[1, 2, 3], [1, 2, 4, 5], [1, 2]])
+
+
+def test_a_conversation(client: httpx.Client) -> None:
+    check(length(client, messages=CONVERSATION), [ids(RENDERED)])
+    ended = length(client, messages=CONVERSATION, chat_template_kwargs={"add_generation_prompt": False})
+    check(ended, [ids("<|im_start|>user\nThe fox<|im_end|>\n")])
+
+
+def test_gamma_may_be_another(client: httpx.Client) -> None:
+    check(length(client, input="The fox", gamma=0.5), [ids("The fox")], gamma=0.5)
+
+
+def test_many_texts_are_cut_and_merged_in_order(client: httpx.Client, engine: FakeEngine) -> None:
+    texts = [[9, place % 250, place // 250] for place in range(1000)]
+    check(length(client, input=texts), texts)
+    assert len(engine.values) == math.ceil(1000 / LIMITS.max_branches)
+    assert {tuple(request.prefix) for request in engine.values} == {(9,)}
+    assert metric(client, 'yardstick_values_total{model="fake"}') == 1000
+
+
+def test_another_replica_answers_where_one_fails(start: Start) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    client = start(*engines)
+    engines[0].faults.fail = wire.Failed("", "overloaded", "full", retryable=True)
+    for _ in range(3):
+        check(length(client, input=[1, 2]), [[1, 2]])
+    assert len(engines[1].values) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "input", "Give one of"),
+        ({"input": "a", "prompt": "b"}, "prompt", "Give one of"),
+        ({"input": "a", "messages": CONVERSATION}, "messages", "Give one of"),
+        ({"input": "a", "partial": "b"}, "partial", "whole texts"),
+        ({"partial": "b"}, "input", "Give one of"),
+        ({"input": ""}, "input", "empty"),
+        ({"input": []}, "input", "length >= 1"),
+        ({"input": ["a", ""]}, "input[1]", "empty"),
+        ({"input": [[1], []]}, "input[1]", "empty"),
+        ({"input": ["a", 1]}, "input", "mixes kinds"),
+        ({"input": [10**6]}, "input[0]", "not a token"),
+        ({"input": [[1], [-1]]}, "input[1][0]", "not a token"),
+        ({"input": [1] * 2049}, "input", "context"),
+        ({"input": ["a"] * 10_001}, "input", "at most 10000"),
+        ({"prompt": "", "partial": ["a", ""]}, "partial[1]", "empty"),
+        ({"prompt": "a", "partial": [1]}, "partial", "which is text"),
+        ({"prompt": "a", "partial": ["b", 1]}, "partial", "which is text"),
+        ({"prompt": [1], "partial": "b"}, "partial", "which is token ids"),
+        ({"prompt": [1], "partial": [2, "b"]}, "partial", "which is token ids"),
+        ({"prompt": [1], "partial": [[2], 3]}, "partial", "which is token ids"),
+        ({"prompt": [1], "partial": [[2], [10**6]]}, "partial[1][0]", "not a token"),
+        ({"prompt": [10**6], "partial": [[2]]}, "prompt[0]", "not a token"),
+        ({"prompt": ["a", "b"], "partial": "c"}, "partial", "one prompt"),
+        ({"messages": CONVERSATION, "partial": [1]}, "partial", "which is text"),
+        ({"messages": CONVERSATION, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "must not set"),
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"input": "a", "gamma": 1}, "gamma", "< 1"),
+        ({"input": "a", "gamma": "NaN"}, "gamma", "got `str`"),
+    ],
+)
+def test_wrong_requests(shared: httpx.Client, body: dict[str, Any], param: str, words: str) -> None:
+    answer = shared.post("/v1/length", json=body)
+    assert answer.status_code == 400, answer.text
+    assert (told(answer)["param"], words in told(answer)["message"]) == (param, True), told(answer)
+
+
+def test_a_model_without_a_length_model(start: Start) -> None:
+    answer = start(FakeEngine(capabilities=("score", "generate"))).post("/v1/length", json={"input": "a"})
+    assert (answer.status_code, told(answer)["param"]) == (400, "model")
+    assert "no length model" in told(answer)["message"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_values_that_are_no_numbers_are_the_engines_fault(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    monkeypatch.setattr("tests.fakes.value_logit", lambda _: bad)
+    answer = client.post("/v1/length", json={"input": "a"})
+    assert (answer.status_code, told(answer)["code"]) == (500, "internal_error")
+
+
+@pytest.mark.parametrize("logit", [-800.0, -40.0, -1.0, 0.0, 1.0, 40.0, 800.0])
+def test_values_are_exact_also_where_they_round(logit: float) -> None:
+    value, tokens = value_and_remaining(logit, 0.997)
+    assert 0 <= value <= 1
+    survival = -math.log1p(math.exp(logit)) if logit < 700 else -logit
+    assert tokens == pytest.approx(survival / math.log(0.997), rel=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [0.0, 1.0, 80.0, 5000.0])
+def test_remaining_tokens_invert_the_value(tokens: float) -> None:
+    assert remaining_tokens(1 - 0.997**tokens, 0.997) == pytest.approx(tokens, rel=1e-6)
+
+
+def test_remaining_tokens_of_a_value_that_rounded_to_one_are_finite() -> None:
+    assert remaining_tokens(1.0, 0.997) == pytest.approx(math.log(1e-9) / math.log(0.997), rel=1e-6)

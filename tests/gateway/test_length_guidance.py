@@ -1,0 +1,257 @@
+"""``length_guidance`` and ``custom_params``: what the engine is told, and what clients are told of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import httpx
+import pytest
+
+from engine import wire
+from gateway.length.remaining import remaining_tokens
+from tests.fakes import FakeEngine, guided, ids, library
+from tests.gateway.conftest import Start, metric
+from tests.gateway.test_completions_api import chat, complete
+from tests.gateway.test_error_table import told
+from tests.gateway.test_streaming import events
+
+GUIDES = ("length_guidance", "custom_params")
+
+
+def asked(client: httpx.Client, engine: FakeEngine, **body: Any) -> wire.Generate:
+    """What the engine got."""
+    complete(client, **body)
+    return engine.generates[-1]
+
+
+def guidance(client: httpx.Client, engine: FakeEngine, **body: Any) -> wire.Guidance | None:
+    return asked(client, engine, **body).guidance
+
+
+def test_the_engine_gets_every_field(client: httpx.Client, engine: FakeEngine) -> None:
+    fields = {"mode": "length_mul", "scale": 1.5, "gamma": 0.9, "top_k": 7, "entropy_threshold": 0.2, "value_min": 0.1}
+    assert guidance(client, engine, length_guidance=fields) == wire.Guidance(**fields)
+    target = {"target_length": 30, "target_length_mode": "remaining", "constraint": "eq_soft", "return_values": True}
+    assert guidance(client, engine, length_guidance=target, logprobs=2) == wire.Guidance(**target)
+    value = {"target_value": 0.5, "constraint": "ge"}
+    assert guidance(client, engine, length_guidance=value) == wire.Guidance(**value)
+    assert guidance(client, engine) is None
+    assert guidance(client, engine, length_guidance=None, custom_params={"thinking_budget": 3}) is None
+
+
+@pytest.mark.parametrize("mode", wire.GuidanceMode.__args__)
+@pytest.mark.parametrize("key", GUIDES)
+def test_modes_change_nothing_without_a_scale(client: httpx.Client, engine: FakeEngine, mode: str, key: str) -> None:
+    neutral = 0.0 if mode in ("centered_exp", "value_bias") else 1.0
+    assert guidance(client, engine, **{key: {"mode": mode}}) == wire.Guidance(mode=mode, scale=neutral)
+
+
+def test_short_forms(client: httpx.Client, engine: FakeEngine) -> None:
+    request = asked(client, engine, length_guidance={"target_length": 80})
+    assert request.guidance == wire.Guidance(constraint="eq", target_length=80)
+    assert request.sampling.min_p == 0.01
+    assert request.sampling.max_tokens == 16 + 2 * 80
+    assert asked(client, engine, length_guidance={"target_length": 80}, max_tokens=9).sampling.max_tokens == 9
+    assert asked(client, engine, length_guidance={"target_length": 80}, min_p=0).sampling.min_p == 0
+    scaled = asked(client, engine, length_guidance={"scale": -10})
+    assert scaled.guidance == wire.Guidance(mode="centered_exp", scale=-10)
+    assert (scaled.sampling.min_p, scaled.sampling.max_tokens) == (0, 16)
+    chat(client, length_guidance={"target_length": 1000})
+    assert engine.generates[-1].sampling.max_tokens > 1900
+
+
+def test_the_published_clients_keys(client: httpx.Client, engine: FakeEngine) -> None:
+    long = {"value_scale": 0.5, "value_mode": "exp", "gamma": 0.9, "value_min": 0.1, "value_entropy_threshold": 0.2}
+    short = {"scale": 0.5, "mode": "exp", "length_gamma": 0.9, "value_min": 0.1, "entropy_threshold": 0.2}
+    expected = wire.Guidance("exp", 0.5, gamma=0.9, value_min=0.1, entropy_threshold=0.2)
+    assert guidance(client, engine, custom_params=long) == guidance(client, engine, custom_params=short) == expected
+    assert guidance(client, engine, custom_params={"scale": 0.5}) == wire.Guidance("mul", 0.5)
+    assert guidance(client, engine, custom_params={"scale": 0.5}, top_k=20) == wire.Guidance("mul", 0.5, top_k=20)
+    for key in ("target_length_mode", "length_mode"):
+        guide = guidance(client, engine, custom_params={"target_length": 8, key: "remaining", "scale": 0.5})
+        assert guide == wire.Guidance("mul", 0.5, constraint="eq", target_length=8, target_length_mode="remaining")
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ("eq", ["eq", "=", "==", "equal"]),
+        ("ge", ["ge", ">", ">=", "gte"]),
+        ("le", ["le", "<", "<=", "lte"]),
+        ("eq_soft", ["eq_soft", "soft"]),
+    ],
+)
+def test_the_published_clients_constraints(client: httpx.Client, engine: FakeEngine, constraint: Any, words: list[str]) -> None:
+    for word in words:
+        for key in ("value_constraint", "constraint", "cmp", "op"):
+            guide = guidance(client, engine, custom_params={key: word, "target_value": 0.5})
+            assert guide == wire.Guidance("mul", 1.0, constraint=constraint, target_value=0.5)
+
+
+def test_what_custom_params_are_not_known(client: httpx.Client) -> None:
+    body = {"prompt": "a", "custom_params": {"scale": 0.5, "thinking_budget": 3}, "stream_options": None, "beam": 1}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.headers["x-yardstick-ignored"] == "beam, custom_params.thinking_budget"
+
+
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    ("length_guidance", {"scales": 1}, "scales", "has no field `scales`"),
+    ("length_guidance", {"mode": "loud"}, "mode", "'loud'; it is one of 'centered_exp', 'exp'"),
+    ("length_guidance", {"scale": "NaN"}, "scale", "got `str`"),
+    ("length_guidance", {"scale": 1e7}, "scale", "<= 1000000"),
+    ("length_guidance", {"gamma": 0}, "gamma", "> 0"),
+    ("length_guidance", {"gamma": 1}, "gamma", "< 1"),
+    ("length_guidance", {"gamma": "Infinity"}, "gamma", "got `str`"),
+    ("length_guidance", {"target_length": -1}, "target_length", ">= 0"),
+    ("length_guidance", {"target_length": 1.5}, "target_length", "got `float`"),
+    ("length_guidance", {"target_value": 1.5}, "target_value", "<= 1"),
+    ("length_guidance", {"target_length": 5, "target_value": 0.5}, "target_value", "two targets"),
+    ("length_guidance", {"target_length": 5, "constraint": "ne"}, "constraint", "'ne'"),
+    ("length_guidance", {"constraint": "le"}, "constraint", "needs a target"),
+    ("length_guidance", {"target_length": 5, "scale": 2}, "scale", "beside a target"),
+    ("length_guidance", {"target_length": 5, "mode": "mul"}, "mode", "beside a target"),
+    ("length_guidance", {"target_length": 5, "target_length_mode": "half"}, "target_length_mode", "'half'"),
+    ("length_guidance", {"target_length_mode": "total"}, "target_length_mode", "needs `target_length`"),
+    ("length_guidance", {"top_k": 0}, "top_k", ">= 1"),
+    ("length_guidance", {"top_k": -1}, "top_k", ">= 1"),
+    ("length_guidance", {"top_k": 65}, "top_k", "at most 64"),
+    ("length_guidance", {"entropy_threshold": -1}, "entropy_threshold", ">= 0"),
+    ("length_guidance", {"value_min": 2}, "value_min", "<= 1"),
+    ("length_guidance", {"return_values": True}, "return_values", "needs log-probabilities"),
+    ("custom_params", {"value_scale": "x"}, "value_scale", "got `str`"),
+    ("custom_params", {"value_mode": "loud"}, "value_mode", "'loud'"),
+    ("custom_params", {"length_gamma": 1}, "length_gamma", "< 1"),
+    ("custom_params", {"op": "!="}, "op", "'!='"),
+    ("custom_params", {"op": "<"}, "op", "needs a target"),
+    ("custom_params", {"op": "<", "cmp": "<", "target_length": 5}, "op", "names of the same"),
+    ("custom_params", {"scale": 1, "value_scale": 2}, "scale", "names of the same"),
+    ("custom_params", {"target_length": 5, "target_value": 0.5}, "target_value", "two targets"),
+]
+
+
+@pytest.mark.parametrize(("object_", "fields", "key", "words"), WRONG)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_wrong_guidance(shared: httpx.Client, path: str, object_: str, fields: dict[str, Any], key: str, words: str) -> None:
+    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    answer = shared.post(f"/v1/{path}", json={**body, object_: fields})
+    assert answer.status_code == 400, answer.text
+    error = told(answer)
+    assert error["param"] == f"{object_}.{key}"
+    assert words in error["message"]
+
+
+def test_more_that_is_wrong(shared: httpx.Client) -> None:
+    both = shared.post("/v1/completions", json={"prompt": "a", "length_guidance": {}, "custom_params": {"scale": 1}})
+    assert (both.status_code, told(both)["param"]) == (400, "custom_params")
+    many = shared.post("/v1/completions", json={"prompt": "a", "top_k": 100, "custom_params": {"scale": 1}})
+    assert (many.status_code, told(many)["param"]) == (400, "top_k")
+    mere = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "length_guidance": {"return_values": True}}
+    assert "top_logprobs" in told(shared.post("/v1/chat/completions", json=mere))["message"]
+    for number, param in (("NaN", "scale"), ("-Infinity", "scale"), ("1e999", "length_guidance.scale")):
+        content = f'{{"prompt": "a", "length_guidance": {{"scale": {number}}}}}'
+        endless = shared.post("/v1/completions", content=content)
+        assert (endless.status_code, told(endless)["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("key", GUIDES)
+def test_a_model_without_a_length_model(start: Start, key: str) -> None:
+    client = start(FakeEngine(capabilities=("score", "generate")))
+    answer = client.post("/v1/completions", json={"prompt": "a", key: {"scale": 1}})
+    assert (answer.status_code, told(answer)["param"]) == (400, key)
+    assert "no length model" in told(answer)["message"]
+    assert client.get("/v1/models").json()["data"][0]["length_gamma"] is None
+
+
+def test_a_model_with_one_says_so(shared: httpx.Client) -> None:
+    (model,) = shared.get("/v1/models").json()["data"]
+    assert "guide" in model["capabilities"]
+    assert model["length_gamma"] == 0.985
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_drawn_from(client: httpx.Client, engine: FakeEngine, stream: bool) -> None:
+    guide = {"scale": 30.0, "return_values": True}
+    body = {"messages": [{"role": "user", "content": "x"}], "seed": 1, "max_tokens": 6, "logprobs": True, "top_logprobs": 9}
+    body |= {"length_guidance": guide, "ignore_eos": True}
+    if stream:
+        parts = [choice for event in events(client, "chat/completions", **body)[:-1] for choice in event["choices"]]
+        content = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+    else:
+        content = chat(client, **body)["choices"][0]["logprobs"]["content"]
+    assert len(content) == 6
+    before = engine.generates[-1].prompt
+    for entry in content:
+        judged = guided(engine, wire.Guidance(**guide), before)
+        assert [top["logprob"] for top in entry["top_logprobs"]] == [logprob for logprob, _ in judged.values()]
+        assert [top["value"] for top in entry["top_logprobs"]] == [value for _, value in judged.values()]
+        assert sum(math.exp(top["logprob"]) for top in entry["top_logprobs"]) == pytest.approx(1)
+        for top in (entry, *entry["top_logprobs"]):
+            assert 0.985 ** top["remaining_tokens"] == pytest.approx(1 - top["value"])
+        (chosen,) = (id for id in judged if library().id_to_token(id) and judged[id] == (entry["logprob"], entry["value"]))
+        before = [*before, chosen]
+
+
+def test_values_in_completions(client: httpx.Client, engine: FakeEngine) -> None:
+    guide = {"scale": -5.0, "return_values": True, "gamma": 0.9, "top_k": 3}
+    body = {"prompt": "The fox", "logprobs": 4, "max_tokens": 4, "seed": 2, "length_guidance": guide, "ignore_eos": True}
+    logprobs = complete(client, **body)["choices"][0]["logprobs"]
+    for told_values, tokens, tops in zip(
+        logprobs["top_values"], logprobs["top_remaining_tokens"], logprobs["top_logprobs"], strict=True
+    ):
+        assert told_values.keys() == tokens.keys() == tops.keys()
+        assert tokens == {text: remaining_tokens(value, 0.9) for text, value in told_values.items()}
+    first = guided(engine, wire.Guidance(**guide), ids("The fox"))
+    assert sorted(logprobs["top_values"][0].values()) == sorted(value for _, value in first.values())
+    pieces = [piece["logprobs"] for event in events(client, "completions", **body)[:-1] for piece in event["choices"]]
+    for name, whole in logprobs.items():
+        assert [value for piece in pieces for value in piece[name]] == whole
+    echoed = complete(client, **body, echo=True)["choices"][0]["logprobs"]
+    assert echoed["top_values"] == [None] * len(ids("The fox")) + logprobs["top_values"]
+
+
+def test_without_return_values_answers_look_as_ever(client: httpx.Client) -> None:
+    plain = complete(client, logprobs=2, max_tokens=2)["choices"][0]["logprobs"]
+    assert set(plain) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    (entry,) = chat(client, logprobs=True, top_logprobs=1, max_tokens=1, ignore_eos=True)["choices"][0]["logprobs"]["content"]
+    assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+
+
+def test_ruled_out_candidates_have_a_number(client: httpx.Client, engine: FakeEngine) -> None:
+    body = {"max_tokens": 3, "length_guidance": {"target_value": 0.5}, "ignore_eos": True}
+    written = complete(client, **body, logprobs=5)["choices"][0]["logprobs"]
+    assert written["token_logprobs"] == [0.0] * 3
+    said = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 5}
+    answer = client.post("/v1/chat/completions", json={**said, **body})
+    content = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} in an answer"))["choices"][0]["logprobs"][
+        "content"
+    ]
+    for entry in content:
+        assert sorted(top["logprob"] for top in entry["top_logprobs"]) == [-9999.0] * 4 + [0.0]
+
+
+def test_guided_prompts_are_counted(client: httpx.Client) -> None:
+    complete(client, prompt=["a", "b"], length_guidance={"scale": 2})
+    complete(client, length_guidance={"target_length": 3})
+    complete(client)
+    assert metric(client, 'yardstick_guided_prompts_total{mode="centered_exp",model="fake"}') == 2
+    assert metric(client, 'yardstick_guided_prompts_total{mode="eq",model="fake"}') == 1
+
+
+def test_a_guided_stream_goes_on_at_another_replica(start: Start) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    client = start(*engines)
+    guide = {"scale": 5.0, "return_values": True}
+    body = {"prompt": "x", "seed": 3, "max_tokens": 12, "logprobs": 3, "ignore_eos": True, "length_guidance": guide}
+    expected = complete(client, **body)["choices"][0]["logprobs"]
+    for engine in engines:
+        engine.generates.clear()
+    preferred = engines[0]
+    preferred.faults.break_after = 4
+    for _ in range(2):  # whichever replica is asked first
+        pieces = [piece["logprobs"] for event in events(client, "completions", **body)[:-1] for piece in event["choices"]]
+        assert [value for piece in pieces for value in piece["top_values"]] == expected["top_values"]
+    resumed = [request for engine in engines for request in engine.generates if request.resume_offset]
+    assert resumed
+    assert all(request.guidance == wire.Guidance(**guide) for request in resumed)

@@ -93,19 +93,20 @@ def test_the_gateways_are_rolled_out(ingress: IngressProxy, release: Release):
 def test_redis_is_deleted(ingress: IngressProxy, release: Release):
     with undisturbed(ingress, release, repeat=True) as load:
         wait_for(lambda: load.hits == load.items, 20, "the cache answers")
-        assert results_in_redis(release) >= load.items
-        release.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=redis", "--wait=false")
-        time.sleep(1)
-        release.rolled_out("deployment/yardstick-redis")
-        wait_for(lambda: results_in_redis(release) >= load.items, 60, "the new Redis, which began empty, is written to")
+        (old,) = release.pods("redis")
+        assert results_in(release, old) >= load.items
+        release.kubectl("delete", "pod", old, "--wait=false")
+        wait_for(lambda: len(set(release.pods("redis")) - {old}) == 1, 30, "another Redis")
+        (new,) = set(release.pods("redis")) - {old}
+        wait_for(lambda: results_in(release, new) >= load.items, 60, "the new Redis, which began empty, is written to")
         load.hits = 0
         wait_for(lambda: load.hits == load.items, 20, "the cache answers again")
 
 
-def results_in_redis(release: Release) -> int:
-    """Scores that the Redis pod holds, which keeps nothing over its end; 0 while there is none."""
+def results_in(release: Release, pod: str) -> int:
+    """Scores that a Redis pod holds; 0 while it does not run."""
     count = "REDISCLI_AUTH=$(sed 's/requirepass //' /etc/redis/redis.conf) redis-cli --scan --pattern '*:score:*' | wc -l"
-    told = release.kubectl("exec", "deploy/yardstick-redis", "--", "sh", "-c", count, check=False).split()
+    told = release.kubectl("exec", pod, "--", "sh", "-c", count, check=False).split()
     return int(told[-1]) if told else 0
 
 

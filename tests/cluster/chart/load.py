@@ -19,7 +19,7 @@ class Load:
 
     def __init__(self, url: str, key: str, *, host: str, callers: int = 4, items: int = 6, repeat: bool = False) -> None:
         """``repeat``: always the same request, which the cache can answer."""
-        self._url, self._callers, self._items, self._repeat = f"{url}/v1/score", callers, items, repeat
+        self._url, self._callers, self.items, self._repeat = f"{url}/v1/score", callers, items, repeat
         self._headers = {"authorization": f"Bearer {key}", "host": host}
         self._numbers = itertools.count()
         self._stop = threading.Event()
@@ -45,7 +45,7 @@ class Load:
     async def _call(self, session: aiohttp.ClientSession) -> None:
         while not self._stop.is_set():
             number = 0 if self._repeat else next(self._numbers)
-            body = {"query": f"Query: shoes {number}\nItem: ", "items": [f"shoe {i}\nRelevant:" for i in range(self._items)]}
+            body = {"query": f"Query: shoes {number}\nItem: ", "items": [f"shoe {i}\nRelevant:" for i in range(self.items)]}
             try:
                 async with session.post(self._url, json=body | {"labels": LABELS}, headers=self._headers) as response:
                     self._judge(response, await response.json())
@@ -55,7 +55,7 @@ class Load:
     def _judge(self, response: aiohttp.ClientResponse, answer: Any) -> None:
         if response.status != 200:
             self.failures[f"{response.status}: {answer['error']['message']}"] += 1
-        elif [len(scores) for scores in answer["scores"]] != [len(LABELS)] * self._items:
+        elif [len(scores) for scores in answer["scores"]] != [len(LABELS)] * self.items:
             self.failures["an answer with holes in it"] += 1
         else:
             self.answered += 1

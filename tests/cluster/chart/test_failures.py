@@ -92,19 +92,22 @@ def test_the_gateways_are_rolled_out(ingress: IngressProxy, release: Release):
 
 def test_redis_is_deleted(ingress: IngressProxy, release: Release):
     with undisturbed(ingress, release, repeat=True) as load:
-        wait_for(lambda: load.hits > 0, 20, "the cache answers")
-        release.kubectl("delete", "pod", "-l", "app.kubernetes.io/component=redis", "--wait=false")
-        release.rolled_out("deployment/yardstick-redis")
-        known = float(release.kubectl("exec", "deploy/yardstick-redis", "--", "sh", "-c", KEYS_IN_REDIS).split()[-1])
-        wait_for(lambda: redis_keys(release) > known or load.hits > 0, 40, "the cache fills again")
+        wait_for(lambda: load.hits == load.items, 20, "the cache answers")
+        (old,) = release.pods("redis")
+        assert results_in(release, old) >= load.items
+        release.kubectl("delete", "pod", old, "--wait=false")
+        wait_for(lambda: len(set(release.pods("redis")) - {old}) == 1, 30, "another Redis")
+        (new,) = set(release.pods("redis")) - {old}
+        wait_for(lambda: results_in(release, new) >= load.items, 60, "the new Redis, which began empty, is written to")
+        load.hits = 0
+        wait_for(lambda: load.hits == load.items, 20, "the cache answers again")
 
 
-KEYS_IN_REDIS = "REDISCLI_AUTH=$(sed 's/requirepass //' /etc/redis/redis.conf) redis-cli dbsize"
-
-
-def redis_keys(release: Release) -> int:
-    """Results that Redis holds."""
-    return int(release.kubectl("exec", "deploy/yardstick-redis", "--", "sh", "-c", KEYS_IN_REDIS).split()[-1])
+def results_in(release: Release, pod: str) -> int:
+    """Scores that a Redis pod holds; 0 while it does not run."""
+    count = "REDISCLI_AUTH=$(sed 's/requirepass //' /etc/redis/redis.conf) redis-cli --scan --pattern '*:score:*' | wc -l"
+    told = release.kubectl("exec", pod, "--", "sh", "-c", count, check=False).split()
+    return int(told[-1]) if told else 0
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.auth import KeyRing
-from gateway.commands.serve import ServeOptions, _engine_arguments
+from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
 
 HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
 
@@ -60,8 +60,8 @@ def test_a_wrong_value_names_the_option() -> None:
 
 
 def test_formats_reach_the_engine() -> None:
-    options = ServeOptions("m", "127.0.0.1", 8000, "bfloat16", "fp8", None, None)
-    arguments = " ".join(_engine_arguments(options, "m", 8100))
+    options = ServeOptions("m", None, None, "127.0.0.1", 8000, "bfloat16", "fp8", None, None)
+    arguments = " ".join(_engine_arguments(options, _Models("m", None), 8100))
     assert "--dtype bfloat16 --quantize fp8" in arguments
     refused = run("serve", "--quantize", "int3")
     assert refused.returncode == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -53,6 +54,16 @@ def first_in_line(*processes: int) -> Iterator[None]:
 
 
 @contextmanager
+def without_the_garbage_of_others() -> Iterator[None]:
+    """A collection looks at all that the tests before have left in this process: 0.3 s were seen. Its own is little."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
 def one_core() -> Iterator[None]:
     """This process, and those that it starts, on one core."""
     cores = os.sched_getaffinity(0)
@@ -87,7 +98,7 @@ def test_two_thousand_requests_a_second_are_sent_on_time() -> None:
         assert stub.stdout is not None
         port = int(stub.stdout.readline())
         while len(tries) < TRIES and not (tries and tries[-1].lag <= LAG_LIMIT):
-            with first_in_line(0, stub.pid), one_core():
+            with first_in_line(0, stub.pid), one_core(), without_the_garbage_of_others():
                 tries.append(uvloop.run(measure(port)))
     finally:
         stub.kill()

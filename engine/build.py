@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from engine import wire
 from engine.attention.base import AttentionBackend
+from engine.attention.branches import FixedBranches
 from engine.attention.select import choose, problem_of
 from engine.attention.triton import FixedTritonAttention
+from engine.guidance.graphs import ROWS, WIDTH, PassGraphs
 from engine.guidance.guide import Guide
 from engine.guidance.pairing import check_pairing, gamma_of
 from engine.loop import Loop
@@ -113,12 +115,13 @@ def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: Le
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
+    budget = Budget(settings.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running)
     guide = None
     if length is not None:
         length_attention = make_attention(length.model.decoder, slots, settings.attention)
+        passes = make_pass_graphs(length.model, length_attention.kv, settings.cuda_graphs, budget)
         compact = not on_gpu and not overlap
-        guide = Guide(length.model, length_attention, length.gamma, config.eos_token_ids, compact=compact)
-    budget = Budget(settings.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running)
+        guide = Guide(length.model, length_attention, length.gamma, config.eos_token_ids, passes, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, guide)
     length_pool = None if length is None else SlotPool(slots)
@@ -147,19 +150,31 @@ def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> S
 
     Raises :class:`ModelError` where it is asked for and cannot be done.
     """
+    return _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, kv, budget))
+
+
+def make_pass_graphs(model: ValueModel, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
+    """The same of the length model's passes over candidates."""
+    return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
+
+
+T = TypeVar("T")
+
+
+def _captured(what: str, decoder: Decoder, wanted: str, capture: Callable[[], T]) -> T | None:
     if wanted == "off":
         return None
     problem = _graphs_problem(decoder)
     if problem is None:
         try:
-            return _capture(decoder, kv, budget)
+            return capture()
         except Exception as error:  # of CUDA or Triton's compiler: the engine works without graphs
             problem = f"capturing them failed: {str(error).partition(chr(10))[0].rstrip('.') or type(error).__name__}"
-            logger.warning("CUDA graphs: off, %s", problem, exc_info=wanted == "auto")
+            logger.warning("%s: off, %s", what, problem, exc_info=wanted == "auto")
     elif decoder.embed.weight.is_cuda:
-        logger.info("CUDA graphs: off, %s", problem)
+        logger.info("%s: off, %s", what, problem)
     if wanted == "on":
-        raise ModelError(f"CUDA graphs cannot be used here: {problem}. Start without --cuda-graphs on.")
+        raise ModelError(f"{what} cannot be used here: {problem}. Start without --cuda-graphs on.")
     return None
 
 
@@ -178,6 +193,14 @@ def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
     buckets = [size for size in BUCKETS if size <= max(budget.tokens, BUCKETS[0])]
     attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets))
     return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
+
+
+def _capture_passes(model: ValueModel, kv: KVCache, budget: Budget) -> PassGraphs:
+    """For as many rows as a step within the budget draws for."""
+    capture = CudaCapture(kv.keys.device)
+    buckets = [rows for rows in ROWS if rows <= max(budget.tokens, ROWS[0])]
+    attention = FixedBranches(kv, model.config.num_heads, max(buckets), WIDTH)
+    return PassGraphs(model, attention, capture, buckets)
 
 
 def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str, length: Length | None = None) -> wire.Info:

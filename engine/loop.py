@@ -112,6 +112,7 @@ class Loop:
             value_tokens=self._tally.tokens,
             guided_draws=self._tally.guided,
             decided_draws=self._tally.alone,
+            replayed_passes=self._runner.replayed_passes,
         )
 
     def _submit_score(self, message: wire.Score) -> None:

@@ -25,6 +25,10 @@ COUNTERS = {
     "yardstick_engine_value_tokens": ("Tokens that went through the length model, candidates included.", "value_tokens"),
     "yardstick_engine_guided_draws": ("Draws for which the length model was asked.", "guided_draws"),
     "yardstick_engine_decided_draws": ("Draws of guided requests that were decided without the length model.", "decided_draws"),
+    "yardstick_engine_replayed_value_passes": (
+        "Passes of the length model over candidates, replayed from a CUDA graph.",
+        "replayed_passes",
+    ),
 }
 
 

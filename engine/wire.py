@@ -297,6 +297,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """For which the length model was asked."""
     decided_draws: int = 0
     """Of guided requests, decided without it: one candidate, or little entropy."""
+    replayed_passes: int = 0
+    """Of the length model, those whose launches were captured in a CUDA graph."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

@@ -54,11 +54,20 @@ def branch_attention_reference(
 
 
 def branch_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pointers: Tensor, slots: Tensor, counts: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pointers: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    chunks: int | None = None,
 ) -> Tensor:
     """:func:`branch_attention` on a GPU. q, k and v may be parts of the fused projection.
 
-    Raises ValueError for other shapes, dtypes, devices or strides.
+    chunks: a power of two, into how many each prefix is cut; None: by what ``slots`` holds, which may be more than is pointed to
+    only where chunks are given. Raises ValueError for other shapes, dtypes, devices or strides.
     """
     _check(q, k, v, keys, values, pointers, slots, counts)
     tokens, heads, head_dim = q.shape
@@ -67,7 +76,8 @@ def branch_attention_triton(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    chunks = chunks_of(len(slots) // rows, rows * kv_heads)
+    if chunks is None:
+        chunks = chunks_of(len(slots) // rows, rows * kv_heads)
     partial_outs = q.new_empty((chunks if chunks > 1 else 0, *q.shape), dtype=torch.float32)
     partial_lses = q.new_empty((chunks if chunks > 1 else 0, tokens, heads), dtype=torch.float32)
     block = max(NARROW, power_of_two(branches * group))

@@ -12,6 +12,9 @@ from engine.memory.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.qk_norm_rope import qk_norm_rope_write
 
+MOST_SLOTS = 1 << 20
+"""Slots that the contexts of a step with fixed tables may list together: 8 MiB, a fraction of a millisecond to copy."""
+
 
 class AttentionBackend(ABC):
     """Attends from new tokens to slots."""

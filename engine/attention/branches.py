@@ -1,4 +1,7 @@
-"""Branches of one token on a GPU, for every backend there: :mod:`kernels.branch_attention` over a step's prefixes."""
+"""Branches of one token on a GPU, for every backend there: :mod:`kernels.branch_attention` over a step's prefixes.
+
+Where the kernel's block does not hold all branches of a prefix, the prefix is a row for each part of them.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.base import MOST_SLOTS
 from engine.core import EMPTY, Ints
 from engine.memory.kv import KVCache
 from engine.models.decoder import PlainAttend
-from kernels.attention_layout import cumulate
-from kernels.branch_attention import MAX_ROWS, branch_attention_triton
+from kernels.attention_layout import Longs, cumulate
+from kernels.branch_attention import MAX_ROWS, branch_attention_triton, chunks_of
+
+LONG = 8192
+"""Tokens of a prefix that fixed tables are cut for, whatever their prefixes are: chunks beyond a short one's end do little."""
 
 
 def plan_branches(kv: KVCache, group: int, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
-    """As :meth:`AttentionBackend.plan_branches`; group: query heads a key head.
-
-    Where the kernel's block does not hold all branches of a prefix, the prefix is a row for each part of them.
-    """
+    """As :meth:`AttentionBackend.plan_branches`; group: query heads a key head."""
     width = branches[0]
     assert all(count == width for count in branches), "a GPU takes the same number of branches for each prefix"
-    part = min(width, 1 << (MAX_ROWS // group).bit_length() - 1)
-    parts = -(-width // part)
-    pointers, slots = _tables([prefix for prefix in prefixes for _ in range(parts)], kv.keys.device)
-    if parts > 1:
-        first = torch.arange(parts, device=counts.device) * part
-        counts = (counts.unsqueeze(1) - first).clamp(0, part).flatten()
+    part, parts = _parts(width, group)
+    starts, listed = _listed(prefixes, parts)
+    packed = _packed(starts, listed, pinned=kv.keys.is_cuda).to(kv.keys.device, non_blocking=True)
+    pointers, slots = packed[: len(starts)], packed[len(starts) :]
+    counts = _in_parts(counts, part, parts)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], pointers, slots, counts)
@@ -35,10 +38,71 @@ def plan_branches(kv: KVCache, group: int, prefixes: Sequence[Ints], branches: S
     return attend
 
 
-def _tables(prefixes: Sequence[Ints], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each prefix begins in the list of all slots, and that list: int64 on ``device``, in one copy that nobody waits for."""
-    pointers = cumulate(np.array([len(prefix) for prefix in prefixes], np.int64))
-    packed = torch.from_numpy(np.concatenate([pointers, EMPTY, *prefixes]).astype(np.int64))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return packed[: len(pointers)], packed[len(pointers) :]
+class FixedBranches:
+    """The same on tables that stay where they are and as large as they are, so that what reads them can be captured once."""
+
+    def __init__(self, kv: KVCache, heads: int, most_rows: int, width: int) -> None:
+        """For up to ``most_rows`` prefixes with ``width`` branches each, on a model with so many query ``heads``."""
+        self.kv = kv
+        self.width = width
+        self._kv_heads = kv.keys.shape[2]
+        self._part, self._parts = _parts(width, heads // self._kv_heads)
+        self._tables = torch.zeros(most_rows * self._parts + 1 + MOST_SLOTS, dtype=torch.int64, device=kv.keys.device)
+
+    def fill(self, prefixes: Sequence[Ints], rows: int) -> bool:
+        """Queue the copy of the tables of ``prefixes``, none empty, padded with empty ones to ``rows``; False, and nothing is done,
+        where they do not fit."""
+        starts, listed = _listed(prefixes, self._parts)
+        room = rows * self._parts + 1
+        if len(starts) > room or room + len(listed) > len(self._tables):
+            return False
+        starts = np.pad(starts, (0, room - len(starts)), mode="edge")
+        packed = _packed(starts, listed, pinned=self._tables.is_cuda)
+        self._tables[: len(packed)].copy_(packed, non_blocking=True)
+        return True
+
+    def positions(self, rows: int) -> Tensor:
+        """Of all branches of ``rows`` prefixes, as :meth:`fill` last described them, [rows · width] int64."""
+        return self._lengths(rows).unsqueeze(1).expand(-1, self.width).flatten()
+
+    def attend(self, rows: int, counts: Tensor) -> PlainAttend:
+        """For ``rows`` prefixes, as :meth:`fill` last described them; counts: [rows] int64, not read where a prefix is padding."""
+        kv, room = self.kv, rows * self._parts + 1
+        pointers, slots = self._tables[:room], self._tables[room:]
+        counts = _in_parts(counts * (self._lengths(rows) > 0), self._part, self._parts)
+        chunks = chunks_of(LONG, rows * self._parts * self._kv_heads)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], pointers, slots, counts, chunks)
+
+        return attend
+
+    def _lengths(self, rows: int) -> Tensor:
+        """Of the prefixes, [rows] int64."""
+        return self._tables[: rows * self._parts + 1].diff()[:: self._parts]
+
+
+def _parts(width: int, group: int) -> tuple[int, int]:
+    """(branches in a part, parts of a prefix's ``width`` branches)"""
+    part = min(width, 1 << (MAX_ROWS // group).bit_length() - 1)
+    return part, -(-width // part)
+
+
+def _in_parts(counts: Tensor, part: int, parts: int) -> Tensor:
+    """How many branches of each part are real, [prefixes · parts]."""
+    if parts == 1:
+        return counts
+    first = torch.arange(parts, device=counts.device) * part
+    return (counts.unsqueeze(1) - first).clamp(0, part).flatten()
+
+
+def _listed(prefixes: Sequence[Ints], parts: int) -> tuple[Longs, Ints]:
+    """Where each part's prefix begins in the list of all slots, and that list."""
+    repeated = [prefix for prefix in prefixes for _ in range(parts)]
+    return cumulate(np.array([len(prefix) for prefix in repeated], np.int64)), np.concatenate([EMPTY, *repeated])
+
+
+def _packed(starts: Longs, listed: Ints, *, pinned: bool) -> Tensor:
+    """Both as one tensor on the host, ready for a copy to the device that nobody waits for."""
+    packed = torch.from_numpy(np.concatenate([starts, listed]))
+    return packed.pin_memory() if pinned else packed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import MOST_SLOTS, AttentionBackend
 from engine.attention.branches import plan_branches
 from engine.core import Ints, Run
 from engine.memory.kv import KVCache
@@ -15,9 +15,6 @@ from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_layout import Layout, Room, lay_out
 from kernels.paged_attention import block_rows, paged_attention_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
-
-MOST_SLOTS = 1 << 20
-"""Slots that the contexts of a step with fixed tables may list together: 8 MiB, a fraction of a millisecond to copy."""
 
 
 class TritonAttention(AttentionBackend):

@@ -82,9 +82,10 @@ class _AttendAlone(guide._Attend):
 
 
 class EachReadsItsPrefix(Guide):
-    """Every candidate reads the keys and values of its text by itself."""
+    """Every candidate reads the keys and values of its text by itself, in passes that are launched: none such is captured."""
 
     def _forward(self, *arguments: Any) -> Passed:
+        self._graphs = None
         shared, guide._Attend = guide._Attend, _AttendAlone  # type: ignore[misc]
         try:
             return super()._forward(*arguments)

@@ -32,6 +32,7 @@ class Stages:
             (guide, "candidates", "candidates"),
             (guide, "needs_value", "candidates"),
             (steering._model, "forward", "length model"),
+            *([] if steering._graphs is None else [(steering._graphs, "forward", "length model")]),
             (steering._model.head, "forward", "length model's head"),
             (guide, "length_tilt", "tilt"),
             (guide, "gumbel", "draw"),

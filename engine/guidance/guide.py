@@ -8,7 +8,8 @@ for it. So slots are the host's, tokens the device's, and neither waits for the 
 **Two forms.** On a GPU every guided row has room for as many candidates as any may have, and rows that are decided without the
 length model are computed like the others: leaving them out would take a look at the device. On a CPU a look costs nothing, so
 only the candidates that count are computed, of rows that are not decided; the pending tokens of the others stay pending. Both
-draw the same tokens.
+draw the same tokens. Where a pass of the first form has nothing but candidates, it may be one that was captured
+(:mod:`engine.guidance.graphs`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from torch import Tensor
 from engine import wire
 from engine.attention.base import AttentionBackend
 from engine.core import Lookahead, Run
+from engine.guidance.graphs import PassGraphs
+from engine.guidance.kept import Kept
 from engine.guidance.rules import target
-from engine.models.decoder import FusedAttend, Heads, PlainAttend
+from engine.models.decoder import FusedAttend, Heads
 from engine.models.value import ValueModel
 from engine.runner.transfer import Upload
 from engine.sampling import SamplingRow, edited, gumbel, prepare
@@ -85,24 +88,37 @@ class Passed(NamedTuple):
     """[branches] float32, raw: of the one-token branches"""
     ends: Tensor | None
     """[runs asked for] float32, raw: of their last tokens"""
-    keys: list[Tensor]
-    """A layer each: of the branches, [branches, kv_heads, head_dim]"""
-    values: list[Tensor]
+    kept: Kept | None
+    """Of the branches"""
 
 
 class Guide:
     """Owns the length model and, through the attention backend, its keys and values."""
 
     def __init__(
-        self, model: ValueModel, attention: AttentionBackend, gamma: float, eos_ids: Sequence[int], *, compact: bool
+        self,
+        model: ValueModel,
+        attention: AttentionBackend,
+        gamma: float,
+        eos_ids: Sequence[int],
+        graphs: PassGraphs | None = None,
+        *,
+        compact: bool,
     ) -> None:
-        """``compact``: compute only what counts, which takes looks at the device; see the module."""
+        """``compact``: compute only what counts, which takes looks at the device; see the module. It has no use for graphs."""
+        assert graphs is None or not compact
         self._model = model
         self._attention = attention
         self._gamma = gamma
         self._eos = tuple(eos_ids)
+        self._graphs = graphs
         self._compact = compact
         self._device = attention.kv.keys.device
+
+    @property
+    def replayed(self) -> int:
+        """Passes so far whose launches were replayed."""
+        return 0 if self._graphs is None else self._graphs.replayed
 
     def steer(
         self, logits: Tensor, rows: Sequence[GuidedRow], runs: Sequence[Run], asked: Sequence[int], resolve: Resolve
@@ -214,7 +230,11 @@ class Guide:
     ) -> Passed:
         """``runs``, then the branches of ``ahead`` row by row, ``branches[i]`` each; counts: how many of them are real."""
         if not runs and not ahead:
-            return Passed(None, None, [], [])
+            return Passed(None, None, None)
+        if not runs and self._graphs is not None:
+            raw = self._graphs.forward([lookahead.prefix for lookahead in ahead], branches[0], branch_tokens, counts)
+            if raw is not None:
+                return Passed(raw, None, self._graphs.kept)
         lengths = [len(lookahead.prefix) for lookahead in ahead]
         upload = Upload()
         upload.add(np.concatenate([np.empty(0, np.int32), *(run.tokens for run in runs)]))
@@ -228,20 +248,17 @@ class Guide:
         return Passed(
             branches=self._model.head(hidden[len(known) :]) if ahead else None,
             ends=self._model.head(hidden.index_select(0, asked_rows)) if asked else None,
-            keys=attend.keys,
-            values=attend.values,
+            kept=attend.kept,
         )
 
     def _adopt(self, passed: Passed, ahead: Sequence[Lookahead], chosen: Tensor) -> None:
         """Write keys and values of the branches ``chosen``, [len(ahead)], to their slots."""
-        if not ahead:
+        if passed.kept is None:
             return
         upload = Upload()
         upload.add([lookahead.slot for lookahead in ahead])
         (slots,) = upload.send(self._device)
-        kv = self._attention.kv
-        kv.keys.index_copy_(1, slots, torch.stack(passed.keys).index_select(1, chosen))
-        kv.values.index_copy_(1, slots, torch.stack(passed.values).index_select(1, chosen))
+        passed.kept.adopt(chosen, self._attention.kv, slots)
 
 
 class _Attend:
@@ -257,23 +274,22 @@ class _Attend:
         split: int,
     ) -> None:
         """``split``: tokens of the runs."""
-        self.keys: list[Tensor] = []
-        """Of the branches, a layer each."""
-        self.values: list[Tensor] = []
+        self.kept = Kept.room(attention.kv, sum(branches)) if ahead else None
         self._split = split
         self._runs: FusedAttend | None = attention.plan(runs) if runs else None
-        prefixes = [lookahead.prefix for lookahead in ahead]
-        self._branches: PlainAttend | None = attention.plan_branches(prefixes, branches, counts) if ahead else None
+        self._branches: FusedAttend | None = None
+        if self.kept is not None:
+            prefixes = [lookahead.prefix for lookahead in ahead]
+            self._branches = self.kept.attend(attention.plan_branches(prefixes, branches, counts))
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
         if self._branches is None:
             assert self._runs is not None
             return self._runs.attend(layer, heads)
-        parts = [] if self._runs is None else [self._runs.attend(layer, _some(heads, slice(None, self._split)))]
-        q, k, v = _some(heads, slice(self._split, None)).rotated()
-        self.keys.append(k)
-        self.values.append(v)
-        return torch.cat([*parts, self._branches(layer, q, k, v)])
+        if self._runs is None:
+            return self._branches.attend(layer, heads)
+        runs, branches = (_some(heads, part) for part in (slice(None, self._split), slice(self._split, None)))
+        return torch.cat([self._runs.attend(layer, runs), self._branches.attend(layer, branches)])
 
 
 def _some(heads: Heads, tokens: slice) -> Heads:

@@ -21,14 +21,17 @@ def top_candidates(steered: Steered, rows: Tensor, top_n: int) -> list[Tensor]:
     return [steered.logprobs.index_select(0, rows), ids, ranked[:, :top_n].log(), values]
 
 
-def guided_logprobs(tensors: Sequence[Tensor], messages: Sequence[wire.Generate]) -> list[wire.Logprobs]:
-    """:func:`top_candidates` on the host, a row a message. What cannot be drawn is not told."""
-    rows = zip(*(tensor.tolist() for tensor in tensors), messages, strict=True)
-    return [_logprobs(chosen, ids, top, values, message) for chosen, ids, top, values, message in rows]
+def guided_logprobs(tensors: Sequence[Tensor], counts: Sequence[int], messages: Sequence[wire.Generate]) -> list[wire.Logprobs]:
+    """:func:`top_candidates` on the host, a row a message; counts: candidates of each. What cannot be drawn is told only where its
+    value is asked for."""
+    rows = zip(*(tensor.tolist() for tensor in tensors), counts, messages, strict=True)
+    return [_logprobs(*row) for row in rows]
 
 
-def _logprobs(chosen: float, ids: list[int], top: list[float], values: list[float], message: wire.Generate) -> wire.Logprobs:
-    count = min(message.logprobs or 0, sum(value > -math.inf for value in top))
-    told = message.guidance is not None and message.guidance.return_values
-    read = [[None if math.isnan(value) else value for value in values[:count]]] if told else []
-    return wire.Logprobs([chosen], [ids[:count]], [top[:count]], read)
+def _logprobs(
+    chosen: float, ids: list[int], top: list[float], values: list[float], count: int, message: wire.Generate
+) -> wire.Logprobs:
+    valued = message.guidance is not None and message.guidance.return_values
+    told = min(message.logprobs or 0, count if valued else sum(value > -math.inf for value in top))
+    read = [[None if math.isnan(value) else value for value in values[:told]]] if valued else []
+    return wire.Logprobs([chosen], [ids[:told]], [top[:told]], read)

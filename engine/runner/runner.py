@@ -174,7 +174,8 @@ class Flight:
         logprobs: dict[int, wire.Logprobs] = {}
         if self.guided_wanted:
             messages = [self.asked.guided[place][2].message for place in self.guided_wanted]
-            logprobs = dict(zip(self.guided_wanted, guided_logprobs(tensors[3:], messages), strict=True))
+            counted = [counts[place] for place in self.guided_wanted]
+            logprobs = dict(zip(self.guided_wanted, guided_logprobs(tensors[3:], counted, messages), strict=True))
         skipped = {lookahead.branch for lookahead in self.skipped}
         for place, (_, branch, _) in enumerate(self.asked.guided):
             result.drawn.append(Drawn(branch, tokens[place], logprobs.get(place)))
@@ -275,6 +276,11 @@ class Runner:
     def replayed(self) -> int:
         """Steps so far whose launches were replayed."""
         return 0 if self._graphs is None else self._graphs.replayed
+
+    @property
+    def replayed_passes(self) -> int:
+        """The same of the length model's passes."""
+        return 0 if self._guide is None else self._guide.replayed
 
     def _forward(self, tokens: Tensor, positions: Tensor, runs: Sequence[Run]) -> Tensor:
         """[tokens, hidden], through a graph where one fits."""

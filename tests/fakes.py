@@ -350,11 +350,12 @@ def _logprobs(engine: FakeEngine, before: list[int], tokens: list[int], request:
     told = wire.Logprobs([], [], [], [])
     for place, token in enumerate(tokens):
         judged = guided(engine, request.guidance, before + tokens[:place])
-        best = list(judged)[: request.logprobs]
+        valued = request.guidance.return_values
+        best = [id for id, (logprob, _) in judged.items() if valued or logprob > -math.inf][: request.logprobs]
         told.chosen.append(judged[token][0])
         told.top_tokens.append(best)
         told.top.append([judged[id][0] for id in best])
-        if request.guidance.return_values:
+        if valued:
             told.values.append([judged[id][1] for id in best])
     return told
 

@@ -218,17 +218,22 @@ def test_without_return_values_answers_look_as_ever(client: httpx.Client) -> Non
     assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
 
 
-def test_ruled_out_candidates_have_a_number(client: httpx.Client, engine: FakeEngine) -> None:
-    body = {"max_tokens": 3, "length_guidance": {"target_value": 0.5}, "ignore_eos": True}
+@pytest.mark.parametrize("valued", [False, True])
+def test_ruled_out_candidates_are_told_with_their_values(client: httpx.Client, valued: bool) -> None:
+    guide = {"target_value": 0.5, "return_values": valued}
+    body = {"max_tokens": 3, "length_guidance": guide, "ignore_eos": True}
     written = complete(client, **body, logprobs=5)["choices"][0]["logprobs"]
     assert written["token_logprobs"] == [0.0] * 3
     said = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 5}
     answer = client.post("/v1/chat/completions", json={**said, **body})
-    content = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} in an answer"))["choices"][0]["logprobs"][
-        "content"
-    ]
-    for entry in content:
-        assert sorted(top["logprob"] for top in entry["top_logprobs"]) == [-9999.0] * 4 + [0.0]
+    read = json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} in an answer"))
+    tops = [entry["top_logprobs"] for entry in read["choices"][0]["logprobs"]["content"]]
+    numbers = [-9999.0] * (4 if valued else 0) + [0.0]
+    assert all(sorted(entry["logprob"] for entry in top) == numbers for top in tops)
+    assert all(set(top.values()) == set(numbers) for top in written["top_logprobs"])  # some have one text
+    if valued:
+        assert all(len({entry["value"] for entry in top}) == 5 for top in tops)
+        assert [values.keys() for values in written["top_values"]] == [top.keys() for top in written["top_logprobs"]]
 
 
 def test_guided_prompts_are_counted(client: httpx.Client) -> None:
@@ -245,9 +250,8 @@ def test_a_guided_stream_goes_on_at_another_replica(start: Start) -> None:
     guide = {"scale": 5.0, "return_values": True}
     body = {"prompt": "x", "seed": 3, "max_tokens": 12, "logprobs": 3, "ignore_eos": True, "length_guidance": guide}
     expected = complete(client, **body)["choices"][0]["logprobs"]
-    for engine in engines:
-        engine.generates.clear()
-    preferred = engines[0]
+    (preferred,) = (engine for engine in engines if engine.generates)
+    preferred.generates.clear()
     preferred.faults.break_after = 4
     for _ in range(2):  # whichever replica is asked first
         pieces = [piece["logprobs"] for event in events(client, "completions", **body)[:-1] for piece in event["choices"]]

@@ -129,7 +129,7 @@ def verify(plain: Plain, message: wire.Generate, deltas: list[wire.Delta], index
         expected = plain.draw(text, drawn, message)
         (token,), (ids,), (top,), (values,) = delta.tokens, delta.logprobs.top_tokens, delta.logprobs.top, delta.logprobs.values
         tilted = dict(zip(expected.ids, expected.tilted.tolist(), strict=True))
-        assert {candidate for candidate, p in tilted.items() if p > 1e-30} <= set(ids) <= set(tilted)
+        assert sorted(ids) == sorted(tilted)  # those of probability 0 too, for their values
         assert top == sorted(top, reverse=True)
         found = dict(zip(ids, top, strict=True))
         assert [math.exp(p) for p in top] == pytest.approx([tilted[candidate] for candidate in ids], abs=2e-5)
@@ -315,7 +315,22 @@ def test_stop_tokens_end_like_an_end_of_sequence(build: Build):
     sampling = {"logit_bias": {stop: 6.0}, "stop_token_ids": (stop,)}
     replies = run(build(), guided("g", [5, 6], some, **sampling))["g"]
     assert tokens_of(replies) == [stop]
-    assert replies[0].logprobs.values == [[0.0]]
+    (ids,), (values,) = replies[0].logprobs.top_tokens, replies[0].logprobs.values
+    assert (ids[0], values[0]) == (stop, 0.0)
+    assert min(values[1:]) > 0
+
+
+def test_what_cannot_be_drawn_is_told_only_for_its_value(build: Build, plain: Plain):
+    rule = {"constraint": "le", "target_length": 9, "top_k": 3}
+    valued = guided("g", [5, 6], guidance(**rule), max_tokens=1)
+    bare = wire.Generate("b", valued.prompt, valued.sampling, logprobs=20, guidance=wire.Guidance(**rule))
+    replies = run(build(), valued, bare)
+    told, chosen = replies["g"][0].logprobs, replies["b"][0].logprobs
+    assert told.top == [[0.0, -math.inf, -math.inf]]
+    assert verify(plain, valued, replies["g"]) == 1
+    assert (chosen.top_tokens, chosen.top, chosen.values) == ([told.top_tokens[0][:1]], [[0.0]], [])
+    two = wire.Generate("t", valued.prompt, valued.sampling, logprobs=2, guidance=valued.guidance)
+    assert run(build(), two)["t"][0].logprobs.values == [told.values[0][:2]]
 
 
 def test_sampled_frequencies_are_the_tilted_ones(build: Build, plain: Plain):

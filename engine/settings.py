@@ -33,7 +33,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     attention: str = "auto"
     """One of :data:`ATTENTION`."""
     cuda_graphs: str = "auto"
-    """One of :data:`CUDA_GRAPHS`: whether small steps are captured at the start and replayed. auto: where they can be."""
+    """One of :data:`CUDA_GRAPHS`: whether small steps, and the length model's small passes over candidates, are captured at
+    the start and replayed. auto: where they can be."""
     max_tokens_in_cache: int | None = None
     """Slots: tokens whose keys and values are kept at once, by each model. None: as many as a quarter of the free memory holds, up
     to 131,072; on a GPU as many as four fifths of its free memory hold."""

@@ -50,8 +50,8 @@ class FixedBranches:
         self._tables = torch.zeros(most_rows * self._parts + 1 + MOST_SLOTS, dtype=torch.int64, device=kv.keys.device)
 
     def fill(self, prefixes: Sequence[Ints], rows: int) -> bool:
-        """Queue the copy of the tables of ``prefixes``, none empty, padded with empty ones to ``rows``; False, and nothing is done,
-        where they do not fit."""
+        """Queue the copy of the tables of ``prefixes``, padded with empty ones to ``rows``; False, and nothing is done, where they
+        do not fit."""
         starts, listed = _listed(prefixes, self._parts)
         room = rows * self._parts + 1
         if len(starts) > room or room + len(listed) > len(self._tables):
@@ -63,23 +63,20 @@ class FixedBranches:
 
     def positions(self, rows: int) -> Tensor:
         """Of all branches of ``rows`` prefixes, as :meth:`fill` last described them, [rows · width] int64."""
-        return self._lengths(rows).unsqueeze(1).expand(-1, self.width).flatten()
+        lengths = self._tables[: rows * self._parts + 1].diff()[:: self._parts]
+        return lengths.unsqueeze(1).expand(-1, self.width).flatten()
 
     def attend(self, rows: int, counts: Tensor) -> PlainAttend:
-        """For ``rows`` prefixes, as :meth:`fill` last described them; counts: [rows] int64, not read where a prefix is padding."""
+        """For ``rows`` prefixes, as :meth:`fill` last described them; counts: [rows] int64, any from 0 to the width for padding."""
         kv, room = self.kv, rows * self._parts + 1
         pointers, slots = self._tables[:room], self._tables[room:]
-        counts = _in_parts(counts * (self._lengths(rows) > 0), self._part, self._parts)
+        counts = _in_parts(counts, self._part, self._parts)
         chunks = chunks_of(LONG, rows * self._parts * self._kv_heads)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], pointers, slots, counts, chunks)
 
         return attend
-
-    def _lengths(self, rows: int) -> Tensor:
-        """Of the prefixes, [rows] int64."""
-        return self._tables[: rows * self._parts + 1].diff()[:: self._parts]
 
 
 def _parts(width: int, group: int) -> tuple[int, int]:

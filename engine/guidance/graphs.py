@@ -1,7 +1,8 @@
 """The length model's pass over nothing but candidates, captured: what it is in nearly every step once prompts are computed.
 
-A bucket is a number of rows, and of candidates a row. Rows that are missing have an empty prefix and no candidates: nothing is
-attended to for them, and nobody reads what comes back. Passes that fit no bucket, or have tokens to catch up with, are launched.
+A bucket is a number of rows, and of candidates a row. Rows that are missing have an empty prefix: their candidates, left over from
+an earlier pass, attend to nothing but themselves, and nobody reads what comes back. Passes that fit no bucket, or have tokens to
+catch up with, are launched.
 """
 
 from __future__ import annotations

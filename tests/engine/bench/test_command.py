@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from engine.bench.gpu import Part, run_parts
+from engine.bench.gpu import LIMIT_SECONDS, Part, parts, run_parts
 from engine.bench.score import Options, run
 from engine.bench.servers import ServerError, serving
 from engine.bench.subject import subject
@@ -95,14 +95,23 @@ def test_without_a_gpu_the_gpu_command_says_so_in_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_parts_of_a_gpu_run_have_time_for_all_and_tests_come_first(tmp_path):
+    todo = parts(tmp_path)
+    assert LIMIT_SECONDS <= 480
+    assert sum(part.seconds for part in todo) <= LIMIT_SECONDS
+    assert todo[0].name == "tests"
+    assert all(part.seconds >= 30 for part in todo)  # less would not load a model and compile its kernels
+
+
 def test_parts_fail_and_run_late_without_stopping_the_next(tmp_path):
+    """A part has what nobody else needs, no more."""
     todo = [
         Part("late", ["http.server", "0"], 1.0),
         Part("broken", ["no_such_module"], 30.0),
         Part("well", ["platform"], 30.0),
     ]
-    late, broken, well = run_parts(todo, tmp_path, 60.0)
-    assert late["ended"] == "out of time after 1 s"
+    late, broken, well = run_parts(todo, tmp_path, 62.0)
+    assert late["ended"] == "out of time after 2 s"
     assert broken["ended"] == "exit code 1"
     assert broken["last_line"].endswith("No module named no_such_module")
     assert well["ended"] == "well"

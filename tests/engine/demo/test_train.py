@@ -20,6 +20,7 @@ from engine.models.loader import load_model
 from engine.models.value import load_value_model
 
 
+@pytest.mark.slow
 def test_a_short_run_writes_both_models(tmp_path: Path) -> None:
     out = tmp_path / "models"
     command = [sys.executable, "-m", "engine.demo.train", "--out", str(out), "--steps", "4"]

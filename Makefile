@@ -20,10 +20,10 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-cluster check lint types imports format bench wheelhouse wheels images chart
+.PHONY: help setup serve test test-all test-cluster test-cluster-all check lint types imports format bench wheelhouse wheels images chart
 
 help: ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 setup: $(READY) ## Make .venv with everything in it
 
@@ -103,8 +103,11 @@ wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for a base w
 chart: $(READY) ## Write what is made from the chart: its README and the tests' rendered manifests
 	$(BIN)/python -m tests.helm.generate
 
-test-cluster: $(READY) ## Run the tests that need a cluster, on the one that KUBECONFIG names
-	$(BIN)/python -m pytest -q -m cluster tests/cluster
+test-cluster: $(READY) ## Run the tests that need a cluster, as CI does, on the one that KUBECONFIG names
+	$(BIN)/python -m pytest -q -m "cluster and not slow" --durations=12 tests/cluster
+
+test-cluster-all: $(READY) ## Run those that take minutes each too
+	$(BIN)/python -m pytest -q -m cluster --durations=12 tests/cluster
 
 $(READY): pyproject.toml constraints.txt
 	$(if $(too_old),$(complain))

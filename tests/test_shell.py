@@ -1,4 +1,4 @@
-"""The Makefile, the pins and CI's script."""
+"""The Makefile, the pins, CI's script, and what that script starts where it can."""
 
 from __future__ import annotations
 
@@ -99,3 +99,74 @@ def test_ci_runs_what_everybody_runs() -> None:
     checks = make("-n", "check").stdout
     for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports", "pytest"):
         assert tool in checks
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """Programs in the place of those that change a machine; all of them do nothing, and succeed."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("make", "docker", "dockerd", "containerd", "debootstrap", "iptables", "ip", "openssl", "curl", "kubectl", "sleep"):
+        pretend(tools, name, "")
+    pretend(tools, "id", "echo 0")
+    pretend(tools, "cluster", TOLD)
+    return tools
+
+
+def pretend(tools: Path, name: str, script: str) -> None:
+    (tools / name).write_text(f"#!/bin/bash\n{script}\n")
+    (tools / name).chmod(0o755)
+
+
+def on(tools: Path, script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": f"{tools}/log", "DONE": f"{tools}/done", **environment}
+    return subprocess.run([script], env=given, capture_output=True, text=True, timeout=60, check=False)
+
+
+LOCAL = ROOT / "tests" / "cluster" / "local.sh"
+TOLD = 'echo "$1" >>"$DONE"'
+REFUSES = 'then echo "operation not permitted" >&2; exit 1; fi'
+CANNOT = {
+    "it takes root": {"id": "echo 1000"},
+    "dockerd does not start": {"docker": "exit 1", "dockerd": f"if true; {REFUSES}"},
+    "cluster up` fails": {"cluster": f'{TOLD}; if [ "$1" = up ]; {REFUSES}'},
+    "its node takes no image": {"cluster": f'{TOLD}; if [ "$1" = load-image ]; {REFUSES}'},
+    "pods do not start": {"kubectl": f'if [ "$1" = wait ]; {REFUSES}'},
+    "Services cannot be reached": {"curl": "exit 7"},
+}
+
+
+@pytest.mark.parametrize("reason", CANNOT)
+def test_a_machine_that_can_run_no_cluster_is_no_failure_but_a_reason(machine: Path, reason: str) -> None:
+    for name, script in CANNOT[reason].items():
+        pretend(machine, name, script)
+    done = on(machine, LOCAL, CLUSTER=str(machine / "cluster"))
+    assert done.returncode == 3, done.stderr
+    *said, last = done.stderr.splitlines()
+    assert last.startswith("No cluster can run on this machine: ")
+    assert reason in last
+    assert ("operation not permitted" in said) == any(REFUSES in script for script in CANNOT[reason].values())
+    calls = (machine / "done").read_text().split() if (machine / "done").exists() else []
+    assert calls[-1:] == ["down"] * ("up" in calls), "what was started is stopped"
+
+
+def test_images_that_cannot_be_built_and_tests_that_fail_are_failures(machine: Path) -> None:
+    pretend(machine, "make", "exit 2")
+    done = on(machine, LOCAL, CLUSTER=str(machine / "cluster"))
+    assert done.returncode == 2
+    assert "No cluster" not in done.stderr
+    assert (machine / "done").read_text().split() == ["up", "kubeconfig", "load-image", "down"]
+
+
+@pytest.mark.parametrize(("status", "code", "words"), [(0, 0, ""), (3, 0, "left out, because no cluster can run"), (2, 2, "")])
+def test_ci_goes_on_without_a_cluster_but_not_after_failures(machine: Path, status: int, code: int, words: str) -> None:
+    for name in (".ci/run", "tests/cluster/local.sh"):
+        (machine.parent / name).parent.mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", machine.parent / ".ci")
+    pretend(machine.parent / "tests" / "cluster", "local.sh", f"exit {status}")
+    for name in ("redis-server", "python3"):
+        pretend(machine, name, "")
+    done = on(machine, machine.parent / ".ci" / "run", YARDSTICK_CLUSTER=str(machine / "cluster"))
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout
+    assert bool(words) == ("left out" in done.stdout)

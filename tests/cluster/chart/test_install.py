@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -17,11 +15,11 @@ import pytest
 from tests.cluster.chart.conftest import VALUES
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import Release, kubectl, wait_for
+from tests.cluster.chart.readme import BIN, commands, follow
 from tests.helm.chart import ROOT, Values
 
 KINDS = "all,secrets,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,ingresses,pdb,pvc"
 SCORE = {"query": "Query: red running shoes\nItem: ", "items": ["crimson jogging sneakers\nRelevant:"], "labels": [" Yes", " No"]}
-README_PORT = 8000
 
 
 @pytest.fixture
@@ -39,6 +37,24 @@ def test_the_sdk_scores_and_generates_over_the_ingress(client: openai.OpenAI):
     whole = client.chat.completions.create(model="yardstick-demo", messages=messages, temperature=0, max_tokens=20)
     stream = client.chat.completions.create(model="yardstick-demo", messages=messages, temperature=0, max_tokens=20, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
+
+
+def test_the_sdk_steers_the_length_over_the_ingress(client: openai.OpenAI):
+    (model,) = client.models.list()
+    assert "guide" in model.model_dump()["capabilities"], "the demo model has its length model beside it"
+    messages = [{"role": "user", "content": "Describe: red running shoes"}]
+
+    def lengths(target: int) -> list[int]:
+        guide = {"length_guidance": {"target_length": target}}
+        seeds = range(6)
+        answers = [
+            client.chat.completions.create(model=model.id, messages=messages, seed=seed, logprobs=True, extra_body=guide)
+            for seed in seeds
+        ]
+        return [len(answer.choices[0].logprobs.content) for answer in answers]
+
+    assert statistics.mean(abs(length - 40) for length in lengths(40)) <= 0.15 * 40
+    assert min(lengths(90)) > 70
 
 
 def test_only_the_api_is_let_in(ingress: IngressProxy, release: Release):
@@ -101,7 +117,7 @@ def test_a_gateway_may_ask_for_endpoint_slices_only(release: Release):
 
 
 def test_helm_test_passes(release: Release):
-    command = [Path(__file__).parents[1] / "bin" / "helm", "test", "yardstick", "-n", release.namespace]
+    command = [BIN / "helm", "test", "yardstick", "-n", release.namespace]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "yardstick-demo: scores and generates" in done.stdout
@@ -141,25 +157,14 @@ def test_uninstall_leaves_nothing(cluster: None):
 
 
 def test_the_readme_word_for_word(cluster: None, tmp_path: Path):
-    """The commands of the README's section, in order, in one shell; the images are those that were built before."""
-    section = re.search(r"^## On Kubernetes$(.*?)^## ", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-    assert section
-    commands = [
-        re.sub(r"^(  |\$ )", "", line, flags=re.M)
-        for block in re.findall(r"```console\n(.*?)```", section[1], flags=re.S)
-        for line in re.findall(r"^\$ (.*(?:\n  .*)*)", block, flags=re.M)
-    ]
-    assert len(commands) >= 8
-    script = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
-    for command in commands:
-        if command.startswith("make images"):
-            continue
-        script += f"echo {shlex.quote(f'>>> {command}')} >&2\n{command}\n"
-    environment = os.environ | {"PATH": f"{Path(__file__).parents[1] / 'bin'}:{os.environ['PATH']}"}
+    """The commands of the README's section; the images are those that were built before."""
+    typed = commands("On Kubernetes")
+    assert len(typed) >= 12
     try:
-        done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = follow([command for command in typed if not command.startswith("make images")], tmp_path)
         assert '"object":"scoring"' in done.stdout
         assert "scores and generates" in done.stdout
+        assert "sending to http://yardstick for 30 s" in done.stdout, "the load's progress"
+        assert json.loads((tmp_path / "in-cluster" / "summary.json").read_text())["failures"] == 0
     finally:
         kubectl("delete", "namespace", "yardstick", "--ignore-not-found", "--wait=false")

@@ -23,6 +23,7 @@ EVERYTHING: Values = {
     "image": {"registry": "registry.example.com/yardstick", "tag": "0.1.0-7", "pullPolicy": "Always", "pullSecrets": ["registry"]},
     "engine": {
         "model": "org/ranker",
+        "lengthModel": "org/ranker-lengths",
         "servedName": "ranker",
         "replicas": 3,
         "device": "cuda",
@@ -48,7 +49,13 @@ EVERYTHING: Values = {
         "podLabels": {"cost": "search"},
     },
     "pools": {
-        "small": {"model": "org/small", "servedName": "", "replicas": 1, "autoscaling": {"enabled": True, "kind": "hpa"}},
+        "small": {
+            "model": "org/small",
+            "lengthModel": "",
+            "servedName": "",
+            "replicas": 1,
+            "autoscaling": {"enabled": True, "kind": "hpa"},
+        },
         "away": {"enabled": False},
     },
     "gateway": {

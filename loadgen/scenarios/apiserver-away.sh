@@ -5,7 +5,6 @@
 : "${APISERVER_STOP:?is not set: a command that stops the API server}" "${APISERVER_START:?is not set: a command that starts it}"
 
 begin_load
-sleep 10
 bash -c "$APISERVER_STOP"
 trap 'bash -c "$APISERVER_START"; rm -rf "$folder"' EXIT
 k version >/dev/null 2>&1 && fail "the API still answers; APISERVER_STOP did not stop it"

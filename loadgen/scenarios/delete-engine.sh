@@ -4,7 +4,6 @@
 
 scale_to 2
 begin_load
-sleep 10
 pod=$(k get pods --selector "$(of engine)" --output name | sed -n 1p)
 # shellcheck disable=SC2086 # several words are meant
 k delete "$pod" --wait=false ${HOW:-} >/dev/null

@@ -5,13 +5,14 @@
 #   IMAGE       name:tag of the gateway's image          (as in loadgen/deploy)
 #   RATE        requests a second, 10 items each         (2)
 #   DURATION    seconds of load                          (90)
+#   SETTLE      of these, before anything happens        (10)
 #   OBJECTIVES  a TOML list                              (["failures == 0"])
 #   LOGS        folder for the load's log, from which `yardstick load report -` makes the page
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 scenario=$(basename "$0" .sh)
-: "${RELEASE:=yardstick}" "${RATE:=2}" "${DURATION:=90}" "${OBJECTIVES:=[\"failures == 0\"]}"
+: "${RELEASE:=yardstick}" "${RATE:=2}" "${DURATION:=90}" "${SETTLE:=10}" "${OBJECTIVES:=[\"failures == 0\"]}"
 job=job/yardstick-load
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -38,7 +39,7 @@ scale_to() {
   k rollout status "$engines" --timeout 300s >/dev/null || fail "$engines did not become ready with $1 pods"
 }
 
-# begin_load: starts the Job and returns when requests are being sent.
+# begin_load: starts the Job and returns when requests have been sent for a while.
 begin_load() {
   cp "$here"/../deploy/* "$folder"
   if [ -n "${IMAGE:-}" ]; then
@@ -53,6 +54,7 @@ objectives = $OBJECTIVES
 url = "http://$(k get service --selector "$(of gateway)" --output 'jsonpath={.items[0].metadata.name}')"
 timeout_s = 60
 keep_alive = ${KEEP_ALIVE:-true}
+cache = false # each run sends the same requests: from the second on, the result cache would answer, and no engine be asked
 [arrivals]
 kind = "poisson"
 rate = $RATE
@@ -64,6 +66,7 @@ EOF
   for _ in $(seq 120); do
     if k logs "$job" 2>/dev/null | grep '^sending to' >/dev/null; then
       say "load is on: $RATE requests/s for $DURATION s"
+      sleep "$SETTLE"
       return
     fi
     sleep 1

@@ -4,7 +4,6 @@
 
 scale_to 2
 begin_load
-sleep 10
 for each in "$(name engine statefulset)" "$(name gateway deployment)"; do
   k rollout restart "$each" >/dev/null
   k rollout status "$each" --timeout "${DURATION}s" >/dev/null || fail "$each was not replaced in time"

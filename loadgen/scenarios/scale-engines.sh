@@ -4,10 +4,9 @@
 
 scale_to 2
 begin_load
-sleep 10
 scale_to 4
 acted "four engines are ready"
-sleep 10
+sleep "$SETTLE"
 scale_to 1
 acted "one engine is left"
 end_load

@@ -41,7 +41,7 @@ def test_one_worker_needs_nothing_new(tmp_path: Path) -> None:
     assert "completionMode" not in job["spec"], "unknown to Kubernetes 1.20"
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == f"yardstick-gateway:{version}"
+    assert container["image"] == f"localhost/yardstick-gateway:{version}", "as `make images` and the chart call it"
     (volume,) = [volume for volume in job["spec"]["template"]["spec"]["volumes"] if "configMap" in volume]
     assert volume["configMap"]["name"] == found["ConfigMap"]["metadata"]["name"]
     file = tmp_path / "scenario.toml"

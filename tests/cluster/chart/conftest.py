@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.chart.apiserver import ApiServer
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import Release, kubectl
 
@@ -61,3 +62,11 @@ def release(cluster: None) -> Iterator[Release]:
 def ingress(release: Release) -> Iterator[IngressProxy]:
     with IngressProxy(release) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def apiserver() -> ApiServer:
+    try:
+        return ApiServer()
+    except FileNotFoundError:
+        pytest.skip("the apiserver of this cluster is not a process that can be killed from here")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
-
+from tests.cluster.chart.apiserver import ApiServer
 from tests.cluster.chart.ingress import IngressProxy
 from tests.cluster.chart.kube import Release, kubectl, wait_for
 from tests.cluster.chart.load import Load
@@ -110,26 +105,13 @@ def results_in(release: Release, pod: str) -> int:
     return int(told[-1]) if told else 0
 
 
-@pytest.fixture
-def apiserver() -> int:
-    """The process of the apiserver, where the cluster is one on this machine."""
-    file = Path(os.environ.get("CLUSTER_DIR", "/var/tmp/yardstick-cluster")) / "run" / "pid" / "apiserver"
-    if not file.exists():
-        pytest.skip("the apiserver of this cluster is not a process that can be killed from here")
-    return int(file.read_text())
-
-
-def test_the_apiserver_is_killed(ingress: IngressProxy, release: Release, apiserver: int):
-    command = Path(f"/proc/{apiserver}/cmdline").read_text().rstrip("\0").split("\0")
-    file = Path(os.environ.get("CLUSTER_DIR", "/var/tmp/yardstick-cluster")) / "run" / "pid" / "apiserver"
+def test_the_apiserver_is_killed(ingress: IngressProxy, release: Release, apiserver: ApiServer):
     with undisturbed(ingress, release) as load:
-        os.kill(apiserver, signal.SIGKILL)
+        apiserver.kill()
         time.sleep(2)
         before = load.answered
         wait_for(lambda: load.answered > before + 20, 30, "requests are answered without the apiserver")
-        again = ["bash", "-c", 'setsid nohup "$@" >>"$0" 2>&1 & echo $!', str(file.parents[1] / "log" / "apiserver.log"), *command]
-        file.write_text(subprocess.run(again, check=True, capture_output=True, text=True).stdout)
-        wait_for(lambda: kubectl("get", "--raw", "/readyz", check=False) == "ok", 60, "the apiserver is back")
+        apiserver.start_again()
     with undisturbed(ingress, release):
         release.kubectl("delete", "pod", "yardstick-engine-0", "--wait=false")
         time.sleep(5)

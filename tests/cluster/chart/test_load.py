@@ -1,0 +1,130 @@
+"""The load generator as a Job, and the scenarios that change the cluster under its load: what a user has, from its folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.chart.apiserver import ApiServer
+from tests.cluster.chart.kube import Release
+from tests.cluster.chart.readme import commands, follow
+from tests.helm.chart import ROOT
+
+JOB = "job/yardstick-load"
+DEPLOY = ROOT / "loadgen" / "deploy"
+RATE = 2
+SETTLE = 3
+OVERLAY = """
+resources: [{deploy}]
+configMapGenerator:
+  - {{name: yardstick-load, behavior: merge, files: [scenario.toml]}}
+generatorOptions: {{disableNameSuffixHash: true}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_job_left(release: Release) -> Iterator[None]:
+    yield
+    release.kubectl("delete", JOB, "configmap/yardstick-load", "--ignore-not-found")
+
+
+def apply(release: Release, folder: Path, **changes: str) -> None:
+    """``kubectl apply -k``, with other values in the scenario."""
+    text = (DEPLOY / "scenario.toml").read_text()
+    for key, value in changes.items():
+        text, count = re.subn(rf"^{key} = .*", f"{key} = {value}", text, flags=re.M)
+        assert count == 1, key
+    (folder / "scenario.toml").write_text(text)
+    (folder / "kustomization.yaml").write_text(OVERLAY.format(deploy=os.path.relpath(DEPLOY, folder.resolve())))
+    release.kubectl("apply", "-k", str(folder))
+
+
+def report(log: str, folder: Path) -> dict[str, Any]:
+    """What ``yardstick load report`` makes of a Job's log: the line of JSON."""
+    command = [sys.executable, "-m", "loadgen", "report", "-", "--out", str(folder)]
+    done = subprocess.run(command, input=log, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {file.name for file in folder.iterdir()} == {"records.jsonl", "report.txt", "report.html", "summary.json"}
+    return json.loads((folder / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_a_job_tells_how_it_goes_and_its_log_is_the_run(release: Release, tmp_path: Path):
+    apply(release, tmp_path, duration_s="12", warmup_s="1")
+    follow_it = f"until kubectl -n {release.namespace} logs --follow {JOB}; do sleep 1; done"
+    log = subprocess.run(["bash", "-c", follow_it], capture_output=True, text=True, timeout=120, check=True).stdout
+    release.kubectl("wait", "--for=condition=complete", "--timeout=30s", JOB)
+    assert "sending to http://yardstick for 12 s\n" in log
+    assert re.search(r"^\d+ s of 12 · \d+ sent · ", log, flags=re.M), "progress"
+    (told,) = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert "in-cluster: poisson arrivals (rate 2.0) for 12 s at http://yardstick" in log, "the table"
+    made = report(log, tmp_path / "run")
+    assert made == told
+    assert made["requests"] > 10
+    assert made["failures_by_kind"] == {}
+
+
+def test_a_missed_objective_fails_the_job(release: Release, tmp_path: Path):
+    apply(release, tmp_path, duration_s="4", warmup_s="0", objectives='["p50 <= 0.001ms"]')
+    release.kubectl("wait", "--for=condition=failed", "--timeout=60s", JOB)
+    assert "p50 <= 0.001ms" in release.kubectl("logs", JOB)
+
+
+def play(release: Release, name: str, seconds: int, folder: Path, **environment: str) -> None:
+    """A scenario, to its end: it passes, and no request has failed."""
+    given = {
+        "NAMESPACE": release.namespace,
+        "RATE": str(RATE),
+        "DURATION": str(seconds),
+        "SETTLE": str(SETTLE),
+        "LOGS": str(folder),
+    }
+    command = [ROOT / "loadgen" / "scenarios" / f"{name}.sh"]
+    done = subprocess.run(command, env=os.environ | given | environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.rstrip().endswith(f"{name}: PASS")
+    made = report((folder / f"{name}.log").read_text(), folder / "run")
+    assert made["requests"] > RATE * seconds / 2
+    assert made["failures_by_kind"] == {}
+    assert made["cache_hit_rate"] == 0, "it is the engines that are asked"
+
+
+def test_an_engine_is_deleted_under_load(release: Release, tmp_path: Path):
+    play(release, "delete-engine", 30, tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_is_torn_away_under_load(release: Release, tmp_path: Path):
+    play(release, "delete-engine", 30, tmp_path, HOW="--grace-period=0 --force")
+
+
+def test_all_is_replaced_under_load(release: Release, tmp_path: Path):
+    play(release, "rolling-restart", 50, tmp_path)
+
+
+@pytest.mark.slow
+def test_engines_come_and_go_under_load(release: Release, tmp_path: Path):
+    play(release, "scale-engines", 60, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_api_goes_away_under_load(release: Release, tmp_path: Path, apiserver: ApiServer):
+    play(release, "apiserver-away", 35, tmp_path, AWAY="10", APISERVER_STOP=apiserver.stop, APISERVER_START=apiserver.start)
+
+
+def test_the_readme_word_for_word(release: Release, tmp_path: Path):
+    """The section's commands; the server that it takes for granted is the release's."""
+    typed = commands("Load tests")
+    assert len(typed) >= 3
+    forward = f"kubectl -n {release.namespace} port-forward service/{release.name} 8000:80 >&2 &"
+    ready = "curl --silent --retry 20 --retry-connrefused --output /dev/null http://127.0.0.1:8000/v1/models"
+    done = follow([forward, ready, *typed], tmp_path, YARDSTICK_API_KEY=release.key)
+    assert "before" in done.stdout
+    assert "after" in done.stdout

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.helm.chart import ROOT
@@ -31,7 +32,8 @@ def follow(typed: list[str], folder: Path, **environment: str) -> subprocess.Com
     script = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
     for command in typed:
         script += f"echo {shlex.quote(f'>>> {command}')} >&2\n{command}\n"
-    variables = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"} | environment
+    # The `helm` there is a Python program, for the Python that runs the tests.
+    variables = os.environ | {"PATH": f"{BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}"} | environment
     done = subprocess.run(["bash", "-c", script], cwd=folder, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done

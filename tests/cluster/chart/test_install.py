@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 import helm_python
@@ -117,7 +118,7 @@ def test_a_gateway_may_ask_for_endpoint_slices_only(release: Release):
 
 
 def test_helm_test_passes(release: Release):
-    command = [BIN / "helm", "test", "yardstick", "-n", release.namespace]
+    command = [sys.executable, BIN / "helm", "test", "yardstick", "-n", release.namespace]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "yardstick-demo: scores and generates" in done.stdout

@@ -158,8 +158,8 @@ def test_images_that_cannot_be_built_and_tests_that_fail_are_failures(machine: P
     assert (machine / "done").read_text().split() == ["up", "kubeconfig", "load-image", "down"]
 
 
-@pytest.mark.parametrize(("status", "code", "words"), [(0, 0, ""), (3, 0, "left out, because no cluster can run"), (2, 2, "")])
-def test_ci_goes_on_without_a_cluster_but_not_after_failures(machine: Path, status: int, code: int, words: str) -> None:
+@pytest.mark.parametrize(("status", "words"), [(0, ""), (3, "left out, because no cluster can run"), (2, "CLUSTER TESTS FAILED")])
+def test_ci_tells_what_became_of_the_cluster_tests(machine: Path, status: int, words: str) -> None:
     for name in (".ci/run", "tests/cluster/local.sh"):
         (machine.parent / name).parent.mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", machine.parent / ".ci")
@@ -167,6 +167,6 @@ def test_ci_goes_on_without_a_cluster_but_not_after_failures(machine: Path, stat
     for name in ("redis-server", "python3"):
         pretend(machine, name, "")
     done = on(machine, machine.parent / ".ci" / "run", YARDSTICK_CLUSTER=str(machine / "cluster"))
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 0, done.stderr
     assert words in done.stdout
-    assert bool(words) == ("left out" in done.stdout)
+    assert ("left out" in done.stdout, "FAILED" in done.stdout) == (status == 3, status == 2)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -176,23 +176,18 @@ class Request:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class ScoreRequest(Request):
-    """Label log-probabilities at the end of each branch."""
-
-    labels: list[int]
-    results: list[list[float]]
-    """[branch][label]; empty until that branch is done."""
+class ItemsRequest(Request):
+    """What is asked for at the end of each branch: nothing is drawn."""
 
     @classmethod
-    def of(cls, message: wire.Score, now: float) -> ScoreRequest:
-        """``now``: the monotonic clock, seconds."""
+    def _of(cls, message: wire.Score | wire.Value, now: float, **own: Any) -> Self:
+        """``own``: the fields that a class of these adds."""
         request = cls(
             id=message.id,
             prefix=np.array(message.prefix, np.int32),
             priority=message.priority,
             expires=None if message.deadline is None else now + message.deadline,
-            labels=message.labels,
-            results=[[] for _ in message.branches],
+            **own,
         )
         request.branches = [Branch(request, i, IntBuffer(tokens)) for i, tokens in enumerate(message.branches)]
         return request
@@ -203,7 +198,21 @@ class ScoreRequest(Request):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class ValueRequest(Request):
+class ScoreRequest(ItemsRequest):
+    """Label log-probabilities at the end of each branch."""
+
+    labels: list[int]
+    results: list[list[float]]
+    """[branch][label]; empty until that branch is done."""
+
+    @classmethod
+    def of(cls, message: wire.Score, now: float) -> ScoreRequest:
+        """``now``: the monotonic clock, seconds."""
+        return cls._of(message, now, labels=message.labels, results=[[] for _ in message.branches])
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ValueRequest(ItemsRequest):
     """What the length model says at the end of each branch."""
 
     results: list[float]
@@ -212,23 +221,11 @@ class ValueRequest(Request):
     @classmethod
     def of(cls, message: wire.Value, now: float) -> ValueRequest:
         """``now``: the monotonic clock, seconds."""
-        request = cls(
-            id=message.id,
-            prefix=np.array(message.prefix, np.int32),
-            priority=message.priority,
-            expires=None if message.deadline is None else now + message.deadline,
-            results=[0.0] * len(message.branches),
-        )
-        request.branches = [Branch(request, i, IntBuffer(tokens)) for i, tokens in enumerate(message.branches)]
-        return request
+        return cls._of(message, now, results=[0.0] * len(message.branches))
 
     @property
     def on_length_model(self) -> bool:
         return True
-
-    @property
-    def droppable(self) -> bool:
-        return any(branch.remaining for branch in self.branches)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -20,12 +20,9 @@ from torch import Tensor
 from engine.bench.records import Records
 from engine.bench.writers import Writer, Writing
 from engine.core import Lookahead, Run
-from engine.guidance import guide
-from engine.guidance.guide import Guide, GuidedRow, Passed, Resolve, Steered
+from engine.guidance.guide import Attend, Guide, GuidedRow, Pass, Passed, Resolve, Steered
 from engine.loop import Loop
-from engine.sampling import edited, gumbel, prepare
-from kernels.candidates import candidates
-from kernels.runtime import power_of_two
+from engine.sampling import gumbel
 
 YARDSTICK = "Yardstick"
 
@@ -33,64 +30,37 @@ YARDSTICK = "Yardstick"
 class SeparateExtend(Guide):
     """Pending tokens in a forward pass of their own, before that of the candidates."""
 
-    def _forward(
-        self,
-        runs: Sequence[Run],
-        asked: Sequence[int],
-        ahead: Sequence[Lookahead],
-        branches: Sequence[int],
-        branch_tokens: Tensor,
-        counts: Tensor,
-        resolve: Resolve,
-    ) -> Passed:
-        if not runs or not ahead:
-            return super()._forward(runs, asked, ahead, branches, branch_tokens, counts, resolve)
-        first = super()._forward(runs, asked, [], [], branch_tokens[:0], counts[:0], resolve)
-        second = super()._forward([], [], ahead, branches, branch_tokens, counts, resolve)
+    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
+        if not work.runs or not work.ahead:
+            return super()._forward(work, resolve)
+        alone = work._replace(ahead=[], branches=[], tokens=work.tokens[:0], counts=work.counts[:0])
+        first = super()._forward(alone, resolve)
+        second = super()._forward(work._replace(runs=[], asked=[]), resolve)
         return second._replace(ends=first.ends)
 
 
 class NoAdoption(Guide):
     """The token that was drawn last goes through the length model once more, as if its keys and values had been thrown away."""
 
-    def _forward(
-        self,
-        runs: Sequence[Run],
-        asked: Sequence[int],
-        ahead: Sequence[Lookahead],
-        branches: Sequence[int],
-        branch_tokens: Tensor,
-        counts: Tensor,
-        resolve: Resolve,
-    ) -> Passed:
+    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
         again = [
             Run(lookahead.branch.request, lookahead.branch, lookahead.branch.tokens.view[-1:].copy(), lookahead.prefix)
-            for lookahead in ahead
+            for lookahead in work.ahead
             if lookahead.pending is None
         ]
-        return super()._forward([*runs, *again], asked, ahead, branches, branch_tokens, counts, resolve)
-
-
-class _AttendAlone(guide._Attend):
-    def __init__(
-        self, attention: Any, runs: Sequence[Run], ahead: Sequence[Lookahead], branches: Sequence[int], counts: Tensor, split: int
-    ) -> None:
-        alone = [lookahead for lookahead, count in zip(ahead, branches, strict=True) for _ in range(count)]
-        super().__init__(
-            attention, runs, alone, [1] * len(alone), torch.ones(len(alone), dtype=counts.dtype, device=counts.device), split
-        )
+        return super()._forward(work._replace(runs=[*work.runs, *again]), resolve)
 
 
 class EachReadsItsPrefix(Guide):
     """Every candidate reads the keys and values of its text by itself, in passes that are launched: none such is captured."""
 
-    def _forward(self, *arguments: Any) -> Passed:
+    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
         self._graphs = None
-        shared, guide._Attend = guide._Attend, _AttendAlone  # type: ignore[misc]
-        try:
-            return super()._forward(*arguments)
-        finally:
-            guide._Attend = shared  # type: ignore[misc]
+        return super()._forward(work, resolve)
+
+    def _attend(self, work: Pass) -> Attend:
+        alone = [lookahead for lookahead, count in zip(work.ahead, work.branches, strict=True) for _ in range(count)]
+        return super()._attend(work._replace(ahead=alone, branches=[1] * len(alone), counts=torch.ones_like(work.tokens)))
 
 
 class OnTheHost(Guide):
@@ -99,13 +69,8 @@ class OnTheHost(Guide):
     def steer(
         self, logits: Tensor, rows: Sequence[GuidedRow], runs: Sequence[Run], asked: Sequence[int], resolve: Resolve
     ) -> tuple[Steered, Tensor | None, list[Lookahead]]:
-        sampling = prepare([row.sampling for row in rows], self._device)
-        parameters = self._parameters(rows)
-        logits = logits[:, : self._model.config.vocab_size].contiguous()
-        width = max(2, power_of_two(max(row.top_k for row in rows)))
-        found = candidates(
-            edited(logits, sampling), sampling.temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), width
-        )
+        sampling, _, found = self._candidates(logits, rows)
+        width = found.ids.shape[1]
         counts = found.counts.tolist()
         at = [row for row, count in enumerate(counts) if count > 1]
         ahead = [rows[row].lookahead for row in at]
@@ -113,7 +78,7 @@ class OnTheHost(Guide):
         places = [row * width + rank for row, count in zip(at, branches, strict=True) for rank in range(count)]
         tokens = found.ids.flatten()[torch.tensor(places, dtype=torch.int64, device=self._device)]
         pending = [lookahead.pending for lookahead in ahead if lookahead.pending is not None]
-        passed = self._forward([*runs, *pending], asked, ahead, branches, tokens, found.counts[at], resolve)
+        passed = self._forward(Pass([*runs, *pending], asked, ahead, branches, tokens, found.counts[at]), resolve)
         z = dict(zip(places, [] if passed.branches is None else passed.branches.tolist(), strict=True))
         noise, ids, p = (tensor.tolist() for tensor in (gumbel(sampling.keys, found.ids), found.ids, found.probabilities))
         chosen = []

@@ -31,7 +31,7 @@ from engine.guidance.rules import target
 from engine.models.decoder import FusedAttend, Heads
 from engine.models.value import ValueModel
 from engine.runner.transfer import Upload
-from engine.sampling import SamplingRow, edited, gumbel, prepare
+from engine.sampling import SamplingBatch, SamplingRow, edited, gumbel, prepare
 from kernels.candidates import Candidates, candidates
 from kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
 from kernels.runtime import power_of_two
@@ -79,6 +79,21 @@ class Steered(NamedTuple):
     """[rows] int64: 1 where the length model was asked"""
     counts: Tensor
     """[rows] int64: candidates"""
+
+
+class Pass(NamedTuple):
+    """What one forward pass of the length model computes: runs, then one-token branches on what some rows know, row by row."""
+
+    runs: Sequence[Run]
+    asked: Sequence[int]
+    """Which of ``runs`` are to be valued at their last token."""
+    ahead: Sequence[Lookahead]
+    branches: Sequence[int]
+    """[ahead]: how many each has"""
+    tokens: Tensor
+    """[branches] int64"""
+    counts: Tensor
+    """[ahead] int64: how many of its branches, the first, are real"""
 
 
 class Passed(NamedTuple):
@@ -129,25 +144,19 @@ class Guide:
         valued at their last token. Returns the draws, the raw values asked for, [asked] float32, and the lookaheads that were not
         computed because the row was decided.
         """
-        sampling = prepare([row.sampling for row in rows], self._device)
-        logits = logits[:, : self._model.config.vocab_size].contiguous()
-        parameters = self._parameters(rows)
-        width = max(2, power_of_two(max(row.top_k for row in rows)))
-        found = candidates(
-            edited(logits, sampling), sampling.temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), width
-        )
+        sampling, parameters, found = self._candidates(logits, rows)
         undecided = needs_value(found, parameters.entropy_thresholds)
         at, places, branches = self._select(found, undecided)
         ahead = [rows[row].lookahead for row in at]
         runs = [*runs, *(lookahead.pending for lookahead in ahead if lookahead.pending is not None)]
         tokens = found.ids.flatten() if places is None else found.ids.flatten().index_select(0, places)
         counts = found.counts if places is None else found.counts[at]
-        passed = self._forward(runs, asked, ahead, branches, tokens, counts, resolve)
+        passed = self._forward(Pass(runs, asked, ahead, branches, tokens, counts), resolve)
         z = self._table(passed.branches, places, found)
         ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
         p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
         chosen = (p.log() + gumbel(sampling.keys, found.ids)).argmax(-1, keepdim=True)
-        self._adopt(passed, ahead, self._branch_of(chosen.squeeze(1), at, places, width))
+        self._adopt(passed, ahead, self._branch_of(chosen.squeeze(1), at, places, found.ids.shape[1]))
         values = z.sigmoid().masked_fill(ends, 0.0).masked_fill(~undecided.unsqueeze(1), float("nan"))
         steered = Steered(
             tokens=found.ids.gather(1, chosen).squeeze(1),
@@ -164,7 +173,18 @@ class Guide:
     def compute(self, runs: Sequence[Run], asked: Sequence[int], resolve: Resolve) -> Tensor | None:
         """A pass without draws. Returns the raw values at the last tokens of the runs ``asked`` for, [asked] float32."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        return self._forward(runs, asked, [], [], nothing, nothing, resolve).ends
+        return self._forward(Pass(runs, asked, [], [], nothing, nothing), resolve).ends
+
+    def _candidates(self, logits: Tensor, rows: Sequence[GuidedRow]) -> tuple[SamplingBatch, Parameters, Candidates]:
+        """How each row samples and is tilted, and what it draws among. logits: as for :meth:`steer`."""
+        sampling = prepare([row.sampling for row in rows], self._device)
+        logits = logits[:, : self._model.config.vocab_size].contiguous()
+        parameters = self._parameters(rows)
+        width = max(2, power_of_two(max(row.top_k for row in rows)))
+        found = candidates(
+            edited(logits, sampling), sampling.temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), width
+        )
+        return sampling, parameters, found
 
     def _parameters(self, rows: Sequence[GuidedRow]) -> Parameters:
         """One copy to the device, which nobody waits for."""
@@ -218,21 +238,12 @@ class Guide:
         rows = torch.tensor(at, dtype=torch.int64)
         return torch.searchsorted(places, chosen[rows] + rows * width)
 
-    def _forward(
-        self,
-        runs: Sequence[Run],
-        asked: Sequence[int],
-        ahead: Sequence[Lookahead],
-        branches: Sequence[int],
-        branch_tokens: Tensor,
-        counts: Tensor,
-        resolve: Resolve,
-    ) -> Passed:
-        """``runs``, then the branches of ``ahead`` row by row, ``branches[i]`` each; counts: how many of them are real."""
+    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
+        runs, asked, ahead, branches, _, _ = work
         if not runs and not ahead:
             return Passed(None, None, None)
         if not runs and self._graphs is not None:
-            raw = self._graphs.forward([lookahead.prefix for lookahead in ahead], branches[0], branch_tokens, counts)
+            raw = self._graphs.forward([lookahead.prefix for lookahead in ahead], branches[0], work.tokens, work.counts)
             if raw is not None:
                 return Passed(raw, None, self._graphs.kept)
         lengths = [len(lookahead.prefix) for lookahead in ahead]
@@ -242,14 +253,17 @@ class Guide:
         ends = np.cumsum([len(run.tokens) for run in runs])
         upload.add(ends[list(asked)] - 1 if asked else [])
         known, positions, asked_rows = upload.send(self._device)
-        tokens = torch.cat([resolve(known, runs), branch_tokens])
-        attend = _Attend(self._attention, runs, ahead, branches, counts, len(known))
+        tokens = torch.cat([resolve(known, runs), work.tokens])
+        attend = self._attend(work)
         hidden = self._model(tokens, positions, FusedAttend(attend))
         return Passed(
             branches=self._model.head(hidden[len(known) :]) if ahead else None,
             ends=self._model.head(hidden.index_select(0, asked_rows)) if asked else None,
             kept=attend.kept,
         )
+
+    def _attend(self, work: Pass) -> Attend:
+        return Attend(self._attention, work)
 
     def _adopt(self, passed: Passed, ahead: Sequence[Lookahead], chosen: Tensor) -> None:
         """Write keys and values of the branches ``chosen``, [len(ahead)], to their slots."""
@@ -261,26 +275,17 @@ class Guide:
         passed.kept.adopt(chosen, self._attention.kv, slots)
 
 
-class _Attend:
+class Attend:
     """Attention of one pass: runs over their slots, then branches over their prefixes, which the runs of the pass have filled."""
 
-    def __init__(
-        self,
-        attention: AttentionBackend,
-        runs: Sequence[Run],
-        ahead: Sequence[Lookahead],
-        branches: Sequence[int],
-        counts: Tensor,
-        split: int,
-    ) -> None:
-        """``split``: tokens of the runs."""
-        self.kept = Kept.room(attention.kv, sum(branches)) if ahead else None
-        self._split = split
-        self._runs: FusedAttend | None = attention.plan(runs) if runs else None
+    def __init__(self, attention: AttentionBackend, work: Pass) -> None:
+        self.kept = Kept.room(attention.kv, sum(work.branches)) if work.ahead else None
+        self._split = sum(len(run.tokens) for run in work.runs)
+        self._runs: FusedAttend | None = attention.plan(work.runs) if work.runs else None
         self._branches: FusedAttend | None = None
         if self.kept is not None:
-            prefixes = [lookahead.prefix for lookahead in ahead]
-            self._branches = self.kept.attend(attention.plan_branches(prefixes, branches, counts))
+            prefixes = [lookahead.prefix for lookahead in work.ahead]
+            self._branches = self.kept.attend(attention.plan_branches(prefixes, work.branches, work.counts))
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
         if self._branches is None:

@@ -17,6 +17,7 @@ from engine.bench.length_ablations import VARIANTS, YARDSTICK, guided_by
 from engine.bench.stages import REST, Stages
 from engine.bench.subject import SMALL
 from engine.bench.writers import QWEN25_7B, QWEN25_15B, Writer, Writing, guided_flops_ratio, random_pair, survivors
+from engine.guidance import guide
 from tests.engine.bench.test_command import bench
 
 FEW = Writing(4, 12, 10)
@@ -91,14 +92,14 @@ def test_ablations_do_what_their_names_say(writer: Writer) -> None:
 def test_stages_add_up_and_leave_nothing_behind(writer: Writer) -> None:
     stages = Stages(gpu=False)
     runner = writer.loop._runner
-    before = [dict(vars(owner)) for owner in (runner._decoder, runner._guide, length.length_ablations.guide)]
+    before = [dict(vars(owner)) for owner in (runner._decoder, runner._guide, guide)]
     with stages.timed(writer.loop):
         drawn(writer, FEW)
     taken = stages.shares(1000.0)
     assert sum(taken.values()) == pytest.approx(1000.0)
     assert all(seconds > 0 for seconds in taken.values()), taken
     assert taken[REST] > 900
-    assert [dict(vars(owner)) for owner in (runner._decoder, runner._guide, length.length_ablations.guide)] == before
+    assert [dict(vars(owner)) for owner in (runner._decoder, runner._guide, guide)] == before
 
 
 @pytest.mark.slow

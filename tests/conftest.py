@@ -6,8 +6,10 @@ them. The environment is put back, because tests start processes that would inhe
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import pkgutil
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,6 +33,19 @@ if DEVICE == "cpu" and HAS_TRITON:
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU in the interpreter."""
     return torch.device(DEVICE)
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have in common is never garbage, and takes no time to look through."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leaks() -> Iterator[None]:
+    """Sockets, files and coroutines that a module forgets are errors of this module, rather than of whatever runs much later."""
+    yield
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

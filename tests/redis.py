@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,19 +139,22 @@ class _Container:
 @cache
 def _image() -> str | None:
     """The image, if Docker runs here and has it or can fetch it."""
+    command = shutil.which("docker")
+    # Asked before the library is: where nothing answers, that leaves a socket open.
+    if command is None or subprocess.run([command, "info"], capture_output=True).returncode != 0:
+        return None
     import docker
     from testcontainers.core.config import testcontainers_config
 
     testcontainers_config.ryuk_disabled = True  # it would need another image; every server here ends with its block
-    try:
-        engine = docker.from_env(timeout=60)
+    with closing(docker.from_env(timeout=60)) as engine:
         try:
             engine.images.get(IMAGE)
         except docker.errors.ImageNotFound:
-            engine.images.pull(IMAGE)
-        engine.close()
-    except docker.errors.DockerException:
-        return None
+            try:
+                engine.images.pull(IMAGE)
+            except docker.errors.DockerException:
+                return None
     return IMAGE
 
 

@@ -19,14 +19,14 @@ cannot() {
 [ "$(id -u)" -eq 0 ] || cannot "it takes root"
 : >"$LOG"
 missing=()
-for package in docker.io:dockerd containerd:containerd debootstrap:debootstrap iptables:iptables iproute2:ip openssl:openssl curl:curl; do
+for package in docker.io:dockerd containerd:containerd debootstrap:debootstrap iptables:iptables iproute2:ip openssl:openssl curl:curl \
+  kubernetes-client:kubectl; do
   command -v "${package#*:}" >/dev/null || missing+=("${package%:*}")
 done
 if [ ${#missing[@]} -gt 0 ]; then
   { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } \
     >"$LOG" 2>&1 || cannot "${missing[*]} cannot be installed" "$LOG"
 fi
-command -v kubectl >/dev/null || cannot "there is no kubectl"
 
 dockerd= cluster=
 stop() {

@@ -9,9 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.cluster.chart.kube import BIN
 from tests.helm.chart import ROOT
-
-BIN = Path(__file__).parents[1] / "bin"
 
 
 def commands(heading: str) -> list[str]:
@@ -32,8 +31,8 @@ def follow(typed: list[str], folder: Path, **environment: str) -> subprocess.Com
     script = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
     for command in typed:
         script += f"echo {shlex.quote(f'>>> {command}')} >&2\n{command}\n"
-    # The `helm` there is a Python program, for the Python that runs the tests.
-    variables = os.environ | {"PATH": f"{BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}"} | environment
+    # Behind the machine's own programs, the `helm` that stands in for one, and the Python that runs the tests for it.
+    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:{BIN}"} | environment
     done = subprocess.run(["bash", "-c", script], cwd=folder, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
-import helm_python
 import httpx
 import openai
 import pytest
 
 from tests.cluster.chart.conftest import VALUES
 from tests.cluster.chart.ingress import IngressProxy
-from tests.cluster.chart.kube import Release, kubectl, wait_for
-from tests.cluster.chart.readme import BIN, commands, follow
-from tests.helm.chart import ROOT, Values
+from tests.cluster.chart.kube import HelmError, Release, kubectl, wait_for
+from tests.cluster.chart.readme import commands, follow
+from tests.helm.chart import Values
 
 KINDS = "all,secrets,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,ingresses,pdb,pvc"
 SCORE = {"query": "Query: red running shoes\nItem: ", "items": ["crimson jogging sneakers\nRelevant:"], "labels": [" Yes", " No"]}
@@ -82,10 +80,11 @@ def test_pods_run_as_nobody_on_a_root_that_cannot_be_written(release: Release):
 
 
 @pytest.mark.parametrize(
-    ("values", "words"), [({"engine": {"modle": "x"}}, "'modle' not allowed"), ({"gateway": {"replicas": "two"}}, "want integer")]
+    ("values", "words"),
+    [({"engine": {"modle": "x"}}, "modle.* not allowed"), ({"gateway": {"replicas": "two"}}, r"replicas.*\binteger\b")],
 )
 def test_wrong_values_are_refused(release: Release, values: Values, words: str):
-    with pytest.raises(helm_python.HelmError, match=words):
+    with pytest.raises(HelmError, match=words):
         Release(release.namespace, "wrong").install(values)
     assert "wrong" not in release.kubectl("get", KINDS, "-o", "name")
 
@@ -118,10 +117,7 @@ def test_a_gateway_may_ask_for_endpoint_slices_only(release: Release):
 
 
 def test_helm_test_passes(release: Release):
-    command = [sys.executable, BIN / "helm", "test", "yardstick", "-n", release.namespace]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "yardstick-demo: scores and generates" in done.stdout
+    assert "yardstick-demo: scores and generates" in release.test()
 
 
 def test_upgrade_and_rollback_keep_the_secrets(release: Release, client: openai.OpenAI):

@@ -41,6 +41,7 @@ def main() -> int:
         token_budget=arguments.token_budget,
         max_running=arguments.max_running,
         max_waiting=arguments.max_waiting,
+        max_wait_seconds=arguments.max_wait_seconds,
         threads=arguments.threads,
         tensor_parallel=arguments.tensor_parallel,
     )
@@ -155,6 +156,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token-budget", type=_positive, help="tokens computed in one step (2048 on a CPU, 8192 on a GPU)")
     parser.add_argument("--max-running", type=_positive, default=256, help="requests worked on at once (%(default)s)")
     parser.add_argument("--max-waiting", type=_positive, default=4096, help="requests queued before refusal (%(default)s)")
+    parser.add_argument(
+        "--max-wait-seconds", type=float, default=30, help="time that a request may have to be queued before refusal (%(default)s)"
+    )
     parser.add_argument("--threads", type=_positive, help="CPU threads of the model (one a core)")
     parser.add_argument("--tensor-parallel", type=_positive, default=1, help="processes that share the model (%(default)s)")
     return parser

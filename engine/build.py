@@ -127,7 +127,9 @@ def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: Le
     length_pool = None if length is None else SlotPool(slots)
     scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, length_pool=length_pool)
     info = describe(config, settings, slots, digest, length)
-    return Loop(runner, scheduler, info, max_waiting=settings.max_waiting, overlap=overlap)
+    return Loop(
+        runner, scheduler, info, max_waiting=settings.max_waiting, max_wait_seconds=settings.max_wait_seconds, overlap=overlap
+    )
 
 
 def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBackend:

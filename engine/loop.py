@@ -38,6 +38,7 @@ class Loop:
         info: wire.Info,
         *,
         max_waiting: int,
+        max_wait_seconds: float = math.inf,
         overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -45,6 +46,7 @@ class Loop:
         self._scheduler = scheduler
         self.info = info
         self._max_waiting = max_waiting
+        self._max_wait_seconds = max_wait_seconds
         self._overlap = overlap
         self._flight: Flight | None = None
         """The step that is not settled yet."""
@@ -102,6 +104,7 @@ class Loop:
         return wire.Stats(
             running=len(scheduler.running),
             waiting=scheduler.waiting,
+            wait_seconds=scheduler.wait_seconds(),
             slots_total=scheduler.pool.size,
             slots_free=scheduler.pool.free,
             slots_cached=scheduler.cache.evictable,
@@ -134,8 +137,9 @@ class Loop:
         problem = check(message, self.info)
         if problem is not None:
             return wire.Failed(message.id, "invalid", problem)
-        if self._scheduler.waiting >= self._max_waiting:
-            return wire.Failed(message.id, "overloaded", "The engine's queue is full.", retryable=True, retry_after=1.0)
+        wait = self._scheduler.wait_seconds(message.priority)
+        if self._scheduler.waiting >= self._max_waiting or wait > self._max_wait_seconds:
+            return wire.Failed(message.id, "overloaded", "The engine's queue is full.", retryable=True, retry_after=max(1.0, wait))
         return None
 
     def _abort(self, request_id: str) -> None:

@@ -13,6 +13,7 @@ from engine import wire
 GAUGES = {
     "yardstick_engine_requests_running": ("Requests being worked on.", "running"),
     "yardstick_engine_requests_waiting": ("Requests in the queue.", "waiting"),
+    "yardstick_engine_wait_seconds": ("How long a new request would probably be queued.", "wait_seconds"),
     "yardstick_engine_slots": ("Slots for keys and values, one a token.", "slots_total"),
     "yardstick_engine_slots_free": ("Slots that hold nothing.", "slots_free"),
     "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),

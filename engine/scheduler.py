@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.backlog import Backlog
 from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Ints, Lookahead, Request, Run
 from engine.memory.prefix_cache import PrefixCache
 from engine.memory.slots import SlotPool
@@ -71,10 +72,12 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []
         """A heap; entries of requests that have ended are skipped."""
         self._expiring: list[tuple[float, int, Request]] = []
+        self._backlog = Backlog(clock)
 
     def add(self, request: Request) -> None:
         """Queue a request that has been checked; its id is not in use."""
         self._requests[request.id] = request
+        self._backlog.enter(request)
         self._enqueue(request)
         if request.expires is not None:
             heapq.heappush(self._expiring, (request.expires, request.arrival, request))
@@ -103,6 +106,10 @@ class Scheduler:
         """How many are not admitted."""
         return len(self._requests) - len(self._running)
 
+    def wait_seconds(self, priority: int = 0) -> float:
+        """How long a new request of this priority would probably wait until it is begun."""
+        return self._backlog.seconds(priority)
+
     def expire(self) -> list[Request]:
         """Forget the requests whose deadline passed before they were computed; returns them. Generations that have begun go on."""
         late = []
@@ -126,6 +133,7 @@ class Scheduler:
             _, _, request = heapq.heappop(self._waiting)
             if self._requests.get(request.id) is request and not self._admit(batch, request, most):
                 break
+        self._backlog.turn()
         return batch
 
     def finish(self, branch: Branch) -> None:
@@ -151,6 +159,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request and take back what it holds."""
         del self._requests[request.id]
+        self._backlog.leave(request, begun=False)
         self._let_go(request)
 
     def fail(self, batch: Batch) -> list[Request]:
@@ -185,6 +194,7 @@ class Scheduler:
             return False
         for half in request.halves:
             half.begun = True
+        self._backlog.leave(request, begun=True)
         return True
 
     def _compute(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:

@@ -44,6 +44,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Requests worked on at once."""
     max_waiting: int = 4096
     """Requests queued before new ones are refused."""
+    max_wait_seconds: float = 30.0
+    """Longest time that a request would probably be queued for; where it is longer, new ones are refused."""
     overlap: bool | None = None
     """Settle a step while the next one is computed. None: on a GPU, which computes beside the processor."""
     threads: int | None = None

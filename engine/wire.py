@@ -299,6 +299,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Of guided requests, decided without it: one candidate, or little entropy."""
     replayed_passes: int = 0
     """Of the length model, those whose launches were captured in a CUDA graph."""
+    wait_seconds: float = 0.0
+    """How long a new request would probably wait until it is begun."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

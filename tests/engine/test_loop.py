@@ -366,6 +366,21 @@ def test_the_queue_is_bounded_and_ids_are_unique(build):
     assert failed["s0"].code == "invalid"
 
 
+def test_the_wait_is_bounded(build):
+    loop = build(max_running=1, max_wait_seconds=1e-9)
+    for i in range(6):
+        loop.submit(wire.Score(f"s{i}", [i], [[6]], [1]))
+    replies = [*loop.step(), *loop.step(), *loop.step()]
+    assert loop.stats.wait_seconds > 0
+    loop.submit(wire.Score("late", [5], [[6]], [1]))
+    replies += run(loop)
+    refused = [reply for reply in replies if isinstance(reply, wire.Failed)]
+    assert [(reply.id, reply.code, reply.retryable) for reply in refused] == [("late", "overloaded", True)]
+    assert refused[0].retry_after >= 1
+    assert loop.stats.wait_seconds == 0
+    assert [type(reply) for reply in run(loop, wire.Score("late", [5], [[6]], [1]))] == [wire.Scored]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 2e-3)])
 def test_half_precision(build, reference, dtype, tolerance):
     message = make_score(random.Random(10), "s")

@@ -33,7 +33,7 @@ from kernels import branch_attention
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.device import no_waiting
 from tests.engine.guidance.plain import GAMMA, Plain, make_length_checkpoint
-from tests.engine.guidance.test_guided_generation import guidance, guided, run, some_tokens, tokens_of, verify
+from tests.engine.guidance.writing import guidance, guided, run, some_tokens, tokens_of, verify
 from tests.engine.recording import Recorder
 
 SLOTS = 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -110,3 +111,17 @@ def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "no such file or directory" in done.stderr
+
+
+@pytest.mark.parametrize(("module", "kept"), [("gateway", False), ("engine", False), ("engine.bench", True), ("loadgen", True)])
+def test_the_key_goes_to_clients_only(module: str, kept: bool) -> None:
+    """A gateway would take the variable for a setting of its own, and refuse it."""
+    program = f"""
+import os
+from gateway.commands.launch import become
+os.execve = lambda path, command, environment: print(command[2:], "YARDSTICK_API_KEY" in environment)
+become({module!r}, ["--help"])
+"""
+    environment = os.environ | {"YARDSTICK_API_KEY": "sk"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert done.stdout.strip() == f"['{module}', '--help'] {kept}"

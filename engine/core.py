@@ -86,6 +86,8 @@ class Branch:
     """Tokens that came with the request; those behind them are output."""
     prompt_logprobs: list[wire.Logprobs] = field(default_factory=list)
     """Of the prompt's tokens so far, while it is computed in chunks."""
+    unsent: list[wire.Delta] = field(default_factory=list)
+    """What is kept back until it is as many tokens as the caller wants at a time."""
     flights: int = 0
     """Steps in flight that compute its last token; the result comes when they are settled."""
     done: bool = False

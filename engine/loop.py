@@ -12,8 +12,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+import msgspec
 import torch
 
 from engine import wire
@@ -147,6 +148,7 @@ class Loop:
         if request is None:
             return
         if isinstance(request, GenerateRequest):
+            self._ended += [join_deltas(branch.unsent) for branch in request.branches if branch.unsent]
             open_ones = [(branch, request.offset(branch) - branch.pending) for branch in request.branches]
             self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
         else:
@@ -195,10 +197,10 @@ class Loop:
             if self._open(branch):
                 yield from self._settle_value(branch, z)
         for branch in filter(self._open, result.ended):
-            yield self._delta(branch, None, "length")
+            yield from self._tell(branch, self._delta(branch, None, "length"))
         for drawn in result.drawn:
             if self._open(drawn.branch):
-                yield self._delta(drawn.branch, drawn, None)
+                yield from self._tell(drawn.branch, self._delta(drawn.branch, drawn, None))
         self._tally.tokens += result.tally.tokens
         self._tally.guided += result.tally.guided
         self._tally.alone += result.tally.alone
@@ -239,6 +241,15 @@ class Loop:
             cached_tokens=request.cached_tokens if first else 0,
         )
 
+    def _tell(self, branch: Branch, delta: wire.Delta) -> Iterator[wire.Delta]:
+        """``delta`` and what was kept back before it, once that is enough."""
+        request = branch.request
+        assert isinstance(request, GenerateRequest)
+        branch.unsent.append(delta)
+        if delta.finish is not None or len(branch.unsent) >= request.message.tokens_per_delta:
+            yield join_deltas(branch.unsent)
+            branch.unsent = []
+
     def _finish_reason(self, request: GenerateRequest, branch: Branch, token: int) -> wire.FinishReason | None:
         sampling = request.message.sampling
         if token in sampling.stop_token_ids or (token in self.info.eos_token_ids and not sampling.ignore_eos):
@@ -256,6 +267,20 @@ class Loop:
         code: wire.ErrorCode = "out_of_memory" if memory else "internal"
         message = "The engine ran out of memory in this step." if memory else "The engine failed in this step."
         return [wire.Failed(request.id, code, message, retryable=True) for request in self._scheduler.fail(batch)]
+
+
+def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
+    """Consecutive deltas of one sequence as one; only the first can have something of the prompt, and the last the end."""
+    first, last = pieces[0], pieces[-1]
+    if first is last:
+        return first
+    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    return msgspec.structs.replace(
+        first,
+        tokens=[token for piece in pieces for token in piece.tokens],
+        logprobs=join_logprobs(logprobs) if logprobs else None,
+        finish=last.finish,
+    )
 
 
 def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> str | None:
@@ -295,6 +320,8 @@ def _branch_problems(message: wire.Score | wire.Value, info: wire.Info) -> Itera
 
 def _generate_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     limits, sampling = info.limits, message.sampling
+    if message.tokens_per_delta < 1:
+        yield f"tokens_per_delta is {message.tokens_per_delta}; at least 1 is needed."
     if not message.prompt or not _known(message.prompt, info):
         yield f"The prompt must be one or more token ids between 0 and {info.vocab_size - 1}."
     if not _known(sampling.logit_bias, info) or not _known(sampling.stop_token_ids, info):

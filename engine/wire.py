@@ -155,6 +155,8 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     index: int = 0
     """The sequence index that the noise of the first of the ``n`` sequences is drawn with, so that each can be resumed by itself.
     ``Delta.index`` counts from 0 all the same."""
+    tokens_per_delta: int = 1
+    """Of each sequence, but for the last message of it: a caller that reads nothing before the end saves both sides work."""
     priority: int = 0
     deadline: float | None = None
     """Seconds from receipt after which it need not begin."""

@@ -278,7 +278,7 @@ def interleaved(sequences: list[list[wire.Delta]]) -> Iterator[wire.Delta]:
 def sequence_deltas(engine: FakeEngine, request: wire.Generate, index: int) -> Iterator[wire.Delta]:
     """Everything that one sequence of ``request`` sends."""
     tokens, finish = _drawn(engine, request, index)
-    size, start = engine.tokens_per_delta, request.resume_offset
+    size, start = max(engine.tokens_per_delta, request.tokens_per_delta), request.resume_offset
     prompt = request.prompt[: len(request.prompt) - start]
     for offset in range(start, max(start + 1, len(tokens)), size):
         part = tokens[offset : offset + size]

@@ -354,6 +354,7 @@ def join_logprobs(pieces: Sequence[wire.Logprobs]) -> wire.Logprobs:
         [value for piece in pieces for value in piece.chosen],
         [ids for piece in pieces for ids in piece.top_tokens],
         [values for piece in pieces for values in piece.top],
+        [values for piece in pieces for values in piece.values],
     )
 
 

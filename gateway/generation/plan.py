@@ -19,6 +19,8 @@ from gateway.schemas.generation import GenerationRequest
 UNSTATED_TOKENS = 1024
 """What an answer whose length the client leaves open is expected to have at most, where a key's tokens are counted beforehand:
 the whole context would let no such request through."""
+WHOLE_TOKENS = 16
+"""Tokens that come at a time where nothing is streamed: few enough for another engine to go on from, if this one is lost."""
 
 
 def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> None:
@@ -74,6 +76,8 @@ def plan(
         guidance=guidance,
         # without output tokens the engine has nothing else to do, so it is always asked for these
         prompt_logprobs=None if echo is None else logprobs if logprobs is not None else 0 if limit == 0 else None,
+        # an answer with stop strings is read as it comes: the text may end it
+        tokens_per_delta=1 if fields.stream or fields.stops else WHOLE_TOKENS,
         priority=fields.priority or 0,
     )
     options = TextOptions(

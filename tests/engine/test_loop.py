@@ -345,6 +345,7 @@ INVALID = {
     "infinite bias": wire.Generate("x", [1], wire.Sampling(logit_bias={3: float("inf")})),
     "too many logprobs": wire.Generate("x", [1], logprobs=21),
     "index too high": wire.Generate("x", [1], index=10_000),
+    "no tokens at a time": wire.Generate("x", [1], tokens_per_delta=0),
     "resume beyond the prompt": wire.Generate("x", [1], resume_offset=1),
 }
 
@@ -354,6 +355,32 @@ def test_invalid_messages_are_refused(build, name):
     replies = run(build(), INVALID[name])
     assert [(reply.id, reply.code) for reply in replies] == [("x", "invalid")]
     assert replies[0].message.endswith(".")
+
+
+@pytest.mark.parametrize("size", [4, 100])
+def test_several_tokens_at_a_time_are_the_same_tokens(build, size):
+    sampling = wire.Sampling(max_tokens=10, n=2, seed=3, ignore_eos=True)
+    message = wire.Generate("g", [5, 6, 7], sampling, logprobs=2, prompt_logprobs=1)
+    singly = run(build(), message)
+    together = run(build(), msgspec.structs.replace(message, tokens_per_delta=size), checked=True)
+    for index in range(2):
+        assert tokens_of(together, "g", index) == tokens_of(singly, "g", index)
+        one, many = ([delta for delta in deltas if delta.index == index] for deltas in (together, singly))
+        assert [len(delta.tokens) for delta in one] == ([4, 4, 2] if size == 4 else [10])
+        for field in ("chosen", "top_tokens", "top"):
+            joined, apart = ([value for delta in deltas for value in getattr(delta.logprobs, field)] for deltas in (one, many))
+            assert joined == apart
+        assert (one[0].prompt_logprobs, one[0].cached_tokens) == (many[0].prompt_logprobs, many[0].cached_tokens)
+
+
+def test_what_was_kept_back_is_told_before_an_abort(build):
+    loop = build()
+    loop.submit(wire.Generate("g", [5, 6, 7], wire.Sampling(max_tokens=50, ignore_eos=True), tokens_per_delta=50))
+    assert not [reply for _ in range(8) for reply in loop.step()]
+    loop.submit(wire.Abort("g"))
+    kept, last = run(loop)
+    assert (len(kept.tokens) >= 6, kept.finish) == (True, None)
+    assert (last.offset, last.tokens, last.finish) == (len(kept.tokens), [], "abort")
 
 
 def test_the_queue_is_bounded_and_ids_are_unique(build):

@@ -13,7 +13,9 @@ from gateway.generation.merge import merged
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 
-BODY = {"prompt": "the quick brown", "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 7, "logprobs": 2}
+UNREAD = {"prompt": "the quick brown", "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 7, "logprobs": 2}
+BODY = UNREAD | {"stop": ["\N{SNOWMAN}"]}
+"""Where text may end an answer, tokens come as they are drawn."""
 
 
 def choices(answer: Any) -> list[tuple[int, str, list[str], list[float]]]:
@@ -47,6 +49,24 @@ def test_the_answer_is_the_same(start: Start, n: int, tokens_per_delta: int, fau
     assert {request.index for request in resumed} == set(range(n))
     assert all(request.sampling.n == 1 for request in resumed)
     assert metric(client, "yardstick_resumed_sequences_total") == n
+
+
+@pytest.mark.parametrize(("changes", "size"), [({}, 16), ({"stop": ["x"]}, 1), ({"stream": True}, 1)])
+def test_what_nobody_reads_before_the_end_comes_in_few_pieces(start: Start, changes: dict[str, Any], size: int) -> None:
+    engine = FakeEngine()
+    client = start(engine)
+    client.post("/v1/completions", json=UNREAD | changes).raise_for_status()
+    assert [request.tokens_per_delta for request in engine.generates] == [size]
+
+
+def test_an_answer_in_few_pieces_goes_on_after_the_last_of_them(start: Start) -> None:
+    engines, client = pair(start)
+    whole = choices(client.post("/v1/completions", json=BODY))
+    engines[0].generates.clear()
+    engines[0].faults.break_after = 2
+    while not engines[0].generates:
+        assert choices(client.post("/v1/completions", json=UNREAD)) == whole
+    assert [request.resume_offset for request in engines[1].generates if request.resume_offset] == [32]
 
 
 def test_an_echoed_prompt_is_told_once(start: Start) -> None:

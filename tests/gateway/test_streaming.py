@@ -126,6 +126,7 @@ def test_an_error_midway_is_the_last_event(client: httpx.Client, engine: FakeEng
     assert texts(told)
     assert last["error"]["code"] == code
     assert words in last["error"]["message"]
+    setattr(engine.faults, fault, 0)
     whole = client.post("/v1/completions", json={"prompt": "x"})
     assert (whole.status_code, whole.json()["error"]["code"]) == (500 if code == "internal_error" else 502, code)
 

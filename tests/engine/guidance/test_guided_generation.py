@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -161,6 +162,13 @@ def test_neutral_settings_are_the_unguided_request(checkpoints, settings):
     )
     assert [(delta.tokens, delta.logprobs) for delta in same] == [(delta.tokens, delta.logprobs) for delta in free]
     assert loops[1].stats.value_tokens == 0
+
+
+def test_values_of_several_tokens_at_a_time(build: Build):
+    message = guided("g", [5, 6, 7], guidance(scale=3.0))
+    singly, together = (run(build(), each)["g"] for each in (message, msgspec.structs.replace(message, tokens_per_delta=99)))
+    assert together[0].logprobs.values == [values for delta in singly for values in delta.logprobs.values]
+    assert together[0].tokens == tokens_of(singly)
 
 
 def test_greedy_requests_never_ask(build: Build):

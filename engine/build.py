@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from engine import wire
+from engine import cgroup, wire
 from engine.attention.base import AttentionBackend
 from engine.attention.branches import FixedBranches
 from engine.attention.select import choose, problem_of
@@ -101,9 +102,10 @@ def dtype_of(settings: EngineSettings, device: torch.device) -> torch.dtype:
 
 
 def set_threads(settings: EngineSettings) -> None:
-    """Give this process's arithmetic its CPU threads."""
-    if settings.threads is not None or settings.tensor_parallel > 1:
-        torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // settings.tensor_parallel))
+    """Give this process's arithmetic its CPU threads: more of them than a container may use of the cores only stop each other."""
+    threads = settings.threads or max(1, math.ceil(min(torch.get_num_threads(), cgroup.cores())) // settings.tensor_parallel)
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: Length | None = None) -> Loop:
@@ -264,5 +266,5 @@ def _default_slots(decoders: Sequence[Decoder], processes: int) -> int:
     if weight.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(weight.device)
         return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1024, min(MAX_SLOTS, int(free * MEMORY_SHARE) // (processes * slot_bytes)))
+    available = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup.free_memory())
+    return max(1024, min(MAX_SLOTS, int(available * MEMORY_SHARE) // (processes * slot_bytes)))

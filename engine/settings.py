@@ -49,6 +49,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     overlap: bool | None = None
     """Settle a step while the next one is computed. None: on a GPU, which computes beside the processor."""
     threads: int | None = None
-    """CPU threads of the model's arithmetic, in each process. None: one a core, divided among the processes."""
+    """CPU threads of the model's arithmetic, in each process. None: one a core that the container may use, divided among the
+    processes."""
     tensor_parallel: int = 1
     """Processes that share the model, each with a part of every layer and of the keys and values."""

@@ -217,6 +217,12 @@ def test_a_gpu_makes_a_gpu_pod():
     assert not [argument for argument in container["args"] if argument.startswith("--name")]
 
 
+@pytest.mark.parametrize(("threads", "flags"), [(3, ["--threads=3"]), (None, [])])
+def test_threads_may_be_left_to_the_limit(threads: int | None, flags: list[str]):
+    spec = one(manifests({"engine": {"threads": threads}}), "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]
+    assert [argument for argument in spec["containers"][0]["args"] if argument.startswith("--threads")] == flags
+
+
 def test_pools_inherit_and_differ():
     found = manifests(EVERYTHING)
     assert {m["metadata"]["name"] for m in found if m["kind"] == "StatefulSet"} == {"yardstick-engine", "yardstick-engine-small"}

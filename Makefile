@@ -34,12 +34,18 @@ serve: $(READY) ## Serve the demo model, or MODEL=directory-or-hub-id, at HOST= 
 HAS_REDIS := $(shell command -v redis-server || { docker info >/dev/null 2>&1 && echo docker; })
 WITHOUT := $(if $(HAS_REDIS),, and not redis)
 
+# $(call tested,EXPRESSION): what computes in several processes, then what measures time or starts servers by itself.
+tested = @status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m "not alone and $(1)" || status=$$?; \
+	$(BIN)/python -m pytest -q -m "alone and $(1)" || status=$$?; \
+	exit $$status
+
 test: $(READY) ## Run the quick tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not cluster$(WITHOUT)"
+	$(call tested,not slow and not gpu and not cluster$(WITHOUT))
 	$(if $(HAS_REDIS),,@echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
 
 test-all: $(READY) ## Run all tests that need neither a GPU nor a cluster
-	$(BIN)/python -m pytest -q -m "not gpu and not cluster"
+	$(call tested,not gpu and not cluster)
 
 check: lint types imports test-all ## Run all checks, as CI does
 

@@ -205,7 +205,7 @@ def _length_tilt(
         wanted = tl.where(rule == _LINEAR, mean + (scale - 1) * gap, wanted)
         wanted = tl.where(rule == _EXP, least + (1 - _power(1 - (mean - least) / room, tl.maximum(scale, 0.0))) * span, wanted)
         wanted = tl.where(rule == _LENGTH_MUL, 1 - _power(1 - mean, scale), wanted)
-        wanted = tl.where(rule == _EQ_SOFT, 1 - tl.exp(target * log_gamma), wanted)
+        wanted = tl.where(rule == _EQ_SOFT, _one_less_exp(target * log_gamma), wanted)
 
         solved = ((rule >= _MUL) & (rule <= _LENGTH_MUL)) | (rule == _EQ_SOFT)
         slope = scale * tl.where(rule == _VALUE_BIAS, raw, v)
@@ -236,6 +236,12 @@ def _power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     """base ** exponent for a base of at least 0."""
     power = tl.exp(exponent * tl.log(tl.maximum(base, 1e-300)))
     return tl.where(base > 0, power, tl.where(exponent == 0, 1.0, 0.0))
+
+
+@jit()
+def _one_less_exp(x: tl.tensor) -> tl.tensor:
+    """1 - exp(x), above 0 for every x below it."""
+    return tl.where(tl.abs(x) < 1e-5, -x - x * x / 2, 1 - tl.exp(x))
 
 
 @jit()

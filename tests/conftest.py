@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import kernels
 import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+COMPUTING = [Path(__file__).parent / name for name in ("engine", "helm", "kernels")]
+"""Folders whose tests take as long as the processor needs, and are indifferent to what else runs."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 if DEVICE == "cpu" and HAS_TRITON:
@@ -49,7 +52,10 @@ def leaks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where there is none."""
+    """Tests marked ``gpu`` are skipped where there is none; tests of servers have the machine to themselves."""
+    for item in items:
+        if not any(folder in item.path.parents for folder in COMPUTING):
+            item.add_marker("alone")
     if DEVICE == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -169,6 +169,17 @@ def test_the_kernel_is_the_reference(device: torch.device, cases: list[Case]) ->
         assert row == pytest.approx(wanted, abs=1e-5), case
 
 
+def test_the_kernel_tells_a_target_next_to_nothing_from_nothing(device: torch.device) -> None:
+    """Where several candidates end the text, a target of 0 takes the first, any other shares among them."""
+    cases = [
+        Case("eq_soft", [0.5, 0.3, 0.2], [1.0, 1.0, 0.5], [True, True, False], target=target) for target in (0.0, 1e-240, 1e-9)
+    ]
+    first, *shared = compute(length_tilt_triton, cases, device)
+    assert first == [1.0, 0.0, 0.0]
+    for row in shared:
+        assert row == pytest.approx([0.625, 0.375, 0.0], abs=1e-5)
+
+
 @BOTH
 def test_rows_do_not_see_each_other(operation: Operation, device: torch.device) -> None:
     z, ends, p = [1.5, -0.5, 0.2, 3.0], [False, False, True, False], [0.5, 0.3, 0.15, 0.05]

@@ -42,6 +42,8 @@ class Backlog:
         """It waits no longer, if it did."""
         priority, tokens = self._sizes.pop(request.id, (0, 0))
         self._tokens[priority] -= tokens
+        if not self._tokens[priority]:
+            del self._tokens[priority]
         self._begun += tokens if begun else 0
 
     def turn(self) -> None:

@@ -91,6 +91,10 @@ def test_lower_priorities_are_not_in_the_way() -> None:
         clock.now += 1
     assert scheduler.wait_seconds(priority=0) == 0
     assert scheduler.wait_seconds(priority=5) == pytest.approx(8)
+    for waiting in scheduler.requests:
+        scheduler.remove(waiting)
+    assert scheduler.wait_seconds(priority=5) == 0
+    assert not scheduler._backlog._tokens, "priorities are callers' own, and forgotten with the last request"
 
 
 def test_where_slots_are_what_lacks_it_takes_as_long_as_it_takes() -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tests.cluster.chart.apiserver import ApiServer
 from tests.cluster.chart.ingress import IngressProxy
@@ -18,9 +19,9 @@ NEW_ENGINE_SECONDS = 5
 
 
 @contextmanager
-def undisturbed(ingress: IngressProxy, release: Release, *, repeat: bool = False) -> Iterator[Load]:
-    """Load during the block, and for a moment before and after it; no request of it may fail."""
-    with Load(ingress.url, release.key, host=ingress.host, repeat=repeat) as load:
+def undisturbed(ingress: IngressProxy, release: Release, **how: Any) -> Iterator[Load]:
+    """Load during the block, and for a moment before and after it; no request of it may fail. ``how``: as for :class:`Load`."""
+    with Load(ingress.url, release.key, host=ingress.host, **how) as load:
         wait_for(lambda: load.answered > 5, 30, "requests are answered before anything happens")
         yield load
         after = load.answered
@@ -67,7 +68,7 @@ def test_an_engine_pod_is_torn_away(ingress: IngressProxy, release: Release):
 
 
 def test_more_engines_are_used_and_fewer_lose_nothing(ingress: IngressProxy, release: Release):
-    with undisturbed(ingress, release):
+    with undisturbed(ingress, release, callers=1):  # more would take the processor from the cluster's own programs
         release.kubectl("scale", ENGINES, "--replicas=3")
         release.kubectl("wait", "pod/yardstick-engine-2", "--for=condition=Ready", "--timeout=120s")
         works = "yardstick_engine_computed_tokens_total"

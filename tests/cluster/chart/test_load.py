@@ -106,7 +106,7 @@ def test_an_engine_is_torn_away_under_load(release: Release, tmp_path: Path):
 
 
 def test_all_is_replaced_under_load(release: Release, tmp_path: Path):
-    play(release, "rolling-restart", 50, tmp_path)
+    play(release, "rolling-restart", 80, tmp_path)
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ def test_an_engine_is_torn_away_under_load(release: Release, tmp_path: Path):
     play(release, "delete-engine", 30, tmp_path, HOW="--grace-period=0 --force")
 
 
+@pytest.mark.slow
 def test_all_is_replaced_under_load(release: Release, tmp_path: Path):
     play(release, "rolling-restart", 80, tmp_path)
 

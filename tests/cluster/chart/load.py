@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import uuid
 from collections import Counter
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,7 @@ class Load:
         self._url, self._callers, self.items, self._repeat = f"{url}/v1/score", callers, items, repeat
         self._headers = {"authorization": f"Bearer {key}", "host": host}
         self._numbers = itertools.count()
+        self._name = uuid.uuid4().hex[:8]  # nothing that another load has asked is in the cache
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self.answered = 0
@@ -45,7 +47,10 @@ class Load:
     async def _call(self, session: aiohttp.ClientSession) -> None:
         while not self._stop.is_set():
             number = 0 if self._repeat else next(self._numbers)
-            body = {"query": f"Query: shoes {number}\nItem: ", "items": [f"shoe {i}\nRelevant:" for i in range(self.items)]}
+            body = {
+                "query": f"Query: shoes {self._name} {number}\nItem: ",
+                "items": [f"shoe {i}\nRelevant:" for i in range(self.items)],
+            }
             try:
                 async with session.post(self._url, json=body | {"labels": LABELS}, headers=self._headers) as response:
                     self._judge(response, await response.json())

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -56,18 +57,18 @@ VARIANTS = (
 )
 
 
-def _engine(pipe: multiprocessing.connection.Connection) -> None:
-    server = Running(FakeEngine())
+def _serve(pipe: multiprocessing.connection.Connection, make: Callable[[], Callable[..., Any]]) -> None:
+    server = Running(make())
     pipe.send(server.url)
     pipe.recv()
 
 
 @contextmanager
-def fake_engine() -> Iterator[str]:
-    """The URL of a fake engine in a process of its own."""
+def serving(make: Callable[[], Callable[..., Any]]) -> Iterator[str]:
+    """The URL of the ASGI application that ``make`` makes, in a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_engine, args=[theirs], daemon=True)
+    process = context.Process(target=_serve, args=[theirs, make], daemon=True)
     process.start()
     try:
         yield ours.recv()
@@ -158,7 +159,7 @@ def main() -> None:
         redis = stack.enter_context(RedisServer.start())
         keys = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "keys.json"
         keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **LIMITS}]}))
-        url = stack.enter_context(fake_engine())
+        url = stack.enter_context(serving(FakeEngine))
         programs = {variant: stack.enter_context(gateway(url, variant, redis, keys)) for variant in VARIANTS}
         for variant, program in programs.items():
             if options.pause:

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import hashlib
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -26,8 +25,8 @@ from typing import Any
 import aiohttp
 import httpx
 
-from tests.bench.gateway import cpu_seconds
-from tests.fakes import FakeEngine, Faults, Running, ids
+from tests.bench.gateway import cpu_seconds, serving
+from tests.fakes import FakeEngine, Faults, ids, library
 from tests.processes import Program, free_port, wait_until
 
 KEY = "sk-bench"
@@ -46,7 +45,9 @@ class Server:
     """An engine to Yardstick, and to LiteLLM an OpenAI server that says the same."""
 
     def __init__(self) -> None:
-        self._engine = FakeEngine(says=ids(TEXT)[:TOKENS], faults=Faults(delay=PACE))
+        said = ids(TEXT)[:TOKENS]
+        self._engine = FakeEngine(says=said, faults=Faults(delay=PACE))
+        self._pieces = [library().decode([token]) for token in said]
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         if scope["path"] != "/v1/chat/completions":
@@ -58,7 +59,7 @@ class Server:
             body, more = body + message["body"], message.get("more_body", False)
         asked = json.loads(body)
         count, stream = asked["max_tokens"], asked.get("stream", False)
-        pieces = [TEXT[start : start + 4] for start in range(0, 4 * count, 4)]
+        pieces = self._pieces[:count]
         kind = b"text/event-stream" if stream else b"application/json"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
         if stream:
@@ -78,26 +79,6 @@ class Server:
 def _answer(kind: str, part: str, text: str, last: bool) -> dict[str, Any]:
     choice = {"index": 0, part: {"role": "assistant", "content": text}, "finish_reason": "stop" if last else None}
     return {"id": "chatcmpl-1", "object": kind, "created": 1, "model": "fake", "choices": [choice]}
-
-
-def _serve(pipe: multiprocessing.connection.Connection) -> None:
-    server = Running(Server())
-    pipe.send(server.url)
-    pipe.recv()
-
-
-@contextmanager
-def behind() -> Iterator[str]:
-    """The URL of the server behind both, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=[theirs], daemon=True)
-    process.start()
-    try:
-        yield ours.recv()
-    finally:
-        process.kill()
-        process.join()
 
 
 @contextmanager
@@ -178,7 +159,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        url = stack.enter_context(behind())
+        url = stack.enter_context(serving(Server))
         gateways = {
             "Yardstick": stack.enter_context(yardstick(url, directory)),
             "LiteLLM": stack.enter_context(litellm(options.litellm, url, directory)),

@@ -53,7 +53,7 @@ def report(log: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, input=log, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {file.name for file in folder.iterdir()} == {"records.jsonl", "report.txt", "report.html", "summary.json"}
-    return json.loads((folder / "summary.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((folder / "summary.json").read_text())
 
 
 def test_a_job_tells_how_it_goes_and_its_log_is_the_run(release: Release, tmp_path: Path):

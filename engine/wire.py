@@ -121,6 +121,21 @@ class Guidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """Send ``Logprobs.values``; needs ``Generate.logprobs``."""
 
 
+class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
+    """On whose behalf a request runs."""
+
+    request_id: str = ""
+    """The `x-request-id` of the client's request; the engine's log names it."""
+    tenant: str = ""
+    """The flow of the engine's fair queue: an opaque id of the API key, never a secret. Empty: the gateway asks for no keys."""
+    weight: float = 1.0
+    """Share of the engine relative to other tenants; greater than 0."""
+    cache_salt: str = ""
+    """Namespace in the prefix cache: only requests with an equal salt share cached tokens."""
+    keep_prefix: bool = True
+    """False: the prefix cache shares nothing with this request and keeps nothing of it after its end."""
+
+
 class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     """Log-probabilities of ``labels`` after each prompt ``prefix + branches[i]``. A branch has at least one token."""
 
@@ -132,6 +147,7 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     """Lower runs earlier; equal priorities run in order of arrival."""
     deadline: float | None = None
     """Seconds from receipt after which nobody wants the answer; what is not computed by then is dropped."""
+    caller: Caller = Caller()
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
@@ -160,6 +176,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     priority: int = 0
     deadline: float | None = None
     """Seconds from receipt after which it need not begin."""
+    caller: Caller = Caller()
 
 
 class Value(msgspec.Struct, tag="value", frozen=True, omit_defaults=True):
@@ -170,6 +187,7 @@ class Value(msgspec.Struct, tag="value", frozen=True, omit_defaults=True):
     branches: list[list[int]]
     priority: int = 0
     deadline: float | None = None
+    caller: Caller = Caller()
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -202,6 +220,8 @@ class Scored(msgspec.Struct, tag="scored", frozen=True):
     """Prefix tokens that were found in the prefix cache."""
     computed_tokens: int
     """Tokens that went through the model for this request."""
+    queue_seconds: float = 0.0
+    """Time from the receipt of the request to the first step that computed a part of it."""
 
 
 class Valued(msgspec.Struct, tag="valued", frozen=True):
@@ -213,6 +233,8 @@ class Valued(msgspec.Struct, tag="valued", frozen=True):
     cached_tokens: int
     """Prefix tokens that were found in the length model's prefix cache."""
     computed_tokens: int
+    queue_seconds: float = 0.0
+    """As in :class:`Scored`."""
 
 
 class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
@@ -230,6 +252,8 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
     """In the first message of sequence 0, where asked for; as long as the prompt."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; in the first message of sequence 0."""
+    queue_seconds: float = 0.0
+    """As in :class:`Scored`; in the first message of sequence 0."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, omit_defaults=True):

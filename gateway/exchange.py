@@ -30,6 +30,20 @@ def new_id() -> str:
 
 
 @dataclass(slots=True)
+class Account:
+    """What a request cost and what it got, for its line in the access log. Routes fill it in as they learn it."""
+
+    model: str | None = None
+    items: int = 0
+    cache_hits: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_seconds: float = 0.0
+    """Longest time that a part of the request waited in the queue of an engine."""
+
+
+@dataclass(slots=True)
 class Exchange:
     """What is known about the request being answered."""
 
@@ -42,6 +56,7 @@ class Exchange:
     first_byte: float | None = None
     key: ApiKey | None = None
     """Whose request it is, where keys are asked for."""
+    account: Account = field(default_factory=Account)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called when the answer is sent or given up."""
 

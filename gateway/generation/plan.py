@@ -55,6 +55,7 @@ def plan(
     first_index: int = 0,
     echo: str | None = None,
     param: str,
+    caller: wire.Caller,
 ) -> Generation:
     """``max_tokens`` None: as many as the context holds; it is the limit in any case. ``param`` is where the prompt came from."""
     if not prompt:
@@ -79,6 +80,7 @@ def plan(
         # an answer with stop strings is read as it comes: the text may end it
         tokens_per_delta=1 if fields.stream or fields.stops else WHOLE_TOKENS,
         priority=fields.priority or 0,
+        caller=caller,
     )
     options = TextOptions(
         logprobs=logprobs is not None,

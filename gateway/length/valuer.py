@@ -34,7 +34,7 @@ class Valuer:
         self._dispatcher = dispatcher
         self._split_tokens = split_tokens
 
-    async def values(self, model: ServedModel, texts: PrefixAndBranches, priority: int) -> Values:
+    async def values(self, model: ServedModel, texts: PrefixAndBranches, priority: int, caller: wire.Caller) -> Values:
         """Raises :class:`GatewayError` where an engine fails."""
         prefix, branches = texts
         parts = split(
@@ -48,7 +48,7 @@ class Valuer:
 
         async def run(part: list[int], affinity: bytes | None) -> wire.Valued:
             async with gate:
-                request = wire.Value(uuid.uuid4().hex, prefix, [branches[place] for place in part], priority)
+                request = wire.Value(uuid.uuid4().hex, prefix, [branches[place] for place in part], priority, caller=caller)
                 return await self._ask(model, request, affinity)
 
         first = affinity_of(prefix)

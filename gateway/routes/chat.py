@@ -35,6 +35,7 @@ from gateway.schemas.chat import (
     TopLogprob,
 )
 from gateway.schemas.usage import Usage
+from gateway.tenancy import caller_of
 
 
 def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
@@ -51,7 +52,16 @@ def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
         _check(model, data, logprobs)
         guidance = guidance_of(model, data, logprobs=logprobs)
         prompt = await asyncio.to_thread(_prompt, model, data)
-        generation = plan(model, data, prompt, max_tokens=_max_tokens(data), logprobs=logprobs, guidance=guidance, param="messages")
+        generation = plan(
+            model,
+            data,
+            prompt,
+            max_tokens=_max_tokens(data),
+            logprobs=logprobs,
+            guidance=guidance,
+            param="messages",
+            caller=caller_of(request, cache_salt=data.cache_salt),
+        )
         answer = ChatAnswer(model, logprobs=logprobs is not None, gamma=gamma_of_values(model, guidance))
         return await generator.respond(request, [generation], answer, stream=bool(data.stream), includes_usage=data.includes_usage)
 

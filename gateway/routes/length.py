@@ -25,6 +25,7 @@ from gateway.schemas.length import MAX_TEXTS, LengthRequest, LengthResponse, Rem
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.streams import while_connected
 from gateway.telemetry import Telemetry
+from gateway.tenancy import caller_of
 from gateway.text.prompts import share_prefix
 
 
@@ -47,7 +48,8 @@ def length_route(pool: Pool, valuer: Valuer, quotas: Quotas, telemetry: Telemetr
                 _check_length(model, text)
             tokens = sum(len(text.ids) for text in texts)
             await quotas.charge(request, tokens=tokens, items=len(texts))
-            values = await valuer.values(model, share_prefix([text.ids for text in texts]), data.priority or 0)
+            caller = caller_of(request, cache_salt=data.cache_salt)
+            values = await valuer.values(model, share_prefix([text.ids for text in texts]), data.priority or 0, caller)
         telemetry.valued(model.name, len(texts), tokens, values.cached_tokens)
         answer = LengthResponse(
             id=f"length-{new_id()}",

@@ -26,6 +26,7 @@ from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.scoring.scorer import Prompts, Scorer
 from gateway.streams import while_connected
 from gateway.telemetry import Telemetry
+from gateway.tenancy import caller_of
 from gateway.text.prompts import EmptyPromptError, join_ids, tokenise_pairs
 
 
@@ -45,11 +46,13 @@ def score_route(pool: Pool, scorer: Scorer, quotas: Quotas, telemetry: Telemetry
         labels = _labels(model, data)
         async with while_connected(request.receive):
             prefix, branches = await _tokenise(model, data)
-            prompts = Prompts(prefix, branches, labels, data.priority or 0)
+            policy = CachePolicy.from_header(request.headers.get("cache-control"))
+            caller = caller_of(request, cache_salt=data.cache_salt, stores=policy.write)
+            prompts = Prompts(prefix, branches, labels, data.priority or 0, caller)
             _check_lengths(model, prompts)
             tokens, items = sum(prompts.lengths), len(branches)
             await quotas.charge(request, tokens=tokens, items=items)
-            scores = await scorer.score(model, prompts, CachePolicy.from_header(request.headers.get("cache-control")))
+            scores = await scorer.score(model, prompts, policy)
         hits = scores.hits
         telemetry.scored(model.name, items, hits, tokens, scores.cached_tokens)
         answer = ScoreResponse(

@@ -8,7 +8,7 @@ import msgspec
 
 from engine import wire
 from gateway.schemas.guidance import CustomParams, LengthGuidance
-from gateway.schemas.score import Priority
+from gateway.schemas.score import CacheSalt, Priority
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -72,6 +72,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Keep the text that ended the completion."""
     priority: Priority | None = None
     """Lower runs earlier; 0 unless given."""
+    cache_salt: CacheSalt | None = None
+    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
+    parse_special_tokens: bool | None = None
+    """Whether text such as `<|im_end|>` becomes a control token. Unless given: true in a raw `prompt`, false in `messages`."""
     length_guidance: LengthGuidance | None = None
     """Steer the length of the text; only with a model that has a length model."""
     custom_params: CustomParams | None = None

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.guidance import Gamma
-from gateway.schemas.score import MAX_ITEMS, Priority
+from gateway.schemas.score import MAX_ITEMS, CacheSalt, Priority
 from gateway.schemas.usage import Usage
 
 Texts = str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1, max_length=1 << 20)]
@@ -34,6 +34,10 @@ class LengthRequest(msgspec.Struct, kw_only=True):
     """The model's name; may be left out where only one is served."""
     priority: Priority | None = None
     """Lower runs earlier; 0 unless given."""
+    cache_salt: CacheSalt | None = None
+    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
+    parse_special_tokens: bool | None = None
+    """Whether text such as `<|im_end|>` becomes a control token. Unless given: true in texts, false in `messages`."""
     user: str | None = None
     """Accepted for compatibility and not used."""
 

@@ -10,6 +10,7 @@ from gateway.schemas.usage import Usage
 
 MAX_ITEMS = 10_000
 
+CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
@@ -32,6 +33,10 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     """The model's name; may be left out where only one is served."""
     priority: Priority | None = None
     """Lower runs earlier; 0 unless given."""
+    cache_salt: CacheSalt | None = None
+    """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
+    parse_special_tokens: bool | None = None
+    """Whether text such as `<|im_end|>` becomes a control token; true unless given. Texts often contain a rendered template."""
     user: str | None = None
     """Accepted for compatibility and not used."""
 

@@ -41,6 +41,7 @@ class Prompts(msgspec.Struct, frozen=True):
     branches: list[list[int]]
     labels: list[int]
     priority: int = 0
+    caller: wire.Caller = wire.Caller()
 
     @property
     def lengths(self) -> list[int]:
@@ -57,6 +58,8 @@ class Scores(msgspec.Struct, frozen=True):
     """Branches whose result was in the cache or on its way already."""
     cached_tokens: int
     """Tokens of the hits' prompts, and tokens of the others that engines found in their prefix caches."""
+    queue_seconds: float = 0.0
+    """Longest time that one of its sub-batches waited in the queue of an engine."""
 
 
 class Scorer:
@@ -134,7 +137,7 @@ class Scorer:
         return [[keys[place] for place in part] for part in parts]
 
     async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[list[int]], affinity: bytes | None) -> wire.Scored:
-        request = wire.Score(uuid.uuid4().hex, prompts.prefix, branches, prompts.labels, prompts.priority)
+        request = wire.Score(uuid.uuid4().hex, prompts.prefix, branches, prompts.labels, prompts.priority, caller=prompts.caller)
 
         async def ask(client: EngineClient) -> wire.Scored:
             scored = await client.score(request)

@@ -1,0 +1,238 @@
+"""A soak: well-behaved clients beside hostile ones, while engines are stopped and killed.
+
+``SOAK_SECONDS`` chooses how long the hostile part lasts; an hour is ``SOAK_SECONDS=3600 pytest tests/attacks/test_soak.py``.
+Well-behaved clients keep the engines busy by themselves in the quiet part too, so the comparison shows what hostile clients add.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.attacks.watch import Watch, tree_mib
+from tests.checkpoints import make_checkpoint
+from tests.processes import Pod, Program, wait_until
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
+QUIET_SECONDS = max(20.0, SECONDS / 10)
+INCIDENT_SECONDS = 60.0
+"""Time between two engines that are stopped or killed."""
+SLACK_SECONDS = 0.05
+"""Added to the bound of latency: what two shared cores add by themselves."""
+MEMORY_MIB = 150
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(SECONDS + QUIET_SECONDS + 300))]
+
+BODY = {"query": [9] * 30, "items": [[item, 7, 8, 9, 10, 11] for item in range(3, 13)], "label_token_ids": [3, 4]}
+TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 0, "stream": True}
+
+
+def entry(name: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **fields}
+
+
+class Deployment:
+    """Two engines and a gateway with keys."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = make_checkpoint(directory / "model", "qwen3", hidden_size=128, intermediate_size=384, num_hidden_layers=4)
+        keys = directory / "keys.json"
+        keys.write_text(json.dumps({"keys": [entry("good-1"), entry("good-2"), entry("hostile")]}))
+        self.pods = [self._pod() for _ in range(2)]
+        for pod in self.pods:
+            pod.wait_ready()
+        engines = [argument for pod in self.pods for argument in ("--engine", pod.url)]
+        self.gateway = Program("gateway", *engines, "--api-keys-file", str(keys), YARDSTICK_ACCESS_LOG="off")
+        threading.Thread(target=self.gateway.process.stderr.read, daemon=True).start()  # a full pipe is another test's matter
+        self.gateway.wait_ready()
+        self.wait_engines(2)
+
+    def _pod(self, port: int | None = None) -> Pod:
+        pod = Pod(self._model, "--name", "soak", "--threads", "1", port=port)
+        threading.Thread(target=pod.process.stderr.read, daemon=True).start()
+        return pod
+
+    def wait_engines(self, count: int) -> None:
+        wait_until(lambda: f"yardstick_engines_ready {count}.0" in self.gateway.client.get("/metrics").text, 60)
+
+    def stop_and_continue(self, place: int) -> None:
+        """Stop the model's process for ten seconds."""
+        pid = self.pods[place].loop_pid
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(10)
+        os.kill(pid, signal.SIGCONT)
+        self.wait_engines(2)
+
+    def kill_and_start(self, place: int) -> None:
+        """Kill both processes of an engine, then start it again."""
+        pod = self.pods[place]
+        for pid in (pod.loop_pid, pod.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        pod.process.wait()
+        time.sleep(3)
+        pod.close()
+        self.pods[place] = self._pod(pod.port).wait_ready()
+        self.wait_engines(2)
+
+    def close(self) -> None:
+        for program in (self.gateway, *self.pods):
+            program.close()
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    deployment = Deployment(tmp_path_factory.mktemp("soak"))
+    yield deployment
+    deployment.close()
+
+
+@dataclass
+class Sample:
+    """One request of a well-behaved client."""
+
+    kind: str
+    began: float
+    seconds: float
+    failure: str | None = None
+
+
+@dataclass
+class Clients:
+    """Well-behaved clients: two for each of two keys, each with one request at a time."""
+
+    url: str
+    samples: list[Sample] = field(default_factory=list)
+    expected: dict[str, Any] = field(default_factory=dict)
+    """First answer of each kind; every later one must be equal to it."""
+
+    async def run(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        await asyncio.gather(*[self._client(f"good-{1 + number % 2}", end) for number in range(4)])
+
+    async def _client(self, key: str, end: float) -> None:
+        timeout = aiohttp.ClientTimeout(total=60)
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}, timeout=timeout) as session:
+            while time.monotonic() < end:
+                for kind, ask in (("score", self._score), ("stream", self._stream)):
+                    began = time.monotonic()
+                    failure = None
+                    try:
+                        answer = await ask(session)
+                        if self.expected.setdefault(kind, answer) != pytest.approx(answer, abs=1e-4):
+                            failure = "another answer"
+                    except (aiohttp.ClientError, TimeoutError, AssertionError) as error:
+                        failure = f"{type(error).__name__}: {error}"
+                    self.samples.append(Sample(kind, began, time.monotonic() - began, failure))
+
+    async def _score(self, session: aiohttp.ClientSession) -> list[float]:
+        async with session.post(f"{self.url}/v1/score", json=BODY, headers={"cache-control": "no-store"}) as answer:
+            assert answer.status == 200, f"{answer.status} {await answer.text()}"
+            return [value for row in (await answer.json())["scores"] for value in row]
+
+    async def _stream(self, session: aiohttp.ClientSession) -> list[float]:
+        logprobs: list[float] = []
+        async with session.post(f"{self.url}/v1/completions", json=TEXT) as answer:
+            assert answer.status == 200, f"{answer.status} {await answer.text()}"
+            done = False
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    logprobs += [value for choice in event["choices"] for value in choice["logprobs"]["token_logprobs"]]
+                done = done or line.startswith(b"data: [DONE]")
+            assert done, "the stream broke off"
+        return logprobs
+
+
+class Incidents:
+    """Stops and kills engines in turn, and records when."""
+
+    def __init__(self, deployment: Deployment, end: float) -> None:
+        self.times: list[tuple[float, float]] = []
+        self.failure: BaseException | None = None
+        self._deployment = deployment
+        self._end = end
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+        if self.failure:
+            raise self.failure
+
+    def during(self, sample: Sample) -> bool:
+        """Whether an engine was away, or coming back, during a part of ``sample``."""
+        return any(begin - 1 < sample.began + sample.seconds and sample.began < end + 2 for begin, end in self.times)
+
+    def _run(self) -> None:
+        kinds = [self._deployment.stop_and_continue, self._deployment.kill_and_start]
+        turn = 0
+        try:
+            while time.monotonic() + INCIDENT_SECONDS / 2 + 30 < self._end:
+                time.sleep(INCIDENT_SECONDS / 2)
+                began = time.monotonic()
+                kinds[turn % 2](turn // 2 % 2)
+                self.times.append((began, time.monotonic()))
+                turn += 1
+                time.sleep(INCIDENT_SECONDS / 2)
+        except BaseException as error:  # for the thread that joins
+            self.failure = error
+
+
+def p99(samples: list[Sample], kind: str) -> float:
+    return statistics.quantiles([sample.seconds for sample in samples if sample.kind == kind], n=100)[-1]
+
+
+def test_soak(deployment: Deployment) -> None:
+    gateway = deployment.gateway
+    quiet = Clients(gateway.url)
+    asyncio.run(quiet.run(QUIET_SECONDS))
+    idle = tree_mib(gateway.process.pid)
+    loud = Clients(gateway.url, expected=quiet.expected)
+    hostile = subprocess.Popen(
+        [sys.executable, "-m", "tests.attacks.hostile", gateway.url, "hostile", str(SECONDS)], stdout=subprocess.PIPE, text=True
+    )
+    incidents = Incidents(deployment, time.monotonic() + SECONDS)
+    with Watch(gateway) as watch:
+        asyncio.run(loud.run(SECONDS))
+    output, _ = hostile.communicate(timeout=120)
+    incidents.join()
+    summary = json.loads(output.splitlines()[-1])
+    report = {
+        "hostile": summary["answers"],
+        "samples": len(loud.samples),
+        "incidents": len(incidents.times),
+        "peak MiB": round(watch.peak_mib - idle),
+        "slowest livez": round(watch.slowest_livez, 3),
+    }
+    for kind in ("score", "stream"):
+        calm = [sample for sample in loud.samples if not incidents.during(sample)]
+        report |= {
+            f"{kind} P99 quiet": round(p99(quiet.samples, kind), 4),
+            f"{kind} P99": round(p99(calm, kind), 4),
+            f"{kind} longest with incidents": round(max(s.seconds for s in loud.samples if s.kind == kind), 2),
+        }
+    print(json.dumps(report, indent=2))
+    failures = [sample for sample in (*quiet.samples, *loud.samples) if sample.failure]
+    assert not failures, failures[:5]
+    assert not summary["faults"]
+    for kind in ("score", "stream"):
+        assert report[f"{kind} P99"] <= 2 * report[f"{kind} P99 quiet"] + SLACK_SECONDS
+        assert report[f"{kind} longest with incidents"] <= 10
+    time.sleep(10)
+    assert tree_mib(gateway.process.pid) - idle < MEMORY_MIB

@@ -107,6 +107,7 @@ def test_a_row_is_within_a_sixteenth_of_itself() -> None:
 def test_scaled_linear(biased: bool, rows: int, device: torch.device) -> None:
     if device.type == "cuda" and not supported(device):
         pytest.skip("no FP8 tensor cores")
+    torch.manual_seed(0)  # the last bound is a statistic, which one row in some hundred misses
     x, weight = torch.randn(rows, 64, device=device), torch.randn(48, 64, device=device) * torch.rand(48, 1, device=device)
     bias = torch.randn(48, device=device).bfloat16() if biased else None
     (x_codes, x_scales), (weight_codes, weight_scales) = quantize_rows_reference(x), quantize_rows_reference(weight)

@@ -63,8 +63,8 @@ format: $(READY) ## Put the code in format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## Measure the engine on this machine, with FLAGS= of engine.bench score
-	$(BIN)/python -m engine.bench score $(FLAGS)
+bench: $(READY) ## Measure the engine on this machine, with FLAGS= of python -m benchmarks score
+	$(BIN)/python -m benchmarks score $(FLAGS)
 
 # What a GPU host without internet lacks: it has torch, triton, transformers and what these bring along, whose versions are best
 # left alone. Of the dependencies that FlashInfer declares, only those here are needed.

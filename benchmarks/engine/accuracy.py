@@ -25,14 +25,15 @@ from benchmarks.engine.records import Records
 from benchmarks.engine.subject import Subject, subject
 from benchmarks.engine.workload import Workload
 from engine import wire
-from engine.demo import prompts
-from engine.demo.corpus.catalogue import as_phrase, draw_product, draw_words
-from engine.demo.corpus.relevance import draw_asked, draw_test_question
-from engine.demo.evaluate import MODELS, auc, spearman, values_and_truths
-from engine.demo.length import write_texts
-from engine.demo.text import load_tokenizer
+from engine.demo import MODELS
 from engine.models.loader import load_model
 from engine.models.value import load_value_model
+from examples.demo_models import prompts
+from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
+from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
+from examples.demo_models.evaluate import auc, spearman, values_and_truths
+from examples.demo_models.length import write_texts
+from examples.demo_models.text import load_tokenizer
 
 FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"))
 """Number format and quantisation; the first is what the others are compared with."""

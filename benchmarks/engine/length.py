@@ -30,12 +30,12 @@ from benchmarks.engine.writers import (
 )
 from engine import wire
 from engine.build import Length
-from engine.demo.evaluate import MODELS
-from engine.demo.length import GAMMA
+from engine.demo import MODELS
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.value import load_value_model
+from examples.demo_models.length import GAMMA
 
 PUBLISHED = {"first timing study": 4.55, "optimised": 4.03}
 """Guided over plain wall time on one H100, 7B + 1.5B, GSM8K, 50 questions × 16 samples, top_k 5, min_p 0.01 (arXiv 2604.27039)."""

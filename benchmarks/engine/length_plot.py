@@ -14,9 +14,9 @@ from rich.table import Table
 from benchmarks.engine.records import Records
 from benchmarks.engine.writers import CANDIDATES, Writer
 from engine import wire
-from engine.demo.corpus.documents import draw_request
-from engine.demo.evaluate import MODELS
-from engine.demo.text import load_tokenizer
+from engine.demo import MODELS
+from examples.demo_models.corpus.documents import draw_request
+from examples.demo_models.text import load_tokenizer
 
 SCALES = (-40.0, -10.0, -2.0, 0.0, 2.0, 10.0, 40.0)
 LIMIT = 400

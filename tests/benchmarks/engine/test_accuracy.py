@@ -12,7 +12,7 @@ from benchmarks.engine import accuracy
 from benchmarks.engine.accuracy import QUICK, demo_material, following, value_costs
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.subject import Subject
-from engine.demo.evaluate import MODELS
+from engine.demo import MODELS
 from engine.models.loader import load_model
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from engine.demo import prompts
-from engine.demo.corpus.catalogue import ATTRIBUTE_OF, WORDS, as_phrase, draw_product, draw_words
-from engine.demo.corpus.descriptions import write_description
-from engine.demo.corpus.relevance import Question, capitalised, draw_asked, draw_question
+from examples.demo_models import prompts
+from examples.demo_models.corpus.catalogue import ATTRIBUTE_OF, WORDS, as_phrase, draw_product, draw_words
+from examples.demo_models.corpus.descriptions import write_description
+from examples.demo_models.corpus.relevance import Question, capitalised, draw_asked, draw_question
 
 Kind = Literal["label", "reason", "verdict", "text", "name", "auxiliary"]
 """What a learned part teaches: Yes or No, why, the same for each word of an item, a description, the words in it that name the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.demo.evaluate import auc, spearman
+from examples.demo_models.evaluate import auc, spearman
 
 
 def test_auc_counts_pairs_in_the_right_order_and_half_of_the_ties() -> None:

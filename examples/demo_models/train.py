@@ -1,4 +1,4 @@
-"""Make the demo models from nothing: ``python -m engine.demo.train --out DIRECTORY``; docs/demo-models.md has the figures."""
+"""Train the demo models from nothing: ``python -m examples.demo_models.train --out DIRECTORY``. See docs/demo-models.md."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.demo.base import Progress, train_base
-from engine.demo.corpus.documents import sample_texts
-from engine.demo.evaluate import measure
-from engine.demo.length import GAMMA, train_length, write_texts
-from engine.demo.prompts import END
-from engine.demo.shapes import CONTEXT, base_config, count_parameters, length_config
-from engine.demo.text import save_tokenizer, train_tokenizer
 from engine.models.checkpoint import VALUE_HEAD
 from engine.models.loader import load_model, write_checkpoint
 from engine.models.value import ValueModel
+from examples.demo_models.base import Progress, train_base
+from examples.demo_models.corpus.documents import sample_texts
+from examples.demo_models.evaluate import measure
+from examples.demo_models.length import GAMMA, train_length, write_texts
+from examples.demo_models.prompts import END
+from examples.demo_models.shapes import CONTEXT, base_config, count_parameters, length_config
+from examples.demo_models.text import save_tokenizer, train_tokenizer
 
 STORED = torch.float16
 THREADS = 2

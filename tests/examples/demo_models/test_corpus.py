@@ -9,9 +9,9 @@ import pytest
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.demo.corpus.catalogue import ATTRIBUTES, HELD_OUT_SYNONYMS, WORDS, draw_product, is_held_out
-from engine.demo.corpus.descriptions import NUMBERS, write_description
-from engine.demo.corpus.documents import (
+from examples.demo_models.corpus.catalogue import ATTRIBUTES, HELD_OUT_SYNONYMS, WORDS, draw_product, is_held_out
+from examples.demo_models.corpus.descriptions import NUMBERS, write_description
+from examples.demo_models.corpus.documents import (
     SYSTEM_MESSAGES,
     Piece,
     check_document,
@@ -19,9 +19,9 @@ from engine.demo.corpus.documents import (
     relevance_document,
     sample_texts,
 )
-from engine.demo.corpus.relevance import Question, draw_question, draw_test_question
-from engine.demo.evaluate import spearman
-from engine.demo.prompts import CHAT_TEMPLATE, END, chat, describe, score_item, score_query
+from examples.demo_models.corpus.relevance import Question, draw_question, draw_test_question
+from examples.demo_models.evaluate import spearman
+from examples.demo_models.prompts import CHAT_TEMPLATE, END, chat, describe, score_item, score_query
 
 CONCEPT = {word: (attribute, i) for attribute, concepts in WORDS.items() for i, words in enumerate(concepts) for word in words}
 

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.demo.batches import collate, training_batches
-from engine.demo.corpus.documents import Piece, sample_texts
-from engine.demo.evaluate import MODELS
-from engine.demo.length import GAMMA, Text
-from engine.demo.length import collate as collate_lengths
-from engine.demo.text import load_tokenizer, train_tokenizer
+from engine.demo import MODELS
 from engine.models.loader import load_model
 from engine.models.value import load_value_model
+from examples.demo_models.batches import collate, training_batches
+from examples.demo_models.corpus.documents import Piece, sample_texts
+from examples.demo_models.length import GAMMA, Text
+from examples.demo_models.length import collate as collate_lengths
+from examples.demo_models.text import load_tokenizer, train_tokenizer
 
 
 @pytest.mark.slow
 def test_a_short_run_writes_both_models(tmp_path: Path) -> None:
     out = tmp_path / "models"
-    command = [sys.executable, "-m", "engine.demo.train", "--out", str(out), "--steps", "4"]
+    command = [sys.executable, "-m", "examples.demo_models.train", "--out", str(out), "--steps", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
     assert "base model: step     4 of 4" in done.stdout
     assert load_model(out / "base").config == load_model(MODELS / "base").config

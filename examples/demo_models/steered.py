@@ -1,4 +1,4 @@
-"""One prompt at five scales, as a table in Markdown: ``python -m engine.demo.steered`` makes the README's."""
+"""One prompt at five scales, as a table in Markdown: ``python -m examples.demo_models.steered`` makes the README's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from engine import wire
 from engine.build import build_loop
-from engine.demo.evaluate import MODELS
-from engine.demo.prompts import chat, describe
-from engine.demo.text import load_tokenizer
+from engine.demo import MODELS
 from engine.settings import EngineSettings
+from examples.demo_models.prompts import chat, describe
+from examples.demo_models.text import load_tokenizer
 
 PRODUCT = "red running shoes"
 SCALES = (-10.0, -2.0, 0.0, 2.0, 10.0)

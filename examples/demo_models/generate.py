@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.demo.forward import LockstepCache
 from engine.models.decoder import Decoder
+from examples.demo_models.forward import LockstepCache
 
 COMPACT_EVERY = 16
 """Steps between the times at which ended rows are dropped."""

@@ -1,4 +1,4 @@
-"""What the demo models can do, in figures: ``python -m engine.demo.evaluate [DIRECTORY]``."""
+"""What the demo models can do, in figures: ``python -m examples.demo_models.evaluate [DIRECTORY]``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.demo import prompts
-from engine.demo.corpus.catalogue import as_phrase, draw_product, draw_words
-from engine.demo.corpus.relevance import draw_asked, draw_test_question
-from engine.demo.forward import causal_hidden
-from engine.demo.generate import generate
-from engine.demo.length import LIMIT, Text, collate, write_texts
-from engine.demo.text import load_tokenizer
+from engine.demo import MODELS
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.value import ValueModel, load_value_model
+from examples.demo_models import prompts
+from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
+from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
+from examples.demo_models.forward import causal_hidden
+from examples.demo_models.generate import generate
+from examples.demo_models.length import LIMIT, Text, collate, write_texts
+from examples.demo_models.text import load_tokenizer
 
-MODELS = Path(__file__).parent / "models"
 ROWS = 256
 
 
@@ -37,7 +37,7 @@ class Lengths:
     deviation: float
     """The standard deviation, as a share of the mean."""
     ended: float
-    """Share that ended by themselves within :data:`~engine.demo.length.LIMIT` tokens."""
+    """Share that ended by themselves within :data:`~examples.demo_models.length.LIMIT` tokens."""
 
 
 @dataclass(frozen=True)

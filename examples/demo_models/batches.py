@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.demo.corpus.documents import (
+from examples.demo_models.corpus.documents import (
     Document,
     Kind,
     auxiliary_document,

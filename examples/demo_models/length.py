@@ -15,14 +15,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from engine.demo.base import Progress, descend, make_optimizer, set_learning_rate
-from engine.demo.corpus.documents import draw_request
-from engine.demo.forward import causal_hidden
-from engine.demo.generate import generate
-from engine.demo.shapes import initialise
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.value import ValueModel
+from examples.demo_models.base import Progress, descend, make_optimizer, set_learning_rate
+from examples.demo_models.corpus.documents import draw_request
+from examples.demo_models.forward import causal_hidden
+from examples.demo_models.generate import generate
+from examples.demo_models.shapes import initialise
 
 GAMMA = 0.985
 """1 − γ^L is 0.89 for the longest usual texts (150 tokens) and 0.17 for the shortest (12)."""

@@ -10,16 +10,17 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from engine.demo.corpus.catalogue import ATTRIBUTE_OF
-from engine.demo.evaluate import MODELS, description_lengths, label_scores, relevance_auc, value_correlation
-from engine.demo.forward import causal_hidden
-from engine.demo.generate import generate
-from engine.demo.prompts import CHAT_TEMPLATE, END, LABELS, PAD, START, chat, describe, score_item, score_query
-from engine.demo.shapes import count_parameters
-from engine.demo.text import load_tokenizer
+from engine.demo import MODELS
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.value import ValueModel, load_value_model
+from examples.demo_models.corpus.catalogue import ATTRIBUTE_OF
+from examples.demo_models.evaluate import description_lengths, label_scores, relevance_auc, value_correlation
+from examples.demo_models.forward import causal_hidden
+from examples.demo_models.generate import generate
+from examples.demo_models.prompts import CHAT_TEMPLATE, END, LABELS, PAD, START, chat, describe, score_item, score_query
+from examples.demo_models.shapes import count_parameters
+from examples.demo_models.text import load_tokenizer
 
 MEGABYTE = 1_000_000
 

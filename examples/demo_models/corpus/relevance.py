@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from engine.demo.corpus.catalogue import (
+from examples.demo_models.corpus.catalogue import (
     ATTRIBUTE_OF,
     ATTRIBUTES,
     HELD_OUT_SYNONYMS,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.demo.steered import SCALES, measure, table
+from examples.demo_models.steered import SCALES, measure, table
 
 README = Path(__file__).parents[3] / "README.md"
-MARK = "<!-- python -m engine.demo.steered -->\n"
+MARK = "<!-- python -m examples.demo_models.steered -->\n"
 
 
 def readme_rows() -> list[list[str]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.demo.forward import causal_hidden
-from engine.demo.generate import generate
-from engine.demo.shapes import base_config, initialise
 from engine.models.decoder import Decoder
+from examples.demo_models.forward import causal_hidden
+from examples.demo_models.generate import generate
+from examples.demo_models.shapes import base_config, initialise
 
 EOS = 3
 

@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from engine.demo.batches import Batch, training_batches
-from engine.demo.forward import causal_hidden
-from engine.demo.shapes import initialise
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from examples.demo_models.batches import Batch, training_batches
+from examples.demo_models.forward import causal_hidden
+from examples.demo_models.shapes import initialise
 
 LEARNING_RATE, WARM_UP = 2e-3, 100
 

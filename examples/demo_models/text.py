@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.demo import prompts
+from examples.demo_models import prompts
 
 MAX_TOKENS = 1024
 

@@ -95,10 +95,10 @@ def engine(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Measure the engine on this machine."""
-    from gateway.commands.launch import become
+    """Measure engine, kernels and gateway on this machine; needs a source checkout."""
+    from gateway.commands.bench import bench
 
-    become("engine.bench", context.args)
+    bench(context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

@@ -19,7 +19,7 @@ import kernels
 import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-COMPUTING = [Path(__file__).parent / name for name in ("engine", "helm", "kernels")]
+COMPUTING = [Path(__file__).parent / name for name in ("benchmarks", "engine", "examples", "helm", "kernels")]
 """Folders whose tests take as long as the processor needs, and are indifferent to what else runs."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import wire
-from engine.demo.evaluate import MODELS
-from engine.demo.forward import causal_hidden
-from engine.demo.length import GAMMA
-from engine.demo.text import load_tokenizer
+from engine.demo import MODELS
 from engine.models.value import load_value_model
+from examples.demo_models.forward import causal_hidden
+from examples.demo_models.length import GAMMA
+from examples.demo_models.text import load_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 

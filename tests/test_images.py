@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,11 @@ def test_only_sources_go_into_the_context() -> None:
     assert rules[0] == "*"
     kept = {line[1:] for line in rules if line.startswith("!")}
     assert kept == {"gateway", "engine", "kernels", "loadgen", "pyproject.toml", "constraints.txt", "wheels"}
+
+
+def test_benchmarks_examples_and_tests_are_not_in_the_wheel() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    shipped = {name for name in packages if any(fnmatch(name, pattern) for pattern in setuptools["packages"]["find"]["include"])}
+    assert shipped == {"gateway", "engine", "kernels", "loadgen"}
+    assert setuptools["package-data"] == {"engine.demo": ["models/**/*"]}

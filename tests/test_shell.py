@@ -6,10 +6,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,17 +81,22 @@ def test_without_redis_the_quick_tests_say_what_they_leave_out() -> None:
     assert "not redis" not in make("-n", "test-all", "HAS_REDIS=").stdout
 
 
-def pins(lines: list[str]) -> dict[str, str]:
-    found = (re.match(r"([\w.-]+)==([\w.]+)", line) for line in lines)
-    return {re.sub(r"[-_.]+", "-", match[1]).lower(): match[2] for match in found if match}
-
-
-def test_the_pins_agree() -> None:
+def test_constraints_pin_every_dependency_within_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    direct = pins([*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)])
-    constraints = pins((ROOT / "constraints.txt").read_text().splitlines())
-    assert "torch" not in constraints
-    assert {name: version for name, version in direct.items() if name != "torch"}.items() <= constraints.items()
+    extras = project["optional-dependencies"].values()
+    direct = [Requirement(line) for line in [*project["dependencies"], *(line for extra in extras for line in extra)]]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    torch = [requirement for requirement in direct if requirement.name == "torch"]
+    assert [str(requirement.specifier)[:2] for requirement in torch] == ["=="], (
+        "its build depends on the machine, so it has no constraint"
+    )
+    assert "torch" not in pinned
+    for requirement in direct:
+        if requirement.name != "torch":
+            assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+            assert "<" in str(requirement.specifier), f"{requirement} has no upper bound"
+    assert all(re.fullmatch(r"[\w.]+", version) for version in pinned.values())
     assert "+" not in (ROOT / "constraints.txt").read_text(), "a local version cannot be installed elsewhere"
 
 
@@ -97,8 +106,23 @@ def test_ci_runs_what_everybody_runs() -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert re.search(r"^make check \|\| again ", script.read_text(), flags=re.M)
     checks = make("-n", "check").stdout
-    for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports", "pytest"):
+    for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports", "scripts/test.sh"):
         assert tool in checks
+
+
+def test_the_workflow_runs_cis_script() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    (python,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    assert f">={python}" == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+
+
+def test_the_commit_hooks_run_the_tools_of_the_environment() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    programs = {hook["entry"].split()[0] for hook in repository["hooks"]}
+    assert programs == {".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/lint-imports"}
+    assert all(hook["language"] == "system" for hook in repository["hooks"])
 
 
 @pytest.fixture
@@ -121,6 +145,83 @@ def pretend(tools: Path, name: str, script: str) -> None:
 def on(tools: Path, script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     given = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": f"{tools}/log", "DONE": f"{tools}/done", **environment}
     return subprocess.run([script], env=given, capture_output=True, text=True, timeout=60, check=False)
+
+
+SCRIPTS = ROOT / "scripts"
+
+
+def test_the_makefile_is_short() -> None:
+    assert len((ROOT / "Makefile").read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda script: script.name)
+def test_scripts_are_sound(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK)
+    assert script.read_text().splitlines()[1].startswith("# ")
+
+
+@pytest.mark.parametrize(("ends", "ended"), [("exit 0", 0), ('case "$*" in *"not alone"*) exit 1;; esac', 1)])
+def test_the_tests_that_measure_run_alone_and_after_the_others(machine: Path, ends: str, ended: int) -> None:
+    pretend(machine, "python", f'echo "$*" >>"$LOG"; {ends}')
+    done = subprocess.run([SCRIPTS / "test.sh", "not slow"], env=os.environ | tools_of(machine, "python"), timeout=60, check=False)
+    assert done.returncode == ended
+    first, second = (machine / "log").read_text().splitlines()
+    assert "-n auto" in first
+    assert first.endswith("-m not alone and not slow")
+    assert second == "-m pytest -q -m alone and not slow"
+
+
+def tools_of(machine: Path, python: str) -> dict[str, str]:
+    return {"PYTHON": str(machine / python), "LOG": str(machine / "log"), "PATH": f"{machine}:{os.environ['PATH']}"}
+
+
+def test_images_are_built_as_make_is_told(machine: Path) -> None:
+    pretend(machine, "docker", 'echo "$*" >>"$LOG"')
+    (machine / "make").unlink()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    environment = tools_of(machine, "python")
+    assert make("images", **environment).returncode == 0
+    assert make("images", "VARIANT=cuda", "REGISTRY=", "BASE=some/base", "OFFLINE=1", **environment).returncode == 0
+    plain_gateway, plain_engine, gateway, engine = (machine / "log").read_text().splitlines()
+    assert plain_gateway == f"build --file gateway/Dockerfile --tag localhost/yardstick-gateway:{version} ."
+    assert plain_engine == f"build --build-arg VARIANT=cpu --file engine/Dockerfile --tag localhost/yardstick-engine:{version} ."
+    given = "build --build-arg BASE=some/base --build-arg PIP_NO_INDEX=1"
+    assert gateway == f"{given} --file gateway/Dockerfile --tag yardstick-gateway:{version} ."
+    assert engine == f"{given} --build-arg VARIANT=cuda --file engine/Dockerfile --tag yardstick-engine:{version}-cuda ."
+
+
+@pytest.fixture
+def copy(machine: Path) -> Path:
+    """A checkout whose interpreter runs the project's scripts and logs what pip is asked for."""
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, machine.parent)
+    shutil.copytree(SCRIPTS, machine.parent / "scripts")
+    pip = 'echo "$*" >>"$LOG"; mkdir -p wheels wheelhouse; case "$*" in *requirement*) cat >>"$LOG";; esac'
+    pretend(machine, "python", f'case "$1" in -m) {pip};; *) exec {sys.executable} "$@";; esac')
+    return machine.parent
+
+
+def test_wheels_for_the_images(machine: Path, copy: Path) -> None:
+    given = {"TORCH": "torch==1.0", "TORCH_INDEX": "https://index.example.com", "IMAGE_PYTHON": "3.11"}
+    subprocess.run([copy / "scripts" / "wheels.sh"], env=os.environ | tools_of(machine, "python") | given, timeout=60, check=True)
+    torch, rest, *asked = (machine / "log").read_text().splitlines()
+    download = "-m pip download --quiet --dest wheels --only-binary=:all: --python-version 3.11"
+    assert torch == f"{download} --no-deps --retries 1 --extra-index-url https://index.example.com torch==1.0"
+    assert rest == f"{download} --find-links wheels --constraint constraints.txt --requirement /dev/stdin async-timeout"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert asked == [*project["dependencies"], *project["optional-dependencies"]["engine"]]
+
+
+def test_wheels_for_a_gpu_host(machine: Path, copy: Path) -> None:
+    subprocess.run([copy / "scripts" / "wheelhouse.sh"], env=os.environ | tools_of(machine, "python"), timeout=60, check=True)
+    lines = (machine / "log").read_text().splitlines()
+    second = max(place for place, line in enumerate(lines) if line.startswith("-m pip"))
+    names = {Requirement(line).name for line in lines[1:second]}
+    assert {"litestar", "pytest", "pyzmq"} <= names
+    assert not {"torch", "triton", "transformers", "ruff", "flashinfer-python"} & names
+    assert "--no-deps" in lines[second]
+    assert {Requirement(line).name for line in lines[second + 1 :]} >= {"flashinfer-python", "apache-tvm-ffi"}
 
 
 LOCAL = ROOT / "tests" / "cluster" / "local.sh"

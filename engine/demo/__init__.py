@@ -1,1 +1,8 @@
-"""The two small models shipped with the project, and the program that made them (``python -m engine.demo.train``)."""
+"""The two demo models that the package ships; examples/demo_models made them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODELS = Path(__file__).parent / "models"
+"""Holds ``base`` and ``length``, two directories in Hugging Face's layout."""

@@ -17,7 +17,7 @@ from gateway.commands.errors import CommandError
 _PR_SET_PDEATHSIG = 1
 _CLIENT_VARIABLES = ("YARDSTICK_API_KEY",)
 """Meant for clients; a gateway takes every other ``YARDSTICK_`` variable for a setting."""
-_CLIENTS = ("loadgen", "engine.bench")
+_CLIENTS = ("loadgen", "benchmarks")
 _LAST_LINES_SECONDS = 2.0
 
 

@@ -113,7 +113,7 @@ def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert "no such file or directory" in done.stderr
 
 
-@pytest.mark.parametrize(("module", "kept"), [("gateway", False), ("engine", False), ("engine.bench", True), ("loadgen", True)])
+@pytest.mark.parametrize(("module", "kept"), [("gateway", False), ("engine", False), ("benchmarks", True), ("loadgen", True)])
 def test_the_key_goes_to_clients_only(module: str, kept: bool) -> None:
     """A gateway would take the variable for a setting of its own, and refuse it."""
     program = f"""

@@ -149,6 +149,7 @@ def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(tmp_path: Path) -
         tokens, _, words = done.stdout.splitlines()[-1].partition(" ")
         assert 20 <= int(tokens) <= 60
         assert words.startswith("A ")
+    check_clients(served.url)
     served.process.terminate()
     assert served.process.wait(END_SECONDS) == 0
     (seconds,) = re.findall(r"Ready after ([\d.]+) s", served.err.read_text())
@@ -158,6 +159,30 @@ def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(tmp_path: Path) -
     assert all(float(yes) + float(no) == pytest.approx(1, abs=1e-3) for _, yes, no in rows)
     assert [yes for _, yes, _ in rows] == sorted((yes for _, yes, _ in rows), reverse=True)
     assert {item for item, *_ in rows[:2]} == {"crimson jogging sneakers", "scarlet running trainers"}
+
+
+CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
+
+
+def check_clients(url: str) -> None:
+    """Run the example clients and check what they print."""
+    said: dict[str, list[str]] = {}
+    for path in (*CLIENTS.glob("*.py"), *CLIENTS.glob("*.sh")):
+        command = [sys.executable, str(path)] if path.suffix == ".py" else [str(path)]
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        said[path.name] = done.stdout.splitlines()
+    assert said.pop("score.py")[0].endswith(" crimson jogging sneakers")
+    (blue, _), (crimson, _) = json.loads(said.pop("score.sh")[0])["scores"]
+    assert blue < 0.5 < crimson
+    assert said.pop("chat.py")[-1].startswith("stop ")
+    stream = said.pop("stream.py")
+    assert len(stream) == 20
+    assert all(re.fullmatch(r"'.*' [01]\.\d{3} of \{.*\}", line) for line in stream)
+    lengths = [int(line.split()[1]) for line in said.pop("length_guidance.py")]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < 40 < lengths[2]
+    assert said == {}, "each client is checked here"
 
 
 def direct(served: Served, items: list[str]) -> list[list[float]]:

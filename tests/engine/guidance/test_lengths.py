@@ -11,11 +11,11 @@ import pytest
 
 from engine import wire
 from engine.build import build_loop
-from engine.demo.corpus.documents import draw_request
-from engine.demo.evaluate import MODELS
-from engine.demo.text import load_tokenizer
+from engine.demo import MODELS
 from engine.loop import Loop
 from engine.settings import EngineSettings
+from examples.demo_models.corpus.documents import draw_request
+from examples.demo_models.text import load_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

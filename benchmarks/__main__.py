@@ -1,0 +1,51 @@
+"""Run one benchmark: ``python -m benchmarks NAME [OPTION ...]``. Imports only the benchmark that is named."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One subcommand."""
+
+    function: str
+    """``module:name`` of a function that takes the remaining arguments and returns the exit code."""
+    help: str
+
+
+BENCHMARKS = {
+    "score": Benchmark("benchmarks.engine.cli:score", "scoring: 10 items of 180 tokens after a query of 120"),
+    "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
+    "accuracy": Benchmark("benchmarks.engine.cli:accuracy", "accuracy of bfloat16 and FP8, on the demo models and random weights"),
+    "gpu": Benchmark("benchmarks.engine.cli:gpu", "everything that needs a GPU machine, in at most 8 minutes"),
+    "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
+    "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),
+    "litellm": Benchmark("benchmarks.gateway.peer_litellm:main", "CPU time of the gateway for each chat, beside LiteLLM's proxy"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names with the other arguments; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks",
+        description="Benchmarks of engine, kernels and gateway on this machine.",
+        epilog="\n".join(["benchmarks:", *(f"  {name:<9} {benchmark.help}" for name, benchmark in BENCHMARKS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "benchmark", choices=BENCHMARKS, metavar="NAME", help="a benchmark of the list below; NAME --help has its options"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmark")
+    parsed = parser.parse_args(arguments)
+    module, _, name = BENCHMARKS[parsed.benchmark].function.partition(":")
+    run: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
+    return run(parsed.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

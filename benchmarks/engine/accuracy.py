@@ -1,0 +1,249 @@
+"""``python -m benchmarks accuracy``: what a number format costs, beside float32, through the engine itself.
+
+On the demo base model (relevance questions and descriptions of products that training never saw), on random weights, and on the
+demo length-value model, which is computed without the engine, on the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.engine import machine
+from benchmarks.engine.engines import Engine
+from benchmarks.engine.records import Records
+from benchmarks.engine.subject import Subject, subject
+from benchmarks.engine.workload import Workload
+from engine import wire
+from engine.demo import MODELS
+from engine.models.loader import load_model
+from engine.models.value import load_value_model
+from examples.demo_models import prompts
+from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
+from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
+from examples.demo_models.evaluate import auc, spearman, values_and_truths
+from examples.demo_models.length import write_texts
+from examples.demo_models.text import load_tokenizer
+
+FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"))
+"""Number format and quantisation; the first is what the others are compared with."""
+SLOTS = 32_768
+OPENING = 32
+"""Random tokens that a text goes on from."""
+TOGETHER = 10
+"""Items a request, unless each is alone."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    questions: int = 1000
+    alone: int = 50
+    """Of the questions, asked a second time one by one."""
+    random_requests: int = 10
+    texts: int = 100
+    random_texts: int = 20
+    tokens: int = 48
+    """The longest text."""
+    values: int = 200
+
+
+QUICK = Sizes(questions=60, alone=10, random_requests=1, texts=8, random_texts=2, tokens=24, values=20)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a model is asked."""
+
+    requests: list[wire.Score]
+    openings: list[list[int]]
+    """Prompts of texts."""
+    relevant: Tensor | None
+    """Of each item, whether its first label is right; None where nothing is."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What it says."""
+
+    probabilities: Tensor
+    """Of the first label, scaled to a sum of 1 over the two. [items]"""
+    alone: Tensor
+    """The same of the first items, each in a step of its own."""
+    texts: list[list[int]]
+    """The most probable token each time."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A format beside float32."""
+
+    mean: float
+    """Of the differences of a probability."""
+    largest: float
+    batch: float
+    """The largest difference between an item's probability alone and in a batch, in this format."""
+    auc: float | None
+    same_next: float
+    """Share of the tokens of float32's texts that come next here, too, after the same tokens."""
+    same_texts: float
+
+
+def run(sizes: Sizes, out: Path | None = None) -> dict[str, Any]:
+    """Print the tables and the line of JSON; with ``out``, leave a folder. Returns what the line says."""
+    records = Records()
+    summary: dict[str, Any] = {"bench": "accuracy", "machine": machine.describe()}
+    with subject("small", None, "float32") as random:
+        measured = {
+            "demo": (Subject(MODELS / "base", load_model(MODELS / "base").config, "float32"), demo_material(sizes)),
+            "random": (random, random_material(sizes, random.config.vocab_size)),
+        }
+        for name, (model, material) in measured.items():
+            summary[name] = {form: dataclasses.asdict(cost) for form, cost in costs(model, material, sizes).items()}
+            show(f"{name} model", summary[name], records)
+    summary["demo length"] = value_costs(sizes)
+    show("demo length-value model", summary["demo length"], records)
+    if out is not None:
+        records.write(out, summary)
+    print(json.dumps(summary), flush=True)
+    return summary
+
+
+def costs(model: Subject, material: Material, sizes: Sizes) -> dict[str, Cost]:
+    """What every format that can be computed here costs ``model``."""
+    found: dict[str, Cost] = {}
+    exact: Answers | None = None
+    for dtype, quantize in FORMATS:
+        if quantize is not None and torch.cuda.is_available() and dtype != "bfloat16":
+            continue
+        chosen = dataclasses.replace(model, dtype=dtype, quantize=quantize)
+        engine = Engine(chosen.load(), dtype, slots=SLOTS)
+        given = answers(engine, material, sizes)
+        exact = exact or given
+        found[chosen.format] = _cost(engine, material, given, exact)
+    return found
+
+
+def answers(engine: Engine, material: Material, sizes: Sizes) -> Answers:
+    """Scores of all items, some of them twice, and a text after every opening."""
+    rows = [row for scores in engine.score_all(material.requests) for row in scores]
+    singles = [(request, branch) for request in material.requests for branch in request.branches]
+    alone = [
+        engine.score(wire.Score("alone", request.prefix, [branch], request.labels))[0] for request, branch in singles[: sizes.alone]
+    ]
+    sampling = wire.Sampling(max_tokens=sizes.tokens, temperature=0)
+    texts: dict[str, list[int]] = {}
+    openings = enumerate(material.openings)
+    for reply in engine.run([wire.Generate(f"text {place}", opening, sampling) for place, opening in openings]):
+        assert isinstance(reply, wire.Delta), reply
+        texts.setdefault(reply.id, []).extend(reply.tokens)
+    return Answers(_scaled(rows), _scaled(alone), [texts[f"text {place}"] for place in range(len(material.openings))])
+
+
+def following(engine: Engine, opening: Sequence[int], text: Sequence[int]) -> list[int]:
+    """The most probable token at each place of ``text``, after all that stands before it."""
+    message = wire.Generate("following", [*opening, *text], wire.Sampling(max_tokens=0), prompt_logprobs=1)
+    for reply in engine.run([message]):
+        assert isinstance(reply, wire.Delta), reply
+        if reply.prompt_logprobs is not None:
+            return [best for best, *_ in reply.prompt_logprobs.top_tokens[len(opening) :]]
+    raise AssertionError("the engine did not say what follows")
+
+
+def _cost(engine: Engine, material: Material, given: Answers, exact: Answers) -> Cost:
+    difference = (given.probabilities - exact.probabilities).abs()
+    pairs = zip(material.openings, exact.texts, strict=True)
+    next_ones = [token for opening, text in pairs for token in following(engine, opening, text)]
+    expected = [token for text in exact.texts for token in text]
+    right = material.relevant
+    return Cost(
+        mean=difference.mean().item(),
+        largest=difference.max().item(),
+        batch=(given.probabilities[: len(given.alone)] - given.alone).abs().max().item(),
+        auc=None if right is None else auc(given.probabilities[right], given.probabilities[~right]),
+        same_next=_share(one == other for one, other in zip(next_ones, expected, strict=True)),
+        same_texts=_share(one == other for one, other in zip(given.texts, exact.texts, strict=True)),
+    )
+
+
+def demo_material(sizes: Sizes) -> Material:
+    """Hard questions, whose wrong items have one attribute wrong, and requests for descriptions."""
+    tokenizer, rng = load_tokenizer(MODELS / "base"), Random(11)
+    asked = [draw_test_question(rng, hard=1.0) for _ in range(sizes.questions)]
+    texts = [prompts.score_query(question.query) + prompts.score_item(question.item) for question in asked]
+    tokens = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+    labels = [tokenizer.encode(label).ids[0] for label in prompts.LABELS]
+    groups = [tokens[start : start + TOGETHER] for start in range(0, len(tokens), TOGETHER)]
+    products = (draw_product(rng, held_out=True).only(draw_asked(rng)) for _ in range(sizes.texts))
+    openings = [tokenizer.encode(prompts.describe(as_phrase(draw_words(product, rng)))).ids for product in products]
+    requests = [wire.Score(f"group {place}", [], group, labels) for place, group in enumerate(groups)]
+    return Material(requests, openings, torch.tensor([question.relevant for question in asked]))
+
+
+def random_material(sizes: Sizes, vocab_size: int) -> Material:
+    """The standard workload, and texts after a few random tokens."""
+    rng = np.random.default_rng(11)
+    requests = [Workload().request(f"request {place}", rng, vocab_size) for place in range(sizes.random_requests)]
+    openings = rng.integers(0, vocab_size, (sizes.random_texts, OPENING)).tolist()
+    return Material(requests, openings, None)
+
+
+def value_costs(sizes: Sizes) -> dict[str, dict[str, float]]:
+    """Differences of the value in every state of new texts, and its rank correlation with the truth."""
+    base, tokenizer = load_model(MODELS / "base"), load_tokenizer(MODELS / "base")
+    texts = write_texts(base, tokenizer, count=sizes.values, seed=12, held_out=True)
+    exact: Tensor | None = None
+    found = {}
+    for dtype, quantize in FORMATS:
+        value_model = load_value_model(MODELS / "length", getattr(torch, dtype), quantize)
+        values, truths = values_and_truths(value_model, texts)
+        exact = values if exact is None else exact
+        difference = (values - exact).abs()
+        form = Subject(MODELS / "length", value_model.config, dtype, quantize).format
+        mean, largest = difference.mean().item(), difference.max().item()
+        found[form] = {"mean": mean, "largest": largest, "correlation": spearman(values, truths)}
+    return found
+
+
+def show(title: str, formats: Mapping[str, Mapping[str, float | None]], records: Records) -> None:
+    """A row a format."""
+    headings = {
+        "mean": "mean Δ",
+        "largest": "max Δ",
+        "batch": "max Δ, batch",
+        "auc": "AUC",
+        "same_next": "same next token",
+        "same_texts": "same text",
+        "correlation": "rank correlation",
+    }
+    first = next(iter(formats.values()))
+    table = Table(title, *(heading for key, heading in headings.items() if first.get(key) is not None))
+    for form, cost in formats.items():
+        table.add_row(form, *(_written(key, cost[key]) for key in headings if cost.get(key) is not None))
+    records.console.print(table)
+
+
+def _written(key: str, value: float | None) -> str:
+    assert value is not None
+    return f"{value:.1%}" if key.startswith("same") else f"{value:.4f}" if key in ("auc", "correlation") else f"{value:.1e}"
+
+
+def _scaled(rows: list[list[float]]) -> Tensor:
+    """Log-probabilities of two labels -> the first one's probability of the two."""
+    return torch.tensor(rows, dtype=torch.float64).softmax(-1)[:, 0]
+
+
+def _share(same: Iterable[bool]) -> float:
+    found = list(same)
+    return sum(found) / len(found)

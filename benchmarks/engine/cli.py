@@ -1,0 +1,152 @@
+"""Command lines of the engine's benchmarks: ``python -m benchmarks score``, ``length``, ``accuracy`` and ``gpu``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.link import MALLOC
+from engine.settings import DTYPES, QUANTIZE
+
+PARTS = ("offline", "ablations", "online")
+QUICK_REPEATS, REPEATS = 3, 15
+QUICK_SECONDS, SECONDS = 4.0, 30.0
+
+
+def score(arguments: Sequence[str]) -> int:
+    """Parse ``arguments`` and run the scoring benchmark; returns the exit code."""
+    parser = _parser("score", "Scoring: 10 items of 180 tokens after a query of 120.")
+    _add_parts(parser)
+    _add_subject(parser)
+    parser.add_argument("--repeats", type=int, help=f"requests measured offline ({REPEATS})")
+    parser.add_argument("--quick", action="store_true", help="few repeats and short runs, to see that it works")
+    parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
+    parsed = parser.parse_args(arguments)
+    _restart_with_engine_malloc("score", arguments)
+    from benchmarks.engine.score import Options, run
+    from benchmarks.engine.servers import ServerError
+
+    parts = {part: getattr(parsed, part) for part in PARTS}
+    options = Options(
+        **(parts if any(parts.values()) else {"offline": True}),
+        sweeps=not parsed.no_sweeps,
+        shape=parsed.shape,
+        model=parsed.model,
+        dtype=parsed.dtype,
+        quantize=parsed.quantize,
+        repeats=parsed.repeats or (QUICK_REPEATS if parsed.quick else REPEATS),
+        quick=parsed.quick,
+        url=parsed.url,
+        rates=parsed.rates,
+        seconds=parsed.seconds or (QUICK_SECONDS if parsed.quick else SECONDS),
+        engine_flags=tuple(shlex.split(parsed.engine_flags)),
+        out=parsed.out,
+    )
+    try:
+        run(options)
+    except ServerError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def length(arguments: Sequence[str]) -> int:
+    """Parse ``arguments`` and run the benchmark of length guidance; returns the exit code."""
+    parser = _parser("length", "Length guidance: its cost beside plain generation, and its effect.")
+    parser.add_argument("--shape", choices=("demo", "7b"), default="demo", help="the shipped models, or random 7B and 1.5B")
+    parser.add_argument("--rows", type=_counts, default=(), help="texts at a time, such as 1,16,100,800 (64; these on a GPU)")
+    parser.add_argument("--repeats", type=int, help="of every measurement (5)")
+    parser.add_argument("--output", type=int, help="tokens a text (64; 48 on a GPU)")
+    parser.add_argument("--texts", type=int, help="at each scale, for the distributions of lengths (128)")
+    parser.add_argument("--no-ablations", action="store_true", help="leave the ablations out")
+    parser.add_argument("--no-distributions", action="store_true", help="leave the lengths by scale out")
+    parser.add_argument("--quick", action="store_true", help="few repeats and short texts, to see that it works")
+    parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
+    parsed = parser.parse_args(arguments)
+    _restart_with_engine_malloc("length", arguments)
+    from benchmarks.engine.length import Options, run
+
+    quick = {"repeats": 2, "output": 24, "texts": 32} if parsed.quick else {}
+    given = {name: getattr(parsed, name) for name in ("repeats", "output", "texts") if getattr(parsed, name) is not None}
+    options = Options(
+        shape=parsed.shape,
+        rows=parsed.rows,
+        **(quick | given),
+        ablations=not parsed.no_ablations,
+        distributions=not parsed.no_distributions,
+        out=parsed.out,
+    )
+    run(options)
+    return 0
+
+
+def accuracy(arguments: Sequence[str]) -> int:
+    """Parse ``arguments`` and run the benchmark of number formats; returns the exit code."""
+    parser = _parser("accuracy", "Accuracy of bfloat16 and FP8, on the demo models and on random weights.")
+    parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
+    parser.add_argument("--out", type=Path, help="folder for the tables and the summary")
+    parsed = parser.parse_args(arguments)
+    _restart_with_engine_malloc("accuracy", arguments)
+    from benchmarks.engine.accuracy import QUICK, Sizes, run
+
+    run(QUICK if parsed.quick else Sizes(), parsed.out)
+    return 0
+
+
+def gpu(arguments: Sequence[str]) -> int:
+    """Parse ``arguments`` and run everything that needs a GPU machine; returns the exit code."""
+    parser = _parser("gpu", "Everything that needs a GPU machine: tests, kernels, scoring, guidance; at most 8 minutes.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
+    parsed = parser.parse_args(arguments)
+    from benchmarks.engine.gpu import run
+
+    return run(parsed.out)
+
+
+def _restart_with_engine_malloc(benchmark: str, arguments: Sequence[str]) -> None:
+    """Restart the process with the allocator settings of the engine's loop, which libc reads when a process starts."""
+    if not MALLOC.keys() <= os.environ.keys():
+        command = [sys.executable, "-m", "benchmarks", benchmark, *arguments]
+        os.execve(sys.executable, command, MALLOC | os.environ)  # noqa: S606 - no shell is wanted
+
+
+def _parser(benchmark: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(f"python -m benchmarks {benchmark}", description=description)
+
+
+def _add_parts(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_argument_group("what to run (only --offline unless given)")
+    parts.add_argument("--offline", action="store_true", help="against transformers, the roofline, and sweeps over lengths")
+    parts.add_argument("--no-sweeps", action="store_true", help="leave the sweeps out")
+    parts.add_argument("--ablations", action="store_true", help="what each optimisation is worth")
+    parts.add_argument("--online", action="store_true", help="through a gateway over HTTP, with Poisson arrivals")
+    parts.add_argument("--url", help="a running gateway that serves the model (starts an engine and a gateway)")
+    parts.add_argument("--rates", type=_rates, default=(), help="items a second, such as 600,800,1000 (fractions of the capacity)")
+    parts.add_argument("--seconds", type=float, help=f"of arrivals at each rate ({SECONDS:g})")
+    parts.add_argument("--engine-flags", default="", help="more flags for the engine that is started, in one word")
+
+
+def _add_subject(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("the model")
+    model.add_argument("--shape", choices=("small", "qwen3-0.6b"), default="small", help="of random weights (%(default)s)")
+    model.add_argument("--model", help="a model directory or hub id, instead of random weights")
+    model.add_argument("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
+    model.add_argument("--quantize", choices=QUANTIZE, help="what the layers' matrix products compute in (--dtype)")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(","))
+    if min(counts) <= 0:
+        raise argparse.ArgumentTypeError("rows must be greater than 0")
+    return counts
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    rates = tuple(float(part) for part in text.split(","))
+    if min(rates) <= 0:
+        raise argparse.ArgumentTypeError("rates must be greater than 0")
+    return rates

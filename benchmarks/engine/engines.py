@@ -1,0 +1,140 @@
+"""Those who score, in this process: the engine's loop, and Hugging Face transformers as the peer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from benchmarks.engine.subject import Subject
+from engine import wire
+from engine.build import assemble
+from engine.loop import Loop
+from engine.models.decoder import Decoder
+from engine.settings import EngineSettings
+
+Scores = list[list[float]]
+"""Log-probabilities, [item][label]."""
+
+
+class Scorer(Protocol):
+    """Runs one request to its end."""
+
+    def score(self, message: wire.Score) -> Scores:
+        """The log-probabilities of the request's labels."""
+
+
+class Stopwatch:
+    """Sums up the time that calls take: on the processor as they return, on a GPU as it computes them."""
+
+    def __init__(self, *, gpu: bool) -> None:
+        self._gpu = gpu
+        self._host = 0.0
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def around(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """``function``, timed."""
+        return partial(self._on_gpu if self._gpu else self._on_host, function)
+
+    def take(self) -> float:
+        """Seconds since it was last asked."""
+        if self._marks:
+            torch.cuda.synchronize()
+        total = self._host + sum(float(start.elapsed_time(end)) for start, end in self._marks) / 1000
+        self._host, self._marks = 0.0, []
+        return total
+
+    def _on_host(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        start = time.perf_counter()
+        result = function(*arguments)
+        self._host += time.perf_counter() - start
+        return result
+
+    def _on_gpu(self, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        result = function(*arguments)
+        end.record()
+        self._marks.append((start, end))
+        return result
+
+
+class Engine:
+    """The loop, driven in this process."""
+
+    def __init__(
+        self, decoder: Decoder, dtype: str, *, overlap: bool | None = None, slots: int = 131_072, cuda_graphs: str = "auto"
+    ) -> None:
+        settings = EngineSettings(
+            model="bench",
+            name="bench",
+            dtype=dtype,
+            max_tokens_in_cache=slots,
+            overlap=overlap,
+            cuda_graphs=cuda_graphs,
+        )
+        self.loop: Loop = assemble(decoder, settings, "bench")
+
+    @contextmanager
+    def timed(self, decoder: Decoder, watch: Stopwatch) -> Iterator[None]:
+        """The decoder's time goes to ``watch``, whether its steps are launched or replayed."""
+        places: list[Any] = [decoder, *filter(None, [self.loop._runner._graphs])]
+        for place in places:
+            place.forward = watch.around(place.forward)
+        try:
+            yield
+        finally:
+            for place in places:
+                del place.forward
+
+    def score(self, message: wire.Score) -> Scores:
+        """Run one request to its end."""
+        return self.score_all([message])[0]
+
+    def score_all(self, messages: Sequence[wire.Score]) -> list[Scores]:
+        """Queue all requests at once and run them to their end."""
+        scores: dict[str, Scores] = {}
+        for reply in self.run(messages):
+            assert isinstance(reply, wire.Scored), reply
+            scores[reply.id] = reply.logprobs
+        return [scores[message.id] for message in messages]
+
+    def run(self, messages: Sequence[wire.Score | wire.Generate]) -> list[wire.Reply]:
+        """Queue all requests at once and run them to their end; the replies as they come."""
+        for message in messages:
+            self.loop.submit(message)
+        replies: list[wire.Reply] = []
+        while not self.loop.idle:
+            replies += self.loop.step()
+        return replies
+
+
+class Transformers:
+    """The peer. It computes a request's full prompts as one batch and only the last position's logits, which is the best that it
+    does without sharing the query."""
+
+    def __init__(self, subject: Subject, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, subject.dtype)
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(subject.directory, dtype=dtype, attn_implementation="sdpa")
+        self._model = model.to(device)
+        self._device = device
+
+    @torch.inference_mode()
+    def score(self, message: wire.Score) -> Scores:
+        """All prompts as one batch; they are of one length, so nothing is wasted on padding."""
+        prompts = torch.tensor([message.prefix + branch for branch in message.branches], device=self._device)
+        logits = self._model(prompts, logits_to_keep=1, use_cache=False).logits[:, -1].float()
+        return logits.log_softmax(-1)[:, message.labels].tolist()  # type: ignore[no-any-return]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call, which ends with its results on the host."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

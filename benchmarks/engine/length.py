@@ -1,0 +1,238 @@
+"""``python -m benchmarks length``: what guidance costs beside plain generation, and what it does; one line of JSON last."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import time
+from dataclasses import dataclass, replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from benchmarks.engine import length_ablations, length_plot, machine
+from benchmarks.engine.records import Records
+from benchmarks.engine.stages import Stages
+from benchmarks.engine.writers import (
+    CANDIDATES,
+    QWEN25_7B,
+    QWEN25_15B,
+    Writer,
+    Writing,
+    guided_flops_ratio,
+    random_pair,
+    survivors,
+)
+from engine import wire
+from engine.build import Length
+from engine.demo import MODELS
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model
+from engine.models.value import load_value_model
+from examples.demo_models.length import GAMMA
+
+PUBLISHED = {"first timing study": 4.55, "optimised": 4.03}
+"""Guided over plain wall time on one H100, 7B + 1.5B, GSM8K, 50 questions × 16 samples, top_k 5, min_p 0.01 (arXiv 2604.27039)."""
+BOUNDS = {1: 1.19, 16: 1.19, 100: 1.50, 800: 1.85}
+"""Guided over plain that one H200 allows at so many rows, 7B + 1.5B, five candidates in every row: weights and keys are read and
+products made at the speeds measured there."""
+TARGETS = {"cpu": 1.15, "cuda": 1.25}
+"""Over the ratio of FLOPs, over the bounds."""
+BESIDE_ROWS = 64
+"""Plain rows, and guided ones, that are written together."""
+MIX_MIN_P = 0.01
+MIX_SURVIVORS = 2.0
+TEMPERATURES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01)
+"""Tried in turn, hottest first, until random weights leave so few candidates."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    shape: str = "demo"
+    """``demo``: the shipped models; ``7b``: random weights in the published shapes."""
+    rows: tuple[int, ...] = ()
+    """Texts at a time; empty: 64, or on a GPU those of :data:`BOUNDS`."""
+    repeats: int = 5
+    output: int = 0
+    """Tokens a text; 0: 64, on a GPU 48."""
+    texts: int = 128
+    """Of each scale, for the distributions."""
+    ablations: bool = True
+    distributions: bool = True
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two models that are measured."""
+
+    decoder: Decoder
+    length: Length
+    dtype: str
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ModelConfig]:
+        """Base model, length model."""
+        return self.decoder.config, self.length.model.config
+
+    def writer(self, slots: int, rows: int, *, cuda_graphs: str = "auto") -> Writer:
+        """An engine with both, for so many texts at a time."""
+        return Writer(self.decoder, self.length, self.dtype, slots=slots, rows=rows, cuda_graphs=cuda_graphs)
+
+
+def load_pair(shape: str) -> Pair:
+    """On the GPU where there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    if shape == "7b":
+        return Pair(*random_pair(QWEN25_7B, QWEN25_15B, device, getattr(torch, dtype)), dtype)
+    decoder = load_model(MODELS / "base", getattr(torch, dtype)).to(device).eval()
+    model = load_value_model(MODELS / "length", getattr(torch, dtype)).to(device).eval()
+    return Pair(decoder, Length(model, GAMMA), dtype)
+
+
+def run(options: Options) -> None:
+    """Print the tables and the JSON line; with ``out``, leave a folder."""
+    records, pair = Records(), load_pair(options.shape)
+    on_gpu = pair.decoder.embed.weight.is_cuda
+    rows = options.rows or (tuple(BOUNDS) if on_gpu else (64,))
+    output = options.output or (48 if on_gpu else 64)
+    summary: dict[str, Any] = {"bench": "length", "machine": machine.describe(), "model": options.shape, "dtype": pair.dtype}
+    writings = [Writing(count, 96, output) for count in rows]
+    most = max(2 * min(rows[-1], BESIDE_ROWS), *rows)
+    writer = pair.writer(_slots(replace(writings[-1], rows=most)), most)
+    mix = mixed(writer, writings[0])
+    summary["rows"] = {
+        writing.rows: costs(pair, writer, writing, replace(writing, sampling=mix), options.repeats, records) for writing in writings
+    }
+    show_costs(summary["rows"], on_gpu and options.shape == "7b", records)
+    summary["beside"] = beside(writer, replace(writings[-1], rows=min(rows[-1], BESIDE_ROWS)), options.repeats, records)
+    small = replace(writings[-1], rows=min(rows[-1], 100))
+    summary["stages_ms"] = stages(writer, small, records)
+    if options.ablations:
+        loads = {"five candidates": small, "survivor mix": replace(small, sampling=mix)}
+        launched = pair.writer(_slots(small), small.rows, cuda_graphs="off") if on_gpu else None
+        summary["ablations_ms"] = length_ablations.ablate(writer, launched, loads, options.repeats, records)
+        length_ablations.show(summary["ablations_ms"], records)
+    if options.distributions and options.shape == "demo":
+        lengths = length_plot.by_scale(writer, options.texts, records)
+        length_plot.show(lengths, records)
+        summary["mean_tokens_by_scale"] = {scale: found.mean for scale, found in lengths.items()}
+    summary["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    if options.out is not None:
+        records.write(options.out, summary)
+        if options.distributions and options.shape == "demo":
+            length_plot.plot(options.out, lengths)
+    print(json.dumps(summary), flush=True)
+
+
+def _slots(writing: Writing) -> int:
+    """Room for all texts, and for the prompts of the load before, which stay cached."""
+    return 2 * writing.rows * (writing.prompt + writing.output) + 1024
+
+
+def costs(pair: Pair, writer: Writer, writing: Writing, mix: Writing, repeats: int, records: Records) -> dict[str, float]:
+    """Guided over plain, taken in turn on prompts of the same lengths, with five candidates and with a survivor mix."""
+    rng = np.random.default_rng(writing.rows)
+    loads = {"plain": (writing, False), "guided": (writing, True), "plain mix": (mix, False), "guided mix": (mix, True)}
+    times: dict[str, list[float]] = {name: [] for name in loads}
+    for place in records.progress(range(repeats + 1), f"{writing.rows} rows"):
+        for name, (load, steered) in loads.items():
+            seconds = writer.step_seconds(load.requests(rng, writer.vocab_size, repeat(steered)))
+            if place:  # the first warms up
+                times[name].append(seconds)
+                records.rows.append({"kind": "guided step", "rows": writing.rows, "name": name, "seconds": seconds})
+    ratios = [guided / plain for guided, plain in zip(times["guided"], times["plain"], strict=True)]
+    flops = guided_flops_ratio(*pair.configs, writing.prompt + writing.output / 2)
+    mix_ratios = [guided / plain for guided, plain in zip(times["guided mix"], times["plain mix"], strict=True)]
+    return {
+        **{f"{name.replace(' ', '_')}_ms": 1000 * statistics.median(values) for name, values in times.items()},
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "flops_ratio": flops,
+        "over_flops_ratio": statistics.median(ratios) / flops,
+        "mix_ratio": statistics.median(mix_ratios),
+        "mix_candidates": survivors(writer, replace(mix, output=16), rng),
+    }
+
+
+def mixed(writer: Writer, writing: Writing) -> wire.Sampling:
+    """``min_p``, at the temperature that leaves some :data:`MIX_SURVIVORS` candidates a draw of texts like ``writing``."""
+    rng, few = np.random.default_rng(9), min(8, writer.rows)
+    for temperature in TEMPERATURES:
+        mix = wire.Sampling(top_k=CANDIDATES, min_p=MIX_MIN_P, temperature=temperature, ignore_eos=True)
+        if survivors(writer, replace(writing, sampling=mix, rows=few, output=16), rng) <= MIX_SURVIVORS * 1.15:
+            break
+    return mix
+
+
+def beside(writer: Writer, writing: Writing, repeats: int, records: Records) -> dict[str, float]:
+    """What as many plain rows add to a step of guided ones, beside what they add to a step of plain ones."""
+    rng, rows = np.random.default_rng(7), writing.rows
+    double = replace(writing, rows=2 * rows)
+    loads = {
+        "guided": (writing, [True] * rows),
+        "plain": (writing, [False] * rows),
+        "guided and plain": (double, [True, False] * rows),
+        "plain and plain": (double, [False] * 2 * rows),
+    }
+    times: dict[str, list[float]] = {name: [] for name in loads}
+    for place in records.progress(range(repeats + 1), "plain rows beside guided ones"):
+        for name, (load, steered) in loads.items():
+            seconds = writer.step_seconds(load.requests(rng, writer.vocab_size, steered))
+            if place:
+                times[name].append(seconds)
+                records.rows.append({"kind": "beside", "name": name, "seconds": seconds})
+    rounds = zip(*(times[name] for name in ("guided", "plain", "guided and plain", "plain and plain")), strict=True)
+    excess = statistics.median(both / (guided + doubled - plain) - 1 for guided, plain, both, doubled in rounds)
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    taken = 1000 * middle["guided and plain"]
+    records.console.print(f"{rows} plain and {rows} guided rows: {taken:.2f} ms a step, {excess:+.1%} over what both cost alone")
+    return {**{f"{name.replace(' ', '_')}_ms": 1000 * value for name, value in middle.items()}, "excess": excess}
+
+
+def stages(writer: Writer, writing: Writing, records: Records) -> dict[str, float]:
+    """Milliseconds of a guided step by stage."""
+    taken = Stages(gpu=next(iter(writer.loop._runner._decoder.parameters())).is_cuda)
+    with taken.timed(writer.loop):
+        writer.step_seconds(writing.requests(np.random.default_rng(8), writer.vocab_size, repeat(True)))
+        taken.shares(0.0)
+        start, steps = time.perf_counter(), writer.loop.stats.steps
+        writer.write(writing.requests(np.random.default_rng(8), writer.vocab_size, repeat(True)))
+        wall, steps = time.perf_counter() - start, writer.loop.stats.steps - steps
+    found = {stage: 1000 * seconds / steps for stage, seconds in taken.shares(wall).items()}
+    table = Table("stage", "ms a step", "share", title=f"A guided step of {writing.rows} rows, prompts included")
+    for stage, milliseconds in found.items():
+        table.add_row(stage, f"{milliseconds:.3f}", f"{milliseconds / sum(found.values()):.0%}")
+    records.console.print(table)
+    return found
+
+
+def show_costs(by_rows: dict[int, dict[str, float]], bounded: bool, records: Records) -> None:
+    """Guided beside plain at each number of rows; ``bounded``: the published shapes on a GPU."""
+    table = Table("rows", "plain, ms", "guided, ms", "guided ÷ plain", title=f"A step of decoding, {CANDIDATES} candidates")
+    for heading in ("FLOPs, guided ÷ plain", "÷ FLOPs' ratio", f"min_p {MIX_MIN_P}", "candidates there"):
+        table.add_column(heading)
+    if bounded:
+        table.add_column("bound")
+        table.add_column("÷ bound")
+    for rows, cost in by_rows.items():
+        cells = [f"{rows}", f"{cost['plain_ms']:.2f}", f"{cost['guided_ms']:.2f}"]
+        cells += [f"{cost['ratio']:.2f}× ({cost['ratio_min']:.2f}–{cost['ratio_max']:.2f})", f"{cost['flops_ratio']:.2f}×"]
+        cells += [f"{cost['over_flops_ratio']:.2f}", f"{cost['mix_ratio']:.2f}×", f"{cost['mix_candidates']:.1f}"]
+        if bounded and rows in BOUNDS:
+            cells += [f"{BOUNDS[rows]:.2f}×", f"{cost['ratio'] / BOUNDS[rows]:.2f} (target {TARGETS['cuda']})"]
+        table.add_row(*cells)
+    records.console.print(table)
+    if bounded:
+        published = ", ".join(f"{ratio:.2f}× ({name})" for name, ratio in PUBLISHED.items())
+        records.console.print(f"Published on one H100, with min_p {MIX_MIN_P}: {published}")

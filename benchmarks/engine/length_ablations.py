@@ -1,0 +1,165 @@
+"""What each part of the guided step is worth: the straightforward way, written here, in the place of the engine's own.
+
+They draw from the same distributions as the engine, so each costs what its way costs. One forward pass for pending tokens and
+another for candidates, candidates computed again once they are drawn, and tilts on the host are how the published server works.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.engine.records import Records
+from benchmarks.engine.writers import Writer, Writing
+from engine.core import Lookahead, Run
+from engine.guidance.guide import Attend, Guide, GuidedRow, Pass, Passed, Resolve, Steered
+from engine.loop import Loop
+from engine.sampling import gumbel
+
+YARDSTICK = "Yardstick"
+
+
+class SeparateExtend(Guide):
+    """Pending tokens in a forward pass of their own, before that of the candidates."""
+
+    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
+        if not work.runs or not work.ahead:
+            return super()._forward(work, resolve)
+        alone = work._replace(ahead=[], branches=[], tokens=work.tokens[:0], counts=work.counts[:0])
+        first = super()._forward(alone, resolve)
+        second = super()._forward(work._replace(runs=[], asked=[]), resolve)
+        return second._replace(ends=first.ends)
+
+
+class NoAdoption(Guide):
+    """The token that was drawn last goes through the length model once more, as if its keys and values had been thrown away."""
+
+    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
+        again = [
+            Run(lookahead.branch.request, lookahead.branch, lookahead.branch.tokens.view[-1:].copy(), lookahead.prefix)
+            for lookahead in work.ahead
+            if lookahead.pending is None
+        ]
+        return super()._forward(work._replace(runs=[*work.runs, *again]), resolve)
+
+
+class EachReadsItsPrefix(Guide):
+    """Every candidate reads the keys and values of its text by itself, in passes that are launched: none such is captured."""
+
+    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
+        self._graphs = None
+        return super()._forward(work, resolve)
+
+    def _attend(self, work: Pass) -> Attend:
+        alone = [lookahead for lookahead, count in zip(work.ahead, work.branches, strict=True) for _ in range(count)]
+        return super()._attend(work._replace(ahead=alone, branches=[1] * len(alone), counts=torch.ones_like(work.tokens)))
+
+
+class OnTheHost(Guide):
+    """Candidates to the host, row by row through the formula there, the chosen back to the device. ``centered_exp`` only."""
+
+    def steer(
+        self, logits: Tensor, rows: Sequence[GuidedRow], runs: Sequence[Run], asked: Sequence[int], resolve: Resolve
+    ) -> tuple[Steered, Tensor | None, list[Lookahead]]:
+        sampling, _, found = self._candidates(logits, rows)
+        width = found.ids.shape[1]
+        counts = found.counts.tolist()
+        at = [row for row, count in enumerate(counts) if count > 1]
+        ahead = [rows[row].lookahead for row in at]
+        branches = [counts[row] for row in at] if self._compact else [width] * len(at)
+        places = [row * width + rank for row, count in zip(at, branches, strict=True) for rank in range(count)]
+        tokens = found.ids.flatten()[torch.tensor(places, dtype=torch.int64, device=self._device)]
+        pending = [lookahead.pending for lookahead in ahead if lookahead.pending is not None]
+        passed = self._forward(Pass([*runs, *pending], asked, ahead, branches, tokens, found.counts[at]), resolve)
+        z = dict(zip(places, [] if passed.branches is None else passed.branches.tolist(), strict=True))
+        noise, ids, p = (tensor.tolist() for tensor in (gumbel(sampling.keys, found.ids), found.ids, found.probabilities))
+        chosen = []
+        for row, count in enumerate(counts):
+            tilted = [
+                p[row][rank] * math.exp(rows[row].guidance.scale * self._value(ids[row][rank], z.get(row * width + rank)))
+                for rank in range(count)
+            ]
+            keys = [math.log(weight) + noise[row][rank] for rank, weight in enumerate(tilted)]
+            chosen.append(max(range(count), key=keys.__getitem__))
+        ranks = torch.tensor(chosen, device=self._device)
+        firsts = np.cumsum([0, *branches])
+        self._adopt(
+            passed,
+            ahead,
+            torch.tensor([firsts[i] + chosen[row] for i, row in enumerate(at)], dtype=torch.int64, device=self._device),
+        )
+        undecided = found.counts > 1
+        steered = Steered(
+            tokens=found.ids.gather(1, ranks.unsqueeze(1)).squeeze(1),
+            logprobs=torch.zeros(len(rows), device=self._device),
+            ids=found.ids,
+            probabilities=found.probabilities,
+            values=torch.zeros_like(found.probabilities),
+            undecided=undecided.long(),
+            counts=found.counts,
+        )
+        kept = set(at)
+        return steered, passed.ends, [row.lookahead for place, row in enumerate(rows) if place not in kept]
+
+    def _value(self, token: int, z: float | None) -> float:
+        return 0.0 if z is None or token in self._eos else 1 / (1 + math.exp(-z))
+
+
+VARIANTS: dict[str, type[Guide]] = {
+    YARDSTICK: Guide,
+    "separate extend": SeparateExtend,
+    "no adoption": NoAdoption,
+    "keys and values read per candidate": EachReadsItsPrefix,
+    "guidance on the host": OnTheHost,
+}
+
+
+@contextmanager
+def guided_by(loop: Loop, kind: type[Guide]) -> Iterator[None]:
+    """``loop``, which is idle, with another way to guide."""
+    runner: Any = loop._runner
+    own = runner._guide
+    runner._guide = kind.__new__(kind)
+    runner._guide.__dict__.update(own.__dict__)
+    try:
+        yield
+    finally:
+        runner._guide = own
+
+
+def ablate(
+    writer: Writer, launched: Writer | None, writings: Mapping[str, Writing], repeats: int, records: Records
+) -> dict[str, dict[str, float]]:
+    """Median milliseconds a step of each variant, taken in turn, for each load; ``launched``: the engine without CUDA graphs, where
+    it has them."""
+    variants = {name: (writer, kind) for name, kind in VARIANTS.items()}
+    variants |= {} if launched is None else {"no CUDA graphs": (launched, Guide)}
+    rng = np.random.default_rng(4)
+    found: dict[str, dict[str, float]] = {}
+    for load, writing in writings.items():
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for repeat in records.progress(range(repeats + 1), f"ablations, {load}"):
+            for name, (writes, kind) in variants.items():
+                with guided_by(writes.loop, kind):
+                    seconds = writes.step_seconds(writing.requests(rng, writes.vocab_size, [True] * writing.rows))
+                if repeat:  # the first warms up
+                    times[name].append(seconds)
+                    records.rows.append({"kind": "guided ablation", "load": load, "name": name, "seconds": seconds})
+        found[load] = {name: 1000 * statistics.median(values) for name, values in times.items()}
+    return found
+
+
+def show(found: Mapping[str, Mapping[str, float]], records: Records) -> None:
+    """A column a load."""
+    table = Table("ms a step (× Yardstick)", *found, title="Ablations of guidance")
+    for name in next(iter(found.values())):
+        table.add_row(name, *(f"{load[name]:.2f} ({load[name] / load[YARDSTICK]:.2f})" for load in found.values()))
+    records.console.print(table)

@@ -1,0 +1,125 @@
+"""Scoring, engine only: the standard workload against Hugging Face transformers, and cost per item over lengths.
+
+Both run in this process with the same threads and weights, in turn on the same requests, and their scores must agree.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from benchmarks.engine.engines import Engine, Scorer, Stopwatch
+from benchmarks.engine.records import Records
+from benchmarks.engine.subject import Subject
+from benchmarks.engine.workload import Workload
+from engine import wire
+from engine.models.decoder import Decoder
+from engine.scoring import label_logprobs
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One length taken through its values, the others of the standard workload."""
+
+    name: str
+    """A field of :class:`Workload`."""
+    values: Sequence[int]
+
+    def workloads(self) -> dict[int, Workload]:
+        """By value."""
+        return {value: Workload(**{self.name: value}) for value in self.values}
+
+
+SWEEPS = (
+    Sweep("items", (1, 5, 10, 20, 50, 100, 500)),
+    Sweep("query", (15, 120, 500, 2000)),
+    Sweep("item", (20, 60, 180, 500)),
+)
+QUICK_SWEEPS = (Sweep("items", (1, 10, 50)), Sweep("query", (15, 500)), Sweep("item", (20, 180)))
+
+
+class Head:
+    """The engine's last step alone, on as many rows as a request has items: it is the model's time, not the engine's."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        weight = decoder.embed.weight
+        self._hidden = torch.randn(Workload().items, weight.shape[1], device=weight.device).to(weight.dtype)
+        self._labels = torch.zeros(Workload().items, Workload().labels, dtype=torch.int64, device=weight.device)
+
+    @torch.inference_mode()
+    def run(self) -> torch.Tensor:
+        """One pass."""
+        return label_logprobs(self._decoder, self._hidden, self._labels)
+
+
+def compare(engine: Engine, decoder: Decoder, peer: Scorer, vocab_size: int, repeats: int, records: Records) -> dict[str, float]:
+    """The standard workload, engine and peer in turn on the same requests."""
+    workload, rng, head = Workload(), np.random.default_rng(0), Head(decoder)
+    watch = Stopwatch(gpu=decoder.embed.weight.is_cuda)
+    timed_head = watch.around(head.run)
+    worst = difference(engine, peer, workload.request("warm", rng, vocab_size))
+    timed_head()
+    ours, theirs, outside = [], [], []
+    with engine.timed(decoder, watch):
+        for repeat in records.progress(range(repeats), "against transformers"):
+            message = workload.request(f"r{repeat}", rng, vocab_size)
+            watch.take()
+            ours.append(records.timed("offline", "Yardstick", partial(engine.score, message)))
+            timed_head()
+            outside.append(1 - watch.take() / ours[-1])
+            theirs.append(records.timed("offline", "transformers", partial(peer.score, message)))
+    ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
+    return {
+        "engine_items_per_s": workload.items / statistics.median(ours),
+        "transformers_items_per_s": workload.items / statistics.median(theirs),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "outside_model": statistics.median(outside),
+        "largest_difference": worst,
+    }
+
+
+def difference(engine: Scorer, peer: Scorer, message: wire.Score) -> float:
+    """Between the log-probabilities of one request, at most."""
+    return float(np.abs(np.subtract(engine.score(message), peer.score(message))).max())
+
+
+def sweep(engine: Engine, vocab_size: int, what: Sweep, repeats: int, records: Records) -> dict[int, float]:
+    """Milliseconds an item by value, medians, the values taken in turn."""
+    rng, workloads = np.random.default_rng(1), what.workloads()
+    times: dict[int, list[float]] = {value: [] for value in workloads}
+    for repeat in records.progress(range(repeats), f"by {what.name}"):
+        for value, workload in workloads.items():
+            message = workload.request(f"{what.name}{repeat}-{value}", rng, vocab_size)
+            taken = records.timed(f"sweep {what.name}", str(value), partial(engine.score, message))
+            times[value].append(taken / workload.items)
+    return {value: 1000 * statistics.median(values) for value, values in times.items()}
+
+
+def show_comparison(comparison: Mapping[str, float], measured: Subject, records: Records) -> None:
+    """Who is how fast."""
+    table = Table(f"120/180/10, {measured.format}", "items/s", "against transformers", title="Scoring, engine only")
+    spread = f"{comparison['ratio']:.2f}× ({comparison['ratio_min']:.2f}–{comparison['ratio_max']:.2f})"
+    table.add_row("Yardstick", f"{comparison['engine_items_per_s']:.1f}", spread)
+    table.add_row(f"transformers, one batch, {measured.dtype}", f"{comparison['transformers_items_per_s']:.1f}", "1")
+    records.console.print(table)
+    records.console.print(f"outside the model: {comparison['outside_model']:.1%} of the time")
+    records.console.print(f"largest difference of a log-probability: {comparison['largest_difference']:.1e}")
+
+
+def show_sweep(what: Sweep, per_item: Mapping[int, float], records: Records) -> None:
+    """Costs by value."""
+    heading = {"items": "items a request", "query": "tokens of the query", "item": "tokens an item"}[what.name]
+    table = Table(heading, *(str(value) for value in per_item))
+    table.add_row("ms an item", *(f"{value:.2f}" for value in per_item.values()))
+    tokens = {value: workload.tokens / workload.items for value, workload in what.workloads().items()}
+    table.add_row("µs a computed token", *(f"{1000 * taken / tokens[value]:.1f}" for value, taken in per_item.items()))
+    records.console.print(table)

@@ -1,0 +1,124 @@
+"""Scoring through the gateway over HTTP: Poisson arrivals, open loop, latency from the scheduled time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.table import Table
+
+from benchmarks.engine.client import OK, Job, Sample, poisson, summarise
+from benchmarks.engine.records import PERCENTILES, Records, percentiles
+from benchmarks.engine.servers import ServerError
+from benchmarks.engine.workload import Workload
+
+FRACTIONS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
+"""Of the capacity, where no rates are given."""
+REPEATED = (0.0, 0.5, 0.9)
+REPEATED_AT = 0.9
+"""Of the capacity."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run."""
+
+    rates: tuple[float, ...] = ()
+    """Items a second; none: :data:`FRACTIONS` of what the server was measured to do."""
+    seconds: float = 30.0
+    """Of arrivals, a rate."""
+    burst: int = 16
+    """Requests sent at once to find the capacity; enough to keep the engine busy."""
+    alone: int = 10
+    """Requests sent one by one."""
+
+
+class Online:
+    """Runs against one gateway."""
+
+    def __init__(self, url: str, vocab_size: int, records: Records) -> None:
+        self._url = url
+        self._vocab_size = vocab_size
+        self._records = records
+        self._runs = 0
+        self._items = Workload().items
+
+    def measure(self, plan: Plan) -> dict[str, Any]:
+        """Capacity, one request alone, the rates, and repeated items with the cache on. Raises :class:`ServerError`."""
+        warm_up = self._run("warm-up", [0.0] * 4)
+        if warm_up["failures"]:
+            raise ServerError(
+                f"requests to {self._url} failed: {warm_up['failures']}; look at its log, and check --model and --url"
+            )
+        capacity = self._run("burst", [0.0] * plan.burst)["items_per_s"]
+        gap = 3 * self._items / capacity
+        alone = self._run("alone", [gap * place for place in range(plan.alone)])
+        rates = plan.rates or tuple(fraction * capacity for fraction in FRACTIONS)
+        runs = [self._poisson("rate", rate, plan.seconds) for rate in rates]
+        hot = [self._poisson("repeated", REPEATED_AT * capacity, plan.seconds, share) for share in REPEATED]
+        return {"capacity_items_per_s": capacity, "alone": alone, "rates": runs, "repeated": hot}
+
+    def _poisson(self, kind: str, rate: float, seconds: float, repeated: float | None = None) -> dict[str, Any]:
+        """``rate``: items a second. ``repeated``: the share of repeated items, with the cache on; None: cache off."""
+        count = max(1, round(rate * seconds / self._items))
+        arrivals = poisson(rate / self._items, count, np.random.default_rng(self._runs))
+        run = self._run(kind, arrivals, repeated)
+        return {"items_per_s_offered": rate} | run | ({} if repeated is None else {"repeated": repeated})
+
+    def _run(self, kind: str, arrivals: list[float], repeated: float | None = None) -> dict[str, Any]:
+        self._runs += 1
+        job = Job(
+            url=self._url,
+            arrivals=arrivals,
+            vocab_size=self._vocab_size,
+            seed=self._runs,
+            repeated=repeated or 0.0,
+            cached=repeated is not None,
+            api_key=os.environ.get("YARDSTICK_API_KEY"),
+        )
+        samples = run_client(job)
+        run = {"kind": f"online {kind}", "run": self._runs}
+        self._records.rows += [run | msgspec.to_builtins(sample) for sample in samples]
+        latencies = [1000 * sample.latency for sample in samples if sample.outcome == OK]
+        return summarise(samples) | {f"{name}_ms": value for name, value in percentiles(latencies).items()}
+
+
+def run_client(job: Job) -> list[Sample]:
+    """Run the load in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.engine.client"]
+    result = subprocess.run(command, input=msgspec.json.encode(job), stdout=subprocess.PIPE, check=True)  # noqa: S603
+    return msgspec.json.decode(result.stdout, type=list[Sample])
+
+
+def show(results: Mapping[str, Any], records: Records) -> None:
+    """The tables."""
+    console, alone = records.console, results["alone"]
+    capacity = f"capacity: {results['capacity_items_per_s']:.1f} items/s in a burst"
+    console.print(f"{capacity}; one request alone: {_number(alone, 'p50_ms')} ms at the median")
+    _table("Through the gateway, Poisson arrivals, result cache off", results["rates"], records)
+    _table("With repeated items, result cache on", results["repeated"], records)
+
+
+def _table(title: str, runs: Sequence[Mapping[str, Any]], records: Records) -> None:
+    repeated = ["repeated"] if "repeated" in runs[0] else []
+    table = Table(title=title)
+    for heading in (*repeated, "offered", "items/s", *(f"P{share} ms" for share in PERCENTILES), "sent", "failed", "late ms"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        share = [f"{run['repeated']:.0%}"] if repeated else []
+        rates = [_number(run, "items_per_s_offered"), _number(run, "items_per_s")]
+        latencies = [_number(run, f"p{percent}_ms") for percent in PERCENTILES]
+        failures = ", ".join(f"{count} × {kind}" for kind, count in run["failures"].items()) or "0"
+        table.add_row(*share, *rates, *latencies, str(run["requests"]), failures, _number(run, "client_late_ms"))
+    records.console.print(table)
+
+
+def _number(run: Mapping[str, Any], name: str) -> str:
+    """– where no request of the run succeeded."""
+    return f"{run[name]:.1f}" if name in run else "–"

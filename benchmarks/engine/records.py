@@ -1,0 +1,69 @@
+"""What a benchmark leaves behind: every single measurement, the tables, the plot, and one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.engine.engines import seconds
+
+PERCENTILES = (50, 90, 99)
+FILE_WIDTH = 110
+"""Columns of text, where there is no terminal to ask."""
+
+
+class Records:
+    """Collects raw measurements and tables; :meth:`write` puts them into a folder."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.console = Console(record=True, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
+        self._progress = Console(stderr=True)
+
+    def progress(self, steps: range, what: str) -> Iterable[int]:
+        """``steps``, with a bar while they last."""
+        return track(steps, what, console=self._progress, transient=True)
+
+    def timed(self, kind: str, name: str, work: Callable[[], object]) -> float:
+        """Run ``work``; keeps and returns its seconds."""
+        taken = seconds(work)
+        self.rows.append({"kind": kind, "name": name, "seconds": taken})
+        return taken
+
+    def write(self, folder: Path, summary: Mapping[str, Any]) -> None:
+        """``records.jsonl``, ``tables.txt`` and ``summary.json``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        tables = "\n".join(line.rstrip() for line in self.console.export_text().splitlines())
+        (folder / "tables.txt").write_text(tables + "\n", encoding="utf-8")
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """``p50``, ``p90`` and ``p99`` of measured values; each is one of them, the smallest that so many per cent do not exceed.
+    None of no values."""
+    return {f"p{share}": float(np.percentile(values, share, method="inverted_cdf")) for share in PERCENTILES if values}
+
+
+def plot(folder: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
+    """``latency.png`` and ``latency.svg``: percentiles of latency against the items a second that came in."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    answered = [run for run in runs if "p50_ms" in run]
+    offered = [run["items_per_s_offered"] for run in answered]
+    for share in PERCENTILES:
+        axes.plot(offered, [run[f"p{share}_ms"] for run in answered], marker="o", label=f"P{share}")
+    axes.set(xlabel="items a second, offered", ylabel="latency, ms", yscale="log", title=title)
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    for kind in ("png", "svg"):
+        figure.savefig(folder / f"latency.{kind}", dpi=150, metadata={"Date": None} if kind == "svg" else None)

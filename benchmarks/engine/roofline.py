@@ -1,0 +1,153 @@
+"""What scoring must compute and move, from the model's shape alone, and what this machine can do, measured on the spot.
+
+Per cent of a limit say how far there is to go; they compare with nothing but themselves, on whatever machine they are taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.engine.workload import Workload
+from engine.models.config import ModelConfig
+from kernels.linear import linear
+from kernels.quantize import quantize_rows, scaled_linear
+
+REPEATS = 30
+MATRIX = {"cpu": 2048, "cuda": 8192}
+COPIED_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What passes through the model, whatever the model."""
+
+    tokens: int
+    """Through the layers."""
+    pairs: int
+    """Of a query and a key that it sees, a head and a layer."""
+    rows: int
+    """Through the head."""
+    context: int
+    """Keys that attention must read, a head and a layer, each once for every prompt that has it."""
+
+    @classmethod
+    def shared(cls, workload: Workload) -> Work:
+        """A request whose query is computed once."""
+        query, item, items = workload.query, workload.item, workload.items
+        pairs = query * (query + 1) // 2 + items * (item * query + item * (item + 1) // 2)
+        return cls(workload.tokens, pairs, items, query + items * (query + item))
+
+    @classmethod
+    def alone(cls, workload: Workload) -> Work:
+        """A request whose every item is a full prompt."""
+        prompt, items = workload.query + workload.item, workload.items
+        return cls(items * prompt, items * prompt * (prompt + 1) // 2, items, items * prompt)
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Elements of one layer's matrices."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+
+
+def flops(config: ModelConfig, work: Work) -> int:
+    """Of matrix products and attention; a multiplication and an addition count as two."""
+    attention = 4 * work.pairs * config.num_heads * config.head_dim
+    head = 2 * work.rows * config.hidden_size * config.vocab_size
+    return layer_flops(config, work) + config.num_layers * attention + head
+
+
+def layer_flops(config: ModelConfig, work: Work) -> int:
+    """Of the layers' matrix products alone: those that may be in FP8."""
+    return config.num_layers * 2 * work.tokens * layer_weights(config)
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, *, fp8: bool = False) -> int:
+    """Read once a step: every layer's matrices and the head."""
+    layers = config.num_layers * layer_weights(config)
+    return layers * (1 if fp8 else itemsize) + itemsize * config.hidden_size * config.vocab_size
+
+
+def elementwise_bytes(config: ModelConfig, work: Work, itemsize: int, *, fp8: bool = False) -> int:
+    """What must travel between matrix products where everything between two of them is one kernel, which nothing can hide behind.
+
+    A token and a layer: queries, keys and values are read, rotated and written; attention reads queries and writes its output; the
+    two sums with the residual read two rows and write two; SiLU·mul reads two rows and writes one. Attention reads its context.
+    In FP8, what a product reads is written in one byte, and attention's output is read and written once more to get there.
+    """
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    products = 2 * config.hidden_size + config.intermediate_size
+    others = 2 * (queries + 2 * keys) + 2 * queries + 6 * config.hidden_size + 2 * config.intermediate_size
+    token = itemsize * (others + queries) + products + queries if fp8 else itemsize * (others + products)
+    return config.num_layers * (work.tokens * token + itemsize * work.context * 2 * keys)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What this machine does at best."""
+
+    flops: float
+    """A second, in a large matrix product, by the library that the engine's layers use."""
+    bandwidth: float
+    """Bytes a second, read and written, in a large copy."""
+    fp8_flops: float | None = None
+    """As ``flops``, in FP8; None: the layers' products are not in FP8."""
+
+    def or_better(self, other: Peaks) -> Peaks:
+        """The best of two measurements: a machine shared with others is slower at times."""
+        fp8 = None if self.fp8_flops is None or other.fp8_flops is None else max(self.fp8_flops, other.fp8_flops)
+        return Peaks(max(self.flops, other.flops), max(self.bandwidth, other.bandwidth), fp8)
+
+
+def measure_peaks(device: torch.device, dtype: torch.dtype, quantize: str | None = None) -> Peaks:
+    """The best of some repeats: nothing is faster than this machine when it is left alone."""
+    size = MATRIX[device.type]
+    left, right = torch.randn(2, size, size, device=device).to(dtype)
+    source = torch.empty(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    product = min(_times(lambda: linear(left, right), device))
+    copy = min(_times(lambda: target.copy_(source), device))
+    fp8 = None
+    if quantize is not None:
+        codes = *quantize_rows(left), *quantize_rows(right)
+        fp8 = 2 * size**3 / min(_times(lambda: scaled_linear(*codes, dtype=dtype), device))
+    return Peaks(2 * size**3 / product, 2 * source.numel() / copy, fp8)
+
+
+def _times(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of each repeat, the first left out."""
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def roofline(config: ModelConfig, dtype: str, workload: Workload, peaks: Peaks, request_seconds: float) -> dict[str, float]:
+    """A request of ``workload`` that took ``request_seconds``, beside the limits."""
+    itemsize, fp8 = getattr(torch, dtype).itemsize, peaks.fp8_flops is not None
+    shared, alone = Work.shared(workload), Work.alone(workload)
+    needed, layers = flops(config, shared), layer_flops(config, shared)
+    elementwise = elementwise_bytes(config, shared, itemsize, fp8=fp8)
+    of_layers = peaks.fp8_flops or peaks.flops
+    products = layers / of_layers + (needed - layers) / peaks.flops
+    return {
+        "gflop_an_item": needed / workload.items / 1e9,
+        "gflop_an_item_alone": flops(config, alone) / workload.items / 1e9,
+        "mb_a_request_between_products": elementwise / 1e6,
+        "mb_of_weights": weight_bytes(config, itemsize, fp8=fp8) / 1e6,
+        "peak_gflops": peaks.flops / 1e9,
+        "peak_gflops_of_layers": of_layers / 1e9,
+        "peak_gb_per_s": peaks.bandwidth / 1e9,
+        "percent_of_peak_flops": 100 * products / request_seconds,
+        "limit_items_per_s": workload.items / products,
+        "limit_items_per_s_with_elementwise": workload.items / (products + elementwise / peaks.bandwidth),
+        "percent_of_limit": 100 * (products + elementwise / peaks.bandwidth) / request_seconds,
+    }

@@ -1,0 +1,91 @@
+"""An engine and a gateway as the processes that they are in production."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+
+from benchmarks.engine.subject import Subject
+
+START_SECONDS = 120
+STOP_SECONDS = 10
+
+
+class ServerError(RuntimeError):
+    """A server did not start or does not answer; the message has its last words, if there are any."""
+
+
+@contextmanager
+def serving(subject: Subject, engine_flags: Sequence[str]) -> Iterator[str]:
+    """The URL of a gateway in front of one engine, both ended afterwards. Raises :class:`ServerError`."""
+    engine_port, gateway_port = free_port(), free_port()
+    model = ["--model", str(subject.directory), "--name", "bench", "--dtype", subject.dtype]
+    model += [] if subject.quantize is None else ["--quantize", subject.quantize]
+    engine = ["engine", "--port", str(engine_port), *model, *engine_flags]
+    gateway = ["gateway", "--port", str(gateway_port), "--engine", _url(engine_port)]
+    with _process(engine, engine_port), _process(gateway, gateway_port):
+        yield _url(gateway_port)
+
+
+@contextmanager
+def _process(arguments: Sequence[str], port: int) -> Iterator[None]:
+    """One of our programs, ready."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("YARDSTICK_")}
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-m", *arguments]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)  # noqa: S603 - our own modules
+        try:
+            _wait_until_ready(process, port)
+            yield
+        except ServerError as error:
+            log.seek(0)
+            words = log.read().decode(errors="replace").strip().splitlines()[-5:]
+            raise ServerError("\n".join([str(error), *words])) from None
+        finally:
+            _end(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not _ready(port):
+        if process.poll() is not None:
+            raise ServerError(f"a server ended with exit code {process.returncode} before it was ready:")
+        if time.monotonic() > end:
+            raise ServerError(f"a server was not ready after {START_SECONDS} s:")
+        time.sleep(0.1)
+
+
+def _ready(port: int) -> bool:
+    try:
+        return httpx.get(f"{_url(port)}/readyz", timeout=5, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"

@@ -1,0 +1,54 @@
+"""Where the time of a guided step goes: a stopwatch around each of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.engine.engines import Stopwatch
+from engine.guidance import guide
+from engine.loop import Loop
+
+REST = "host, copies and the rest"
+
+
+class Stages:
+    """Stopwatches by stage, while :meth:`timed` is open."""
+
+    def __init__(self, *, gpu: bool) -> None:
+        self._gpu = gpu
+        self._watches: dict[str, Stopwatch] = {}
+
+    @contextmanager
+    def timed(self, loop: Loop) -> Iterator[None]:
+        """Every stage of ``loop`` takes its time."""
+        runner: Any = loop._runner
+        steering: Any = runner._guide
+        places: list[tuple[Any, str, str]] = [
+            (runner._decoder, "forward", "base model"),
+            *([] if runner._graphs is None else [(runner._graphs, "forward", "base model")]),
+            (runner._decoder, "logits", "base model's head"),
+            (guide, "candidates", "candidates"),
+            (guide, "needs_value", "candidates"),
+            (steering._model, "forward", "length model"),
+            *([] if steering._graphs is None else [(steering._graphs, "forward", "length model")]),
+            (steering._model.head, "forward", "length model's head"),
+            (guide, "length_tilt", "tilt"),
+            (guide, "gumbel", "draw"),
+            (steering, "_adopt", "adoption"),
+        ]
+        before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
+        for owner, name, stage in places:
+            watch = self._watches.setdefault(stage, Stopwatch(gpu=self._gpu))
+            setattr(owner, name, watch.around(getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, own in before:
+                delattr(owner, name) if own is None else setattr(owner, name, own)
+
+    def shares(self, wall: float) -> dict[str, float]:
+        """Seconds a stage, out of ``wall``, since it was last asked."""
+        taken = {stage: watch.take() for stage, watch in self._watches.items()}
+        return taken | {REST: wall - sum(taken.values())}

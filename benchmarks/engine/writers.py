@@ -1,0 +1,144 @@
+"""Those who write, in this process: the engine's loop with a base model and, for guided texts, a length model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.engine.roofline import Work, flops
+from benchmarks.engine.subject import SMALL
+from engine import wire
+from engine.build import Length, assemble
+from engine.loop import Loop
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.rope import Rope
+from engine.models.value import ValueModel
+from engine.settings import EngineSettings
+
+CANDIDATES = 5
+GUIDED = wire.Guidance(scale=1.0, top_k=CANDIDATES)
+"""Every draw has so many candidates unless ``min_p`` thins them out."""
+PLAIN = wire.Sampling(top_k=CANDIDATES, ignore_eos=True)
+
+QWEN25_7B = replace(
+    SMALL,
+    architecture="Qwen2ForCausalLM",
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    max_context=32_768,
+    rope=Rope(1_000_000.0),
+    tied=False,
+    qk_norm=False,
+    qkv_bias=True,
+)
+QWEN25_15B = replace(QWEN25_7B, hidden_size=1536, intermediate_size=8960, num_heads=12, num_kv_heads=2, tied=True)
+"""Of the published measurements; the length model keeps the base model's vocabulary."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A load: so many texts of fixed lengths at once."""
+
+    rows: int
+    prompt: int
+    output: int
+    sampling: wire.Sampling = PLAIN
+
+    def requests(self, rng: np.random.Generator, vocab_size: int, guided: Iterable[bool], **extra: Any) -> list[wire.Generate]:
+        """One request a text, of random prompts; ``guided`` says of each whether it is."""
+        return [
+            wire.Generate(
+                f"{rng.integers(1 << 62)}-{row}",
+                rng.integers(0, vocab_size, self.prompt).tolist(),
+                msgspec.structs.replace(self.sampling, max_tokens=self.output, seed=int(rng.integers(1 << 62))),
+                guidance=GUIDED if steered else None,
+                **extra,
+            )
+            for row, steered in zip(range(self.rows), guided, strict=False)
+        ]
+
+
+class Writer:
+    """The loop, driven in this process."""
+
+    def __init__(
+        self, decoder: Decoder, length: Length | None, dtype: str, *, slots: int, rows: int, cuda_graphs: str = "auto"
+    ) -> None:
+        """``rows``: texts at a time at most."""
+        settings = EngineSettings(
+            model="bench", name="bench", dtype=dtype, max_tokens_in_cache=slots, max_running=rows, cuda_graphs=cuda_graphs
+        )
+        self.loop: Loop = assemble(decoder, settings, "bench", length)
+        self.vocab_size = self.loop.info.vocab_size
+        self.rows = rows
+
+    def write(self, requests: Sequence[wire.Generate]) -> dict[str, list[wire.Delta]]:
+        """Run all to their end; what each sent."""
+        return self._run(requests)[0]
+
+    def step_seconds(self, requests: Sequence[wire.Generate]) -> float:
+        """Wall time of a step of decoding that gives every text a token, on average, once all have begun."""
+        _, seconds, tokens = self._run(requests)
+        return seconds * len(requests) / tokens
+
+    def _run(self, requests: Sequence[wire.Generate]) -> tuple[dict[str, list[wire.Delta]], float, int]:
+        """What each sent, the seconds since all had begun, and the tokens that came in these."""
+        replies: dict[str, list[wire.Delta]] = {request.id: [] for request in requests}
+        for request in requests:
+            self.loop.submit(request)
+        waiting, start, tokens = len(requests), time.perf_counter(), 0
+        while not self.loop.idle:
+            for reply in self.loop.step():
+                assert isinstance(reply, wire.Delta), reply
+                waiting -= not replies[reply.id]
+                replies[reply.id].append(reply)
+                tokens += len(reply.tokens)
+            if waiting > 0:
+                start, tokens = time.perf_counter(), 0
+        return replies, time.perf_counter() - start, tokens
+
+
+def survivors(writer: Writer, writing: Writing, rng: np.random.Generator) -> float:
+    """Candidates of a draw, on average."""
+    requests = writing.requests(rng, writer.vocab_size, repeat(True), logprobs=CANDIDATES)
+    tops = [delta.logprobs.top for deltas in writer.write(requests).values() for delta in deltas if delta.logprobs]
+    return statistics.mean(len(row) for top in tops for row in top)
+
+
+def guided_flops_ratio(base: ModelConfig, length: ModelConfig, context: float, candidates: float = CANDIDATES) -> float:
+    """Matrix products and attention of a guided token, as a multiple of a plain one's; ``context``: tokens before it.
+
+    The value head is a square matrix and a row. What is adopted is not computed again.
+    """
+    plain = flops(base, Work(tokens=1, pairs=round(context + 1), rows=1, context=0))
+    layers = flops(length, Work(tokens=1, pairs=round(context + 1), rows=0, context=0))
+    head = 2 * (length.hidden_size**2 + length.hidden_size)
+    return 1 + candidates * (layers + head) / plain
+
+
+def random_pair(base: ModelConfig, length: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Length]:
+    """Random weights on ``device``, scaled so that activations stay near one. gamma is that of published checkpoints."""
+    torch.manual_seed(0)
+    with device:
+        decoder, model = Decoder(base, dtype), ValueModel(length, dtype)
+    with torch.no_grad():
+        for name, parameter in (*decoder.named_parameters(), *model.named_parameters()):
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.05 if "embed" in name else parameter.shape[1] ** -0.5)
+            elif name.endswith("bias"):
+                parameter.zero_()
+    return decoder.eval(), Length(model.eval(), 0.997)

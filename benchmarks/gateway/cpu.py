@@ -1,0 +1,180 @@
+"""CPU time that a score request costs the gateway's process: ``python -m benchmarks gateway``.
+
+A fake engine answers from a process of its own, and Redis is one too, so what is measured is the gateway alone: HTTP, JSON, keys,
+limits, cache, hop. Prompts are token ids, so that nothing is tokenised; what tokenising the same prompts as text costs is a line of
+its own. CPU time is comparable on a machine that others use as well, up to caches and clock. Each figure is the median of rounds,
+with all variants of a round one after the other. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from engine import wire
+from gateway.text.prompts import tokenise_pairs
+from gateway.text.tokenizer import Tokenizer
+from tests.fakes import TEMPLATE, FakeEngine, Running, library
+from tests.processes import Program
+from tests.redis import RedisServer
+
+QUERY, ITEM, ITEMS = 120, 180, 10
+CONNECTIONS = 8
+KEY = "bench"
+LIMITS = {"requests_per_minute": 10**7, "tokens_per_minute": 10**10, "items_per_minute": 10**8, "concurrency": 10**4}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a gateway is set up."""
+
+    name: str
+    redis: bool
+    keys: bool
+
+
+VARIANTS = (
+    Variant("memory", redis=False, keys=False),
+    Variant("memory, key with limits", redis=False, keys=True),
+    Variant("Redis", redis=True, keys=False),
+    Variant("Redis, key with limits", redis=True, keys=True),
+)
+
+
+def _serve(pipe: multiprocessing.connection.Connection, make: Callable[[], Callable[..., Any]]) -> None:
+    server = Running(make())
+    pipe.send(server.url)
+    pipe.recv()
+
+
+@contextmanager
+def serving(make: Callable[[], Callable[..., Any]]) -> Iterator[str]:
+    """The URL of the ASGI application that ``make`` makes, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=[theirs, make], daemon=True)
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process with all its threads, to the nanosecond (man 5 proc: schedstat)."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+@contextmanager
+def gateway(engine: str, variant: Variant, redis: RedisServer, keys: Path) -> Iterator[Program]:
+    """A gateway process set up as ``variant`` says."""
+    flags = ["--engine", engine]
+    flags += ["--api-keys-file", str(keys)] if variant.keys else []
+    flags += ["--redis-url", redis.url] if variant.redis else []
+    program = Program("gateway", *flags, YARDSTICK_REDIS_SECONDS="2")  # this machine is busy, and every hit must be one
+    try:
+        yield program.wait_ready()
+    finally:
+        program.close()
+
+
+def bodies(count: int, *, fresh: bool) -> Iterator[bytes]:
+    """Requests of the standard workload as token ids: each new, or all the same."""
+    ids = range(3, 300)
+
+    def one() -> bytes:
+        query, items = random.choices(ids, k=QUERY), [random.choices(ids, k=ITEM) for _ in range(ITEMS)]
+        return json.dumps({"query": query, "items": items, "label_token_ids": [5, 6]}).encode()
+
+    same = one()
+    return (one() if fresh else same for _ in range(count))
+
+
+async def send(program: Program, requests: Iterator[bytes], hits: int) -> None:
+    """Send all over a few connections. Fails unless every answer had ``hits`` results at hand."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+
+        async def worker() -> None:
+            for body in requests:
+                async with session.post(f"{program.url}/v1/score", data=body) as answer:
+                    found = answer.headers.get("x-yardstick-cache")
+                    if answer.status != 200 or found != f"{hits}/{ITEMS}":
+                        raise SystemExit(f"answer {answer.status}, cache {found}: {(await answer.text())[:300]}")
+                    await answer.read()
+
+        await asyncio.gather(*[worker() for _ in range(CONNECTIONS)])
+
+
+def milliseconds(program: Program, count: int, *, hit: bool) -> float:
+    """CPU milliseconds of the gateway for each of ``count`` requests."""
+    requests = bodies(count + 1, fresh=not hit)
+    asyncio.run(send(program, iter([next(requests)]), 0))
+    time.sleep(0.2)  # the write-back
+    if not hit:
+        requests = iter(list(requests))
+    before = cpu_seconds(program.process.pid)
+    asyncio.run(send(program, requests, ITEMS if hit else 0))
+    return (cpu_seconds(program.process.pid) - before) / count * 1e3
+
+
+def tokenising_milliseconds(count: int) -> float:
+    """CPU milliseconds for tokenising one request's prompts, sent as text."""
+    tokenizer = Tokenizer.from_files(wire.TokenizerFiles(library().to_str().encode(), TEMPLATE, {}))
+    text: Callable[[int], str] = lambda size: library().decode(random.choices(range(3, 300), k=size))  # noqa: E731
+    texts = [(text(QUERY), [text(ITEM) for _ in range(ITEMS)]) for _ in range(count)]
+    before = time.process_time()
+    for query, items in texts:
+        tokenise_pairs(tokenizer, query, items, item_first=False)
+    return (time.process_time() - before) / count * 1e3
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print a table and one line of JSON; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gateway", description="CPU time of the gateway for each request.")
+    parser.add_argument("--requests", type=int, default=1000, help="requests a figure and round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0, help="seconds to wait before measuring, to attach a profiler")
+    options = parser.parse_args(arguments)
+    results: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        redis = stack.enter_context(RedisServer.start())
+        keys = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "keys.json"
+        keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **LIMITS}]}))
+        url = stack.enter_context(serving(FakeEngine))
+        programs = {variant: stack.enter_context(gateway(url, variant, redis, keys)) for variant in VARIANTS}
+        for variant, program in programs.items():
+            if options.pause:
+                print(f"{variant.name}: process {program.process.pid}", file=sys.stderr)
+            milliseconds(program, 200, hit=True)
+        time.sleep(options.pause)
+        for _ in range(options.rounds):
+            for variant, program in programs.items():
+                for hit in (True, False):
+                    name = f"{'hit' if hit else 'miss'}, {variant.name}"
+                    results.setdefault(name, []).append(milliseconds(program, options.requests, hit=hit))
+    results["tokenising, reported apart"] = [tokenising_milliseconds(50) for _ in range(options.rounds)]
+    print(f"CPU milliseconds a request of {ITEMS} items ({QUERY} + {ITEM} tokens): median (least - most)")
+    for name, values in results.items():
+        print(f"  {name:<32} {statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})")
+    summary = {name: round(statistics.median(values), 4) for name, values in results.items()}
+    print(json.dumps({"unit": "ms CPU a request", "python": sys.version.split()[0], "cores": os.cpu_count(), **summary}))
+    return 0

@@ -1,0 +1,112 @@
+"""How long a kernel takes on this GPU, and how near it comes to what the GPU can do, both measured in the same run.
+
+A benchmark is a module beside this one with ``rows(gpu: Gpu) -> Iterator[Row]``, which ``python -m benchmarks kernels`` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+REPEATS = 30
+WARM_UPS = 3  # the first of them compiles
+FLUSHED_BYTES = 256 << 20  # several times the level-2 cache: no run finds its inputs there
+COPIED_BYTES = 2 << 30
+PRODUCT_SIZE = 8192
+
+
+class NoGpuError(RuntimeError):
+    """There is nothing here to measure on."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    name: str
+    shape: str
+    seconds: float
+    """The median of :data:`REPEATS` runs."""
+    rate: float
+    unit: str
+    """Of the rate: GB/s or TFLOP/s, counting only what the operation must move or compute."""
+    percent: float
+    """Of the peak measured in the same run."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU and its measured peaks."""
+
+    name: str
+    bandwidth: float
+    """Bytes a second, read and written, of a large copy."""
+    flops: float
+    """Floating-point operations a second of a large bfloat16 product."""
+
+    @classmethod
+    def measured(cls) -> Gpu:
+        """Measure this machine's. Raises NoGpuError where there is none."""
+        if not torch.cuda.is_available():
+            raise NoGpuError("The benchmarks of the kernels need an NVIDIA GPU, and torch finds none on this machine.")
+        return cls(torch.cuda.get_device_name(), _bandwidth(), _flops())
+
+    def moved(self, name: str, shape: str, bytes_moved: float, run: Callable[[], Any]) -> Row:
+        """Time ``run``, which must read and write so many bytes of memory."""
+        taken = seconds(run)
+        rate = bytes_moved / taken
+        return Row(name, shape, taken, rate / 1e9, "GB/s", 100 * rate / self.bandwidth)
+
+    def computed(self, name: str, shape: str, operations: float, run: Callable[[], Any]) -> Row:
+        """Time ``run``, which must compute so many floating-point operations."""
+        taken = seconds(run)
+        rate = operations / taken
+        return Row(name, shape, taken, rate / 1e12, "TFLOP/s", 100 * rate / self.flops)
+
+
+def _bandwidth() -> float:
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / seconds(lambda: target.copy_(source))
+
+
+def _flops() -> float:
+    # Random numbers: a product of zeros draws less power and runs faster than any real one.
+    a, b = torch.randn(2, PRODUCT_SIZE, PRODUCT_SIZE, device="cuda").bfloat16()
+    return 2 * PRODUCT_SIZE**3 / seconds(lambda: a @ b)
+
+
+def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """The median time of ``run`` on the GPU with a cold level-2 cache.
+
+    All runs are queued at once, each behind a flush of the cache, so that the GPU never waits for Python.
+    """
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    for _ in range(WARM_UPS):
+        run()
+    marks = [(_mark(), _mark()) for _ in range(repeats)]
+    for start, end in marks:
+        flushed.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return median(float(start.elapsed_time(end)) for start, end in marks) / 1e3
+
+
+def _mark() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, in columns."""
+    head = ("operation", "shape", "µs", "rate", "of peak")
+    cells = [
+        (row.name, row.shape, f"{row.seconds * 1e6:.1f}", f"{row.rate:.4g} {row.unit}", f"{row.percent:.0f} %") for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (head, *cells))

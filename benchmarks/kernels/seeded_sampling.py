@@ -1,0 +1,40 @@
+"""Draws over a large vocabulary, and the thresholds of their filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.harness import Gpu, Row
+from kernels.keep_thresholds import keep_thresholds, keep_thresholds_reference
+from kernels.seeded_sampling import seeded_draw, seeded_draw_reference
+
+VOCAB = 151_936  # Qwen2.5 and Qwen3
+
+
+def rows(gpu: Gpu) -> Iterator[Row]:
+    """Of one row to a large batch; PyTorch's own operations (eager), which wait for the GPU, beside them."""
+    for count in (1, 16, 100, 800):
+        logits = torch.randn(count, VOCAB, device="cuda") * 3
+        yield from _draws(gpu, logits)
+        yield from _thresholds(gpu, logits)
+
+
+def _draws(gpu: Gpu, logits: Tensor) -> Iterator[Row]:
+    count = len(logits)
+    given = logits, torch.ones(count, device="cuda"), torch.arange(count, device="cuda"), torch.full((count,), -9.0, device="cuda")
+    shape, read = f"[{count}, {VOCAB}]", 4.0 * logits.numel()
+    yield gpu.moved("seeded_draw", shape, read, lambda: seeded_draw(*given))
+    yield gpu.moved("seeded_draw, eager", shape, read, lambda: seeded_draw_reference(*given))
+
+
+def _thresholds(gpu: Gpu, logits: Tensor) -> Iterator[Row]:
+    count = len(logits)
+    ones = torch.ones(count, device="cuda")
+    for top_k, top_p in ((50, 1.0), (0, 0.9), (50, 0.9)):
+        given = logits, ones, torch.full((count,), top_k, device="cuda"), ones * top_p, torch.full_like(ones, float("-inf"))
+        shape, read = f"[{count}, {VOCAB}], top-k {top_k}, top-p {top_p}", 4.0 * logits.numel()
+        yield gpu.moved("keep_thresholds", shape, read, lambda given=given: keep_thresholds(*given))  # type: ignore[misc]
+        yield gpu.moved("keep_thresholds, eager", shape, read, lambda given=given: keep_thresholds_reference(*given))  # type: ignore[misc]

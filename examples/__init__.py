@@ -1,0 +1,1 @@
+"""Programs that use Yardstick. They are in the source checkout only."""

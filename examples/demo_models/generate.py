@@ -1,0 +1,75 @@
+"""Plain batched sampling, for making training data and for judging the models. The engine serves; this does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.models.decoder import Decoder
+from examples.demo_models.forward import LockstepCache
+
+COMPACT_EVERY = 16
+"""Steps between the times at which ended rows are dropped."""
+
+
+STRAYS = 5
+"""The most probable tokens that a stray is drawn from: as many as guidance usually chooses between."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a token is drawn."""
+
+    noise: torch.Generator
+    stray: float
+
+    def __call__(self, logits: Tensor) -> list[int]:
+        """logits: [rows, vocab]. -> a token for each row"""
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.noise)
+        if self.stray:
+            rank = torch.randint(STRAYS, drawn.shape, generator=self.noise)
+            strays = logits.topk(STRAYS).indices.gather(1, rank)
+            drawn = torch.where(torch.rand(drawn.shape, generator=self.noise) < self.stray, strays, drawn)
+        return drawn.squeeze(1).tolist()
+
+
+@torch.inference_mode()
+def generate(
+    decoder: Decoder, prompts: list[list[int]], *, seed: int, limit: int, stray: float = 0.0, rows: int = 512
+) -> list[list[int]]:
+    """Sample a continuation of each prompt at temperature 1, at most ``limit`` tokens; the end token is the last where it ended.
+
+    ``stray``: share of the tokens drawn evenly from the :data:`STRAYS` most probable ones; ``rows``: prompts at a time.
+    """
+    draw = Draw(torch.Generator().manual_seed(seed), stray)
+    outputs: list[list[int]] = []
+    for start in range(0, len(prompts), rows):
+        outputs += _generate_together(decoder, prompts[start : start + rows], limit, draw)
+    return outputs
+
+
+def _generate_together(decoder: Decoder, prompts: list[list[int]], limit: int, draw: Draw) -> list[list[int]]:
+    """All rows walk in step: a row whose prompt is not over yet reads its next token of it, any other row the token drawn last."""
+    texts = [list(prompt) for prompt in prompts]
+    ends = [len(prompt) + limit for prompt in prompts]
+    active = list(range(len(prompts)))
+    cache = LockstepCache(decoder, len(prompts), max(ends))
+    for position in range(max(ends)):
+        if position % COMPACT_EVERY == 0:
+            kept = [row for row, i in enumerate(active) if not _is_over(decoder, texts[i], prompts[i], ends[i])]
+            if not kept:
+                break
+            active = [active[row] for row in kept]
+            cache.keep(torch.tensor(kept))
+        tokens = torch.tensor([texts[i][min(position, len(texts[i]) - 1)] for i in active])
+        hidden = decoder(tokens, torch.full((len(active),), position), cache.attend_at(position))
+        for i, token in zip(active, draw(decoder.logits(hidden)), strict=True):
+            if len(texts[i]) == position + 1 and not _is_over(decoder, texts[i], prompts[i], ends[i]):
+                texts[i].append(token)
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def _is_over(decoder: Decoder, text: list[int], prompt: list[int], end: int) -> bool:
+    return len(text) == end or (len(text) > len(prompt) and text[-1] in decoder.config.eos_token_ids)

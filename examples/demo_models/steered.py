@@ -1,0 +1,73 @@
+"""One prompt at five scales, as a table in Markdown: ``python -m examples.demo_models.steered`` makes the README's."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from engine import wire
+from engine.build import build_loop
+from engine.demo import MODELS
+from engine.settings import EngineSettings
+from examples.demo_models.prompts import chat, describe
+from examples.demo_models.text import load_tokenizer
+
+PRODUCT = "red running shoes"
+SCALES = (-10.0, -2.0, 0.0, 2.0, 10.0)
+TEXTS = 64
+"""Of each scale, with the seeds 0 to 63."""
+LIMIT = 400
+CANDIDATES = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one scale."""
+
+    scale: float
+    mean: float
+    """Tokens, the ending one not counted."""
+    shortest: int
+    longest: int
+    tokens: int
+    """Of ``text``."""
+    text: str
+    """One of median length."""
+
+
+def measure() -> list[Row]:
+    """Write the texts with the shipped models on a CPU."""
+    base, length = str(MODELS / "base"), str(MODELS / "length")
+    loop = build_loop(EngineSettings(model=base, name="demo", length_model=length, device="cpu", max_tokens_in_cache=40_000))
+    tokenizer = load_tokenizer(MODELS / "base")
+    prompt = tokenizer.encode(chat(describe(PRODUCT))).ids
+    rows = []
+    for scale in SCALES:
+        for seed in range(TEXTS):
+            sampling = wire.Sampling(max_tokens=LIMIT, top_k=CANDIDATES, seed=seed)
+            loop.submit(wire.Generate(f"{seed}", prompt, sampling, guidance=wire.Guidance(scale=scale)))
+        texts: dict[str, list[int]] = {}
+        while not loop.idle:
+            for reply in loop.step():
+                assert isinstance(reply, wire.Delta), reply
+                texts.setdefault(reply.id, []).extend(token for token in reply.tokens if token not in loop.info.eos_token_ids)
+        ordered = sorted(texts.values(), key=len)
+        middle = ordered[len(ordered) // 2]
+        mean = statistics.mean(map(len, ordered))
+        rows.append(Row(scale, mean, len(ordered[0]), len(ordered[-1]), len(middle), tokenizer.decode(middle).strip()))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """As the README has it."""
+    head = ["| `scale` | mean tokens | shortest, longest | a text of median length |", "| --- | --- | --- | --- |"]
+    lines = [f"| {row.scale:g} | {row.mean:.1f} | {row.shortest}, {row.longest} | ({row.tokens}) {row.text} |" for row in rows]
+    return "\n".join([*head, *lines])
+
+
+def main() -> None:
+    print(table(measure()))
+
+
+if __name__ == "__main__":
+    main()

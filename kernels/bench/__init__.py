@@ -1,1 +1,0 @@
-"""Benchmarks of the kernels beside the limits of the GPU they run on: ``python -m kernels.bench``."""

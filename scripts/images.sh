@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Builds both images with Docker (`make images`). Reads REGISTRY (a prefix of their names), VARIANT (cpu or cuda), BASE (another base image,
+# such as the one that tests/cluster/base_image.sh makes where no registry can be reached) and OFFLINE (1: install from wheels/ alone,
+# which `make wheels` fills).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+registry=${REGISTRY-localhost/} variant=${VARIANT:-cpu}
+release=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+engine_tag=$release
+if [ "$variant" = cuda ]; then engine_tag=$release-cuda; fi
+
+build() { docker build ${BASE:+--build-arg "BASE=$BASE"} ${OFFLINE:+--build-arg PIP_NO_INDEX=1} "$@" .; }
+
+build --file gateway/Dockerfile --tag "${registry}yardstick-gateway:$release"
+build --build-arg "VARIANT=$variant" --file engine/Dockerfile --tag "${registry}yardstick-engine:$engine_tag"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Collects in wheels/ the wheels that the images install where a build has no index (`make wheels`, then `make images OFFLINE=1`).
+# Reads PYTHON (an interpreter with pip), TORCH (the requirement of torch), TORCH_INDEX (an index beside PyPI, or empty) and IMAGE_PYTHON
+# (the version of the images' Python).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+: "${PYTHON:?}" "${TORCH:?}" "${IMAGE_PYTHON:?}"
+
+# redis needs async-timeout on Python before 3.11.3; pip evaluates that marker for the running interpreter, not for the images'.
+also=(async-timeout)
+
+download() { "$PYTHON" -m pip download --quiet --dest wheels --only-binary=:all: --python-version "$IMAGE_PYTHON" "$@"; }
+
+rm -rf wheels
+download --no-deps --retries 1 ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH"
+"$PYTHON" scripts/requirements.py engine | download --find-links wheels --constraint constraints.txt --requirement /dev/stdin "${also[@]}"

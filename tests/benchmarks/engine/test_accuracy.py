@@ -1,0 +1,76 @@
+"""What FP8 costs, within bounds: measured with ``python -m benchmarks accuracy``, and a margin."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from benchmarks.engine import accuracy
+from benchmarks.engine.accuracy import QUICK, demo_material, following, value_costs
+from benchmarks.engine.engines import Engine
+from benchmarks.engine.subject import Subject
+from engine.demo import MODELS
+from engine.models.loader import load_model
+
+
+@pytest.fixture(scope="module")
+def base():
+    return Subject(MODELS / "base", load_model(MODELS / "base").config, "float32")
+
+
+def test_the_demo_model_stays_what_it_is(base, monkeypatch):
+    monkeypatch.setattr(accuracy, "FORMATS", (("float32", None), ("float32", "fp8"), ("bfloat16", "fp8")))
+    sizes = dataclasses.replace(QUICK, questions=150)
+    found = accuracy.costs(base, demo_material(sizes), sizes)
+    assert found["float32"].auc == 1.0
+    assert found["float32"].largest == 0.0
+    assert found["float32"].same_next == found["float32"].same_texts == 1.0
+    assert found["float32"].batch < 1e-5
+    for form in ("float32, FP8", "bfloat16, FP8"):
+        cost = found[form]
+        assert cost.auc >= 0.999
+        assert 0 < cost.mean <= 2e-4  # measured: 2e-5
+        assert cost.largest <= 2e-3  # 2e-4
+        assert cost.batch <= 1e-3  # 1e-5
+        assert cost.same_next >= 0.9  # 0.98
+
+
+def test_a_model_that_is_wrong_shows(base, monkeypatch):
+    """Scales that are forgotten are not within the bounds."""
+    monkeypatch.setattr(
+        "engine.models.fp8.scaled_linear", lambda x, _, weight, scales, bias, dtype: x.to(dtype) @ weight.to(dtype).T
+    )
+    monkeypatch.setattr(accuracy, "FORMATS", (("float32", None), ("float32", "fp8")))
+    cost = accuracy.costs(base, demo_material(QUICK), QUICK)["float32, FP8"]
+    assert cost.auc < 0.999
+    assert cost.largest > 0.05
+    assert cost.same_next < 0.5
+
+
+def test_values_stay_near():
+    found = value_costs(QUICK)
+    for form in ("float32, FP8", "bfloat16, FP8"):
+        assert found[form]["largest"] <= 0.03  # 0.007
+        assert found[form]["mean"] <= 0.005  # 0.0013
+        assert abs(found[form]["correlation"] - found["float32"]["correlation"]) <= 0.005
+
+
+def test_what_follows_is_what_is_generated(base):
+    engine = Engine(base.load(), "float32", slots=2048)
+    opening = demo_material(QUICK).openings[0]
+    sampled = accuracy.answers(engine, dataclasses.replace(demo_material(QUICK), openings=[opening]), QUICK).texts[0]
+    assert following(engine, opening, sampled) == sampled
+    assert following(engine, opening, [7, *sampled[1:]])[0] == sampled[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_command(tmp_path, capsys):
+    summary = accuracy.run(QUICK, tmp_path)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == summary
+    assert "bfloat16, FP8" in (tmp_path / "tables.txt").read_text()
+    assert summary["random"]["float32"]["auc"] is None
+    assert not torch.cuda.is_available() or "float32, FP8" not in summary["random"]

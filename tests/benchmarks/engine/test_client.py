@@ -1,0 +1,132 @@
+"""The load: Poisson, open loop, honest about failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from benchmarks.engine.client import Job, Sample, drive, poisson, requests, summarise
+from benchmarks.engine.online import run_client
+from benchmarks.engine.records import percentiles
+from benchmarks.engine.workload import Workload
+
+WORKLOAD = Workload(query=4, item=3, items=4)
+
+
+@asynccontextmanager
+async def served(handler):
+    """The URL of a server whose ``/v1/score`` is ``handler``."""
+    app = web.Application()
+    app.router.add_post("/v1/score", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    await runner.cleanup()
+
+
+def job(url: str, arrivals: list[float], **options) -> Job:
+    return Job(url=url, arrivals=arrivals, vocab_size=1000, workload=WORKLOAD, **options)
+
+
+def scored(count: int = WORKLOAD.items) -> web.Response:
+    return web.json_response({"scores": [[0.5, 0.5]] * count})
+
+
+def test_gaps_are_exponential():
+    gaps = np.diff([0.0, *poisson(20.0, 20_000, np.random.default_rng(0))])
+    assert gaps.min() > 0
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.03)
+    assert gaps.std() == pytest.approx(1 / 20, rel=0.05)  # an exponential's deviation is its mean
+    assert np.median(gaps) == pytest.approx(np.log(2) / 20, rel=0.05)
+    assert abs(np.corrcoef(gaps[:-1], gaps[1:])[0, 1]) < 0.03
+
+
+async def test_requests_do_not_wait_for_answers():
+    """Every answer takes longer than all arrivals together: all requests are in flight at once, each sent at its time."""
+    open_now, most = 0, 0
+
+    async def slow(_: web.Request) -> web.Response:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0.8)
+        open_now -= 1
+        return scored()
+
+    arrivals = [place * 0.02 for place in range(20)]
+    async with served(slow) as url:
+        samples = await drive(job(url, arrivals))
+    assert most == 20
+    assert [sample.outcome for sample in samples] == ["ok"] * 20
+    assert [sample.scheduled for sample in samples] == arrivals
+    assert all(sample.sent >= sample.scheduled for sample in samples)
+    assert max(sample.latency for sample in samples) < 2.0
+
+
+async def test_failures_are_counted_by_kind():
+    answers = [scored(), web.json_response({}, status=429), scored(WORKLOAD.items - 1), None, "silence"]
+
+    async def mixed(request: web.Request) -> web.Response:
+        answer = answers.pop(0)
+        if answer == "silence":
+            await asyncio.sleep(5)
+        if not isinstance(answer, web.Response):
+            request.transport.close()
+            return scored()
+        return answer
+
+    async with served(mixed) as url:
+        samples = await drive(job(url, [0.0, 0.1, 0.2, 0.3, 0.4], patience=0.5))
+    assert [sample.outcome for sample in samples] == ["ok", "http 429", "wrong", "lost", "timeout"]
+    summary = summarise(samples)
+    assert summary["failures"] == {"http 429": 1, "lost": 1, "timeout": 1, "wrong": 1}
+    assert summary["items_per_s"] == pytest.approx(4 / samples[-1].done)
+
+
+async def test_the_process_sends_what_is_asked():
+    seen = []
+
+    async def look(request: web.Request) -> web.Response:
+        seen.append((request.headers.get("cache-control"), request.headers.get("authorization"), json.loads(await request.read())))
+        return scored()
+
+    async with served(look) as url:
+        uncached = job(url, [0.0, 0.01], api_key="key")
+        samples = await asyncio.to_thread(run_client, uncached)
+        await asyncio.to_thread(run_client, job(url, [0.0], cached=True))
+    assert [sample.outcome for sample in samples] == ["ok", "ok"]
+    assert [(cache, key) for cache, key, _ in seen] == [("no-store", "Bearer key")] * 2 + [(None, None)]
+    first, second = (body for _, _, body in seen[:2])
+    assert len(first["query"]) == 4
+    assert [len(item) for item in first["items"]] == [3, 3, 3, 3]
+    assert first["query"] != second["query"]
+
+
+def test_latency_counts_from_the_scheduled_time():
+    assert Sample(scheduled=1.0, sent=1.5, done=2.0, outcome="ok", items=1).latency == 1.0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.75])
+def test_repeated_items(share):
+    """Every request but the first has that share of an earlier one's items, with its query and labels."""
+    messages = list(requests(job("", [0.0] * 30, repeated=share)))
+    earlier = {(tuple(messages[0].prefix), tuple(item)) for item in messages[0].branches}
+    for message in messages[1:]:
+        prompts = {(tuple(message.prefix), tuple(item)) for item in message.branches}
+        assert len(prompts) == WORKLOAD.items
+        assert len(prompts & earlier) == share * WORKLOAD.items
+        earlier |= prompts
+
+
+def test_percentiles_are_measured_values():
+    values = [float(value) for value in range(1, 201)]
+    assert percentiles(values[::-1]) == {"p50": 100.0, "p90": 180.0, "p99": 198.0}
+    assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
+    assert percentiles([]) == {}

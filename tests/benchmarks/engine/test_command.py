@@ -1,0 +1,125 @@
+"""The commands as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.engine.gpu import LIMIT_SECONDS, Part, parts, run_parts
+from benchmarks.engine.score import Options, run
+from benchmarks.engine.servers import ServerError, serving
+from benchmarks.engine.subject import subject
+from tests.checkpoints import make_checkpoint
+
+
+def bench(*arguments: str) -> dict:
+    """The last line on standard output."""
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.timeout(300)
+def test_the_engine_beats_transformers():
+    summary = bench("score", "--offline", "--no-sweeps", "--repeats", "5")
+    assert summary["largest_difference"] <= 1e-4
+    assert summary["ratio"] >= 1.45
+    assert summary["outside_model"] <= 0.05
+    assert 0 < summary["roofline"]["percent_of_peak_flops"] < 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_online_from_end_to_end(tmp_path):
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    out = tmp_path / "out"
+    rates = ["--rates", "50,100", "--seconds", "1", "--quick"]
+    online = bench("score", "--online", "--model", str(model), *rates, "--out", str(out))["online"]
+    assert [run["items_per_s_offered"] for run in online["rates"]] == [50, 100]
+    assert [run["requests"] for run in online["rates"]] == [5, 10]
+    assert all(run["failures"] == {} and run["p50_ms"] <= run["p99_ms"] for run in [*online["rates"], *online["repeated"]])
+    assert [run["repeated"] for run in online["repeated"]] == [0.0, 0.5, 0.9]
+    rows = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    assert sum(row["kind"] == "online rate" for row in rows) == 15
+    assert (out / "latency.png").read_bytes().startswith(b"\x89PNG")
+    assert "P99" in (out / "tables.txt").read_text()
+    assert "<svg" in (out / "latency.svg").read_text()
+    assert json.loads((out / "summary.json").read_text())["online"] == online
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_of_it_in_fp8(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.engine.roofline.MATRIX", {"cpu": 256, "cuda": 1024})
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    parts = {"offline": True, "ablations": True, "online": True, "sweeps": False}
+    run(Options(**parts, model=str(model), quantize="fp8", repeats=1, quick=True, rates=(50.0,), seconds=1.0))
+    said = capsys.readouterr().out.splitlines()
+    summary = json.loads(said[-1])
+    assert any("float32, FP8" in line for line in said)
+    assert 1e-3 < summary["largest_difference"] < 1.5  # from transformers, which computes in float32
+    assert summary["roofline"]["peak_gflops_of_layers"] != summary["roofline"]["peak_gflops"]
+    assert summary["online"]["rates"][0]["failures"] == {}
+
+
+def test_the_server_that_is_measured_has_the_format(tmp_path):
+    """Seen by what it refuses."""
+    model = make_checkpoint(tmp_path / "model", "qwen3", intermediate_size=72)
+    refused = pytest.raises(ServerError, match="--quantize fp8 takes matrices whose sides are multiples of 16")
+    with refused, subject("small", str(model), "float32", "fp8") as measured, serving(measured, ()):
+        pass
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    (model / "tokenizer.json").unlink()
+    command = [sys.executable, "-m", "benchmarks", "score", "--online", "--model", str(model)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "There is no tokenizer.json" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_gpu_command_says_so_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == "bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_parts_of_a_gpu_run_have_time_for_all_and_tests_come_first(tmp_path):
+    todo = parts(tmp_path)
+    assert LIMIT_SECONDS <= 480
+    assert sum(part.seconds for part in todo) <= LIMIT_SECONDS
+    assert todo[0].name == "tests"
+    assert all(part.seconds >= 30 for part in todo)  # less would not load a model and compile its kernels
+
+
+def test_parts_fail_and_run_late_without_stopping_the_next(tmp_path):
+    """A part has what nobody else needs, no more."""
+    todo = [
+        Part("late", ["http.server", "0"], 1.0),
+        Part("broken", ["no_such_module"], 30.0),
+        Part("well", ["platform"], 30.0),
+    ]
+    late, broken, well = run_parts(todo, tmp_path, 62.0)
+    assert late["ended"] == "out of time after 2 s"
+    assert broken["ended"] == "exit code 1"
+    assert broken["last_line"].endswith("No module named no_such_module")
+    assert well["ended"] == "well"
+    assert (tmp_path / "well.txt").read_text().strip() == well["last_line"]
+
+
+def test_no_part_begins_after_the_limit(tmp_path):
+    (part,) = run_parts([Part("well", ["platform"], 30.0)], tmp_path, 0.0)
+    assert (part["ended"], part["last_line"]) == ("no time left", "")

@@ -1,0 +1,86 @@
+"""The benchmarks of the kernels: what they say without a GPU, and what they print with one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.kernels.cli import names
+from benchmarks.kernels.harness import Gpu, Row, table
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "benchmarks", "kernels", *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu() -> None:
+    ran = _run()
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert ran.stderr == "The benchmarks of the kernels need an NVIDIA GPU, and torch finds none on this machine.\n"
+
+
+def test_unknown_name() -> None:
+    ran = _run("rms_norm", "rms_nrom")
+    assert ran.returncode == 2
+    assert "there is no benchmark named rms_nrom; there are " in ran.stderr
+
+
+def test_every_operation_has_one() -> None:
+    assert {"label_logprobs", "length_tilt", "qk_norm_rope", "quantize", "rms_norm", "silu_mul"} <= set(names())
+    assert all(callable(import_module(f"benchmarks.kernels.{name}").rows) for name in names())
+
+
+def test_table() -> None:
+    rows = [Row("rms_norm", "[8192, 1024]", 1.2e-5, 2796.2, "GB/s", 65.03), Row("product", "[1]", 1, 0.5, "TFLOP/s", 0.1)]
+    assert table(rows).splitlines() == [
+        "operation  shape         µs         rate         of peak",
+        "rms_norm   [8192, 1024]  12.0       2796 GB/s    65 %",
+        "product    [1]           1000000.0  0.5 TFLOP/s  0 %",
+    ]
+
+
+class _Shapes(TorchFunctionMode):
+    """What would be allocated on a GPU has a shape and no content."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if kwargs.get("device") == "cuda" else kwargs))
+
+
+class _Counting(Gpu):
+    """Runs each benchmark once and takes it for a second."""
+
+    def moved(self, name: str, shape: str, bytes_moved: float, run: Callable[[], Any]) -> Row:
+        run()
+        return Row(name, shape, 1.0, bytes_moved, "GB/s", 1.0)
+
+    def computed(self, name: str, shape: str, operations: float, run: Callable[[], Any]) -> Row:
+        return self.moved(name, shape, operations, run)
+
+
+@pytest.mark.parametrize("name", ["label_logprobs", "qk_norm_rope", "quantize", "rms_norm", "silu_mul"])
+def test_arguments_fit(name: str) -> None:
+    """The references take what the benchmarks give them."""
+    with _Shapes():
+        rows = list(import_module(f"benchmarks.kernels.{name}").rows(_Counting("none", 4e12, 8e14)))
+    assert len({(row.name, row.shape) for row in rows}) == len(rows)
+    assert all(row.rate > 0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_a_benchmark() -> None:
+    ran = _run("rms_norm")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert report["gpu"]["bandwidth"] > 1e11
+    assert all(0 < row["percent"] < 150 for row in report["rows"])

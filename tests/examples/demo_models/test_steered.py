@@ -1,0 +1,36 @@
+"""The README's table of one prompt at five scales is what the program makes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from examples.demo_models.steered import SCALES, measure, table
+
+README = Path(__file__).parents[3] / "README.md"
+MARK = "<!-- python -m examples.demo_models.steered -->\n"
+
+
+def readme_rows() -> list[list[str]]:
+    """Cells of the table."""
+    text = README.read_text(encoding="utf-8")
+    lines = text[text.index(MARK) + len(MARK) :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_readmes_table() -> None:
+    """Another processor rounds otherwise, which turns a draw now and then; so means are compared, and words not."""
+    head, _, *rows = readme_rows()
+    measured = measure()
+    made = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(measured).splitlines()]
+    assert made[0] == head
+    assert [float(row[0]) for row in rows] == list(SCALES)
+    for row, found in zip(rows, measured, strict=True):
+        assert float(row[1]) == pytest.approx(found.mean, rel=0.1)
+        assert re.match(r"\(\d+\) A ", row[3])
+    means = [found.mean for found in measured]
+    assert means == sorted(means)

@@ -1,0 +1,62 @@
+"""The training program, run for a few steps, writes everything that the shipped models consist of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.demo import MODELS
+from engine.models.loader import load_model
+from engine.models.value import load_value_model
+from examples.demo_models.batches import collate, training_batches
+from examples.demo_models.corpus.documents import Piece, sample_texts
+from examples.demo_models.length import GAMMA, Text
+from examples.demo_models.length import collate as collate_lengths
+from examples.demo_models.text import load_tokenizer, train_tokenizer
+
+
+@pytest.mark.slow
+def test_a_short_run_writes_both_models(tmp_path: Path) -> None:
+    out = tmp_path / "models"
+    command = [sys.executable, "-m", "examples.demo_models.train", "--out", str(out), "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    assert "base model: step     4 of 4" in done.stdout
+    assert load_model(out / "base").config == load_model(MODELS / "base").config
+    assert load_value_model(out / "length").config == load_value_model(MODELS / "length").config
+    assert json.loads((out / "length" / "length_value.json").read_text(encoding="utf-8")) == {"gamma": GAMMA}
+    figures = json.loads((out / "figures.json").read_text(encoding="utf-8"))
+    assert 0 <= figures["auc_mixed"] <= 1
+    shipped = {path.relative_to(MODELS) for folder in ("base", "length") for path in (MODELS / folder).iterdir()}
+    assert {path.relative_to(out) for folder in ("base", "length") for path in (out / folder).iterdir()} == shipped
+
+
+def test_the_program_makes_the_shipped_tokeniser() -> None:
+    assert train_tokenizer(sample_texts(0, 4000)).to_str() == load_tokenizer(MODELS / "base").to_str()
+
+
+def test_batches_depend_on_the_seed_alone() -> None:
+    tokenizer = load_tokenizer(MODELS / "base")
+    first, again = (list(training_batches(tokenizer, 3, 2)) for _ in range(2))
+    for a, b in zip(first, again, strict=True):
+        assert all(x.tokens.equal(y.tokens) and x.weights.equal(y.weights) for x, y in zip(a, b, strict=True))
+
+
+def test_collate_weighs_what_is_learned_and_nothing_else() -> None:
+    tokenizer = load_tokenizer(MODELS / "base")
+    documents = [(Piece("Relevant:"), Piece(" Yes", "label")), (Piece("Query: red shoes Relevant:"), Piece(" No", "label"))]
+    batch = collate(documents, tokenizer)
+    learned = batch.targets[batch.weights > 0].tolist()
+    assert [tokenizer.id_to_token(token) for token in learned] == ["ĠYes", "ĠNo"]
+
+
+def test_values_count_down_to_the_end_token() -> None:
+    batch = collate_lengths([Text([7, 8, 9], [4, 5, 0]), Text([7], [0])])
+    assert batch.tokens.tolist() == [[7, 8, 9, 4, 5], [7, 0, 0, 0, 0]]
+    assert batch.counted.tolist() == [[False, False, True, True, True], [True, False, False, False, False]]
+    assert batch.values[0, 2:].allclose(1 - GAMMA ** torch.tensor([3.0, 2.0, 1.0]))
+    assert batch.values[1, 0].item() == pytest.approx(1 - GAMMA)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,12 +12,13 @@ import httpx
 from litestar import Litestar, Request, Response, Router
 from litestar.exceptions import HTTPException, ValidationException
 
-from gateway.auth import KeyRing, RequireKey
+from gateway.auth import RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
 from gateway.errors import ClientGone, GatewayError, from_status
 from gateway.exchange import Exchange, exchange
+from gateway.keyring import KeyRing
 from gateway.length.valuer import Valuer
 from gateway.lifecycle import Lifecycle
 from gateway.limits.admission import Admission
@@ -71,19 +71,20 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
     quotas = Quotas(limiter, telemetry)
     valuer = Valuer(dispatcher, split_tokens=settings.split_tokens)
     generator = Generator(dispatcher, quotas, telemetry)
-    keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
+    keys = _key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
         pool.start()
-        following = asyncio.create_task(keys.follow(telemetry)) if keys else None
+        if keys:
+            keys.start(telemetry)
         if share:
             share.start()
         try:
             yield
         finally:
-            if following:
-                following.cancel()
+            if keys:
+                keys.stop()
             await pool.stop()
             if share:
                 await share.stop()
@@ -111,6 +112,11 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
         plugins=[DocumentedStructs()],
         logging_config=None,
     )
+
+
+def _key_ring(settings: Settings, file: Path) -> KeyRing:
+    """Raises :class:`SettingsError`."""
+    return KeyRing(file, stale_seconds=settings.api_keys_stale_seconds, isolation=settings.cache_isolation)
 
 
 def _connector(settings: Settings, transport: httpx.AsyncBaseTransport) -> Callable[[str, str], Replica]:

@@ -1,25 +1,22 @@
-"""API keys: a file of their hashes, read again when it changes, and the middleware that asks for one.
+"""API keys: the content of the key file, and the middleware that requires a key. ``gateway/keyring.py`` follows the file.
 
-The file is JSON; everything but ``name`` and ``sha256`` may be left out::
+The file is JSON; every field but ``name`` and ``sha256`` is optional::
 
     {"keys": [{"name": "ci", "sha256": "<hexadecimal SHA-256 of the key>", "models": ["ranker"], "requests_per_minute": 600,
-               "tokens_per_minute": 1000000, "items_per_minute": 20000, "concurrency": 8, "expires": "2027-01-31T00:00:00Z"}]}
+               "tokens_per_minute": 1000000, "items_per_minute": 20000, "concurrency": 8, "expires": "2027-01-31T00:00:00Z",
+               "group": "search", "weight": 2.0, "priority_min": -10, "priority_max": 10}]}
 
-Keys are random and long, so a plain hash is enough; ``printf %s "$KEY" | sha256sum`` makes one. A key is found by its digest:
-what the time of a look-up tells of digests brings nobody nearer to a key.
+Keys are random and long, so a plain hash is enough; ``printf %s "$KEY" | sha256sum`` makes one. A key is looked up by its digest,
+so the time of a look-up depends on the digest of what was sent and tells nothing about the keys in the file.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
 import time
-from collections.abc import Iterable
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import msgspec
 from litestar.enums import ScopeType
@@ -29,22 +26,29 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from gateway.errors import KeyExpired, Unauthorized
 from gateway.exchange import Exchange
 from gateway.limits.base import Limits
-from gateway.settings import SettingsError
-from gateway.telemetry import Telemetry
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from gateway.keyring import KeyRing
 
-LOOK_SECONDS = 1.0
-"""Between two looks at the file."""
+MAX_HEADER_BYTES = 1024
+"""Longest ``Authorization`` header that is looked at; keys of ``yardstick keys new`` make one of 53 bytes."""
+SHARED_GROUP = ""
+"""Trust group of every request when ``cache_isolation`` is "none". No entry of a file can name it."""
+PRIORITY_RANGE = (-100, 100)
+"""Priorities that a request may ask for unless its key says otherwise."""
+EMPTY_KEY = hashlib.sha256(b"").hexdigest()
+ENTRIES_A_TURN = 256
+"""Entries of a key file that are decoded before other threads run: some 1.5 ms."""
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """One key."""
 
-    name: Annotated[str, msgspec.Meta(min_length=1)]
-    """For people: who uses it."""
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    """For people: who uses it. Unique in its file."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
     """Hexadecimal SHA-256 of the key."""
     models: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
@@ -57,65 +61,104 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     concurrency: Limit | None = None
     """Requests at a time."""
     expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
-    """When it ends to be good."""
+    """Expiry time."""
+    group: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    """Trust group: keys of one group share cached results and prefixes. None: a group of its own."""
+    weight: Annotated[float, msgspec.Meta(ge=0.1, le=100)] = 1.0
+    """Share of a busy engine relative to other keys."""
+    priority_min: Priority = PRIORITY_RANGE[0]
+    """Lowest ``priority`` that a request may ask for; lower runs earlier."""
+    priority_max: Priority = PRIORITY_RANGE[1]
+
+    def __post_init__(self) -> None:
+        if self.priority_min > self.priority_max:
+            raise ValueError(f"`priority_min` {self.priority_min} is greater than `priority_max` {self.priority_max}")
 
     @cached_property
     def id(self) -> str:
-        """Its name in Redis."""
+        """Its name in Redis and at engines; tells nothing about the key."""
         return self.sha256[:16].lower()
 
     @cached_property
     def limits(self) -> Limits:
-        """All that is counted."""
+        """Everything that is counted."""
         return Limits((self.requests_per_minute, self.tokens_per_minute, self.items_per_minute), self.concurrency)
 
     @cached_property
     def expires_at(self) -> float:
-        """Seconds since 1970; infinite where it never does."""
+        """Seconds since 1970; infinite for a key that never expires."""
         return float("inf") if self.expires is None else self.expires.timestamp()
+
+    @cached_property
+    def cache_group(self) -> bytes:
+        """Digest of the trust group, empty for the shared one. Names of groups and digests of keys do not leave the gateway."""
+        if self.group == SHARED_GROUP:
+            return b""
+        kind, name = ("key", self.sha256.lower()) if self.group is None else ("group", self.group)
+        return hashlib.blake2b(f"{kind}\0{name}".encode(), digest_size=16, person=b"yardstick-group").digest()
+
+    @cached_property
+    def cache_salt(self) -> str:
+        """The salt of requests that send no ``cache_salt`` of their own."""
+        return self.cache_group.hex()
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the file."""
+    """The content of the file. Without entries, no key is valid."""
 
-    keys: Annotated[list[ApiKey], msgspec.Meta(min_length=1)]
+    keys: list[ApiKey]
 
 
-class KeyRing:
-    """The keys that open ``/v1``: those of a file, as it is now."""
+class _Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: list[msgspec.Raw]
 
-    def __init__(self, path: Path) -> None:
-        """Raises :class:`SettingsError`."""
-        self._path = path
-        self._state = _state(path)
-        self._keys = _read(path)
 
-    def find(self, key: str) -> ApiKey | None:
-        """The entry of ``key``, expired or not."""
-        return self._keys.get(hashlib.sha256(key.encode()).digest())
+def parse_keys(content: bytes) -> list[ApiKey]:
+    """The entries of a key file. Raises :class:`ValueError`, whose message names the entry.
 
-    async def follow(self, telemetry: Telemetry) -> None:
-        """For ever: read the file again whenever it is another, or its link points to another, as when Kubernetes mounts a changed
-        Secret. A file that cannot be used is reported once, and the keys stay as they were."""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            state = await asyncio.to_thread(_state, self._path)
-            if state == self._state:
-                continue
-            self._state = state
-            try:
-                self._keys = await asyncio.to_thread(_read, self._path)
-            except SettingsError as error:
-                telemetry.keys_reloaded("broken")
-                logger.error("%s; the keys stay as they were", error)
-            else:
-                telemetry.keys_reloaded("loaded")
-                logger.info("%s: %d keys", self._path, len(self._keys))
+    Entries are decoded one by one: a large file must not keep the interpreter's lock, which the event loop needs too.
+    """
+    keys = []
+    for place, raw in enumerate(_decoded(content).keys):
+        try:
+            keys.append(_entry.decode(raw))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"keys[{place}]: {error}") from None
+        if place % ENTRIES_A_TURN == 0:
+            time.sleep(0)
+    _check_unique(keys)
+    return keys
+
+
+def _decoded(content: bytes) -> _Entries:
+    try:
+        return _entries.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_unique(keys: list[ApiKey]) -> None:
+    names: set[str] = set()
+    owners: dict[str, str] = {}
+    for key in keys:
+        digest = key.sha256.lower()
+        if digest == EMPTY_KEY:
+            raise ValueError(f"`sha256` of {key.name!r} is the hash of an empty key")
+        if key.name in names:
+            raise ValueError(f"two keys are named {key.name!r}")
+        if digest in owners:
+            raise ValueError(f"{owners[digest]!r} and {key.name!r} have the same `sha256`")
+        names.add(key.name)
+        owners[digest] = key.name
+
+
+_entries = msgspec.json.Decoder(_Entries)
+_entry = msgspec.json.Decoder(ApiKey)
 
 
 class RequireKey(ASGIMiddleware):
-    """Refuses requests without a good key of the ring, and leaves the key in the exchange. (As a guard of the framework's it
-    would cost three times as much.)"""
+    """Refuses requests without a valid key, and leaves the key in the exchange. (As a guard of the framework it would cost three
+    times as much.)"""
 
     scopes = (ScopeType.HTTP,)
 
@@ -123,13 +166,15 @@ class RequireKey(ASGIMiddleware):
         self._ring = ring
 
     def __deepcopy__(self, _: object) -> Self:
-        """The framework copies routers with all that is in them, but there is one ring."""
+        """The framework copies routers with everything in them, but the keys must stay shared."""
         return self
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """Pass on a request whose key is good. Raises :class:`Unauthorized`."""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode("latin-1")
-        scheme, _space, secret = given.partition(" ")
+        """Pass on a request whose key is valid. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if len(given) > MAX_HEADER_BYTES:
+            raise Unauthorized(f"The `Authorization` header is longer than {MAX_HEADER_BYTES} bytes; no API key is that long.")
+        scheme, _space, secret = given.decode("latin-1").partition(" ")
         key = self._ring.find(secret.strip()) if scheme.lower() == "bearer" else None
         if key is None:
             raise Unauthorized("No valid API key was sent; send one as `Authorization: Bearer KEY`.")
@@ -137,25 +182,3 @@ class RequireKey(ASGIMiddleware):
             raise KeyExpired(f"This API key expired on {key.expires.isoformat()}; ask for a new one.")
         Exchange.in_scope(scope).key = key
         await next_app(scope, receive, send)
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    """Differs where the file does; None where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
-
-
-def _read(path: Path) -> dict[bytes, ApiKey]:
-    """By digest. Raises :class:`SettingsError`."""
-    try:
-        return _by_digest(msgspec.json.decode(path.read_bytes(), type=KeyFile).keys)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise SettingsError(f'{path}: not a file of API keys ({reason}); write {{"keys": [{{"name": …, "sha256": …}}]}}') from None
-
-
-def _by_digest(keys: Iterable[ApiKey]) -> dict[bytes, ApiKey]:
-    return {bytes.fromhex(key.sha256): key for key in keys}

@@ -144,22 +144,29 @@ def new_key(
     ] = None,
     items_per_minute: Annotated[int | None, typer.Option(min=1, max=10**12, help="Scored items a minute.")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, max=10**12, help="Requests at a time.")] = None,
-    expires: Annotated[datetime | None, typer.Option(formats=_MOMENTS, help="When it ends to be good, in UTC.")] = None,
+    expires: Annotated[datetime | None, typer.Option(formats=_MOMENTS, help="Expiry time, in UTC.")] = None,
+    group: Annotated[str | None, typer.Option(help="Keys of one group share cached results; without it, none does.")] = None,
+    weight: Annotated[float | None, typer.Option(min=0.1, max=100, help="Share of a busy engine next to other keys; 1.")] = None,
+    priority_min: Annotated[int | None, typer.Option(help="Lowest priority that requests may ask for; -100.")] = None,
+    priority_max: Annotated[int | None, typer.Option(help="Highest priority that requests may ask for; 100.")] = None,
 ) -> None:
     """Make an API key: it is printed once, and the file keeps its hash only. A gateway that serves with the file takes it at
     once."""
     from gateway.commands.keys import new
 
-    new(
-        name,
-        file,
-        models=model or None,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        items_per_minute=items_per_minute,
-        concurrency=concurrency,
-        expires=expires and expires.replace(tzinfo=UTC),
-    )
+    fields = {
+        "models": model or None,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "items_per_minute": items_per_minute,
+        "concurrency": concurrency,
+        "expires": expires and expires.replace(tzinfo=UTC),
+        "group": group,
+        "weight": weight,
+        "priority_min": priority_min,
+        "priority_max": priority_max,
+    }
+    new(name, file, **{field: value for field, value in fields.items() if value is not None})
 
 
 if __name__ == "__main__":

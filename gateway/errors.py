@@ -18,6 +18,7 @@
     ├── EngineLost              502  the engine went away, or spoke nonsense, in the middle of a request
     ├── NotReady                503  no replica of the model is ready; comes with Retry-After
     │   └── UnusableModel       503  an engine serves a model whose text side cannot be read
+    ├── KeysUnavailable         503  the key file cannot be read, so no key can be accepted; comes with Retry-After
     ├── OutOfMemory             503  the engine has no memory for this request
     └── DeadlineExceeded        504  the engine gave up on time
         └── EngineSilent        504  nothing came from the engine for too long
@@ -170,6 +171,11 @@ class NotReady(GatewayError):
 
 class UnusableModel(NotReady):
     code = "unusable_model"
+
+
+class KeysUnavailable(GatewayError):
+    status = 503
+    code = "keys_unavailable"
 
 
 class OutOfMemory(GatewayError):

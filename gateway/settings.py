@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+CacheIsolation = Literal["key", "none"]
 
 
 class SettingsError(ValueError):
@@ -39,6 +40,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """TCP port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None
     """JSON file with the API keys' hashes, see ``gateway/auth.py``. None: every caller is welcome."""
+    api_keys_stale_seconds: NotNegative = 300.0
+    """How long the keys of the last good version stay valid while their file cannot be read or is not valid; after that, requests
+    to ``/v1`` are answered 503. A file that is deleted or empty revokes all keys within three seconds."""
+    cache_isolation: CacheIsolation = "key"
+    """Who shares cached results and prefixes. "key": each API key has its own, unless its ``group`` in the key file names one that
+    several keys share. "none": all keys share, for a server of one organisation. ``cache_salt`` in a request separates further."""
     max_body_bytes: Positive = 32 << 20
     """Longest request body, in bytes."""
     max_in_flight: Positive = 1024

@@ -32,6 +32,17 @@ class ReplicaSample(NamedTuple):
     tokens: int
 
 
+class KeySample(NamedTuple):
+    """State of the key file."""
+
+    keys: int
+    """Entries that are valid, expired ones included."""
+    age: float
+    """Seconds since a look confirmed that they are those of the file."""
+    stale: bool
+    """The file cannot be read or is not valid."""
+
+
 class Telemetry:
     """The metrics of one application, in a registry of its own. Labels take few values: no text from clients is among them."""
 
@@ -63,7 +74,7 @@ class Telemetry:
         self._redis_errors = self._counter("redis_errors", "Calls of Redis that failed, by kind: timeout or error.", "kind")
         self._limited = self._counter("limited", "Requests refused because a key's limit was reached.", "key", "limit")
         self._settlements_lost = self._counter("settlements_lost", "Ended requests whose place and tokens Redis was not told of.")
-        self._key_reloads = self._counter("key_reloads", "Changes of the file of keys, by result: loaded or broken.", "result")
+        self._key_reloads = self._counter("key_reloads", "Changes of the key file, by result: loaded, revoked or broken.", "result")
 
         self._children()
 
@@ -138,8 +149,12 @@ class Telemetry:
         self._settlements_lost.inc(count)
 
     def keys_reloaded(self, result: str) -> None:
-        """The file of keys changed, and was ``loaded`` or ``broken``."""
+        """The key file changed: it was ``loaded``, it ``revoked`` all keys (deleted or empty), or it is ``broken``."""
         self._key_reloads.labels(result).inc()
+
+    def watch_keys(self, read: Callable[[], KeySample]) -> None:
+        """Export the state of the key file that ``read`` gives whenever the metrics are read."""
+        self._registry.register(_KeyFile(read))
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus's text format."""
@@ -169,6 +184,19 @@ class Telemetry:
         self, name: str, help: str, buckets: tuple[float, ...] = SECONDS, labels: tuple[str, ...] = ("route",)
     ) -> Histogram:
         return Histogram(f"yardstick_{name}", help, labels, buckets=buckets, registry=self._registry)
+
+
+class _KeyFile(Collector):
+    def __init__(self, read: Callable[[], KeySample]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        keys, age, stale = self._read()
+        yield GaugeMetricFamily("yardstick_api_keys", "API keys in use.", value=keys)
+        age_help = "Time since a look confirmed that the keys in use are those of the key file."
+        yield GaugeMetricFamily("yardstick_key_file_age_seconds", age_help, value=age)
+        stale_help = "Whether the key file cannot be read or is not valid, and keys of an earlier version are used."
+        yield GaugeMetricFamily("yardstick_key_file_stale", stale_help, value=float(stale))
 
 
 class _Replicas(Collector):

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from litestar.connection import ASGIConnection
 
 from engine import wire
+from gateway.auth import PRIORITY_RANGE
+from gateway.cache.policy import CachePolicy
+from gateway.errors import InvalidRequest
 from gateway.exchange import Exchange
 
 
-def caller_of(
-    connection: ASGIConnection,  # type: ignore[type-arg]
-    *,
-    cache_salt: str | None = None,
-    stores: bool = True,
-) -> wire.Caller:
-    """The caller named in messages to engines. ``cache_salt`` is the client's own; ``stores`` False: leave nothing in a cache."""
+def caller_of(connection: ASGIConnection, *, cache_salt: str | None = None) -> wire.Caller:  # type: ignore[type-arg]
+    """The caller named in messages to engines. ``cache_salt`` is the client's own. ``Cache-Control: no-store`` keeps the prompt out
+    of engines' prefix caches."""
     exchange = Exchange.of(connection)
-    tenant = "" if exchange.key is None else exchange.key.id
-    return wire.Caller(exchange.id.decode(), tenant, cache_salt=cache_salt or "", keep_prefix=stores)
+    keeps = CachePolicy.of(connection).write
+    key = exchange.key
+    if key is None:
+        return wire.Caller(exchange.id.decode(), cache_salt=salt_of(b"", cache_salt), keep_prefix=keeps)
+    salt = key.cache_salt if cache_salt is None else salt_of(key.cache_group, cache_salt)
+    return wire.Caller(exchange.id.decode(), key.id, key.weight, salt, keeps)
+
+
+def salt_of(group: bytes, cache_salt: str | None) -> str:
+    """The namespace of ``cache_salt`` within a trust group, in hexadecimal: no two pairs have the same one, and no choice of
+    ``cache_salt`` leads into another group. Empty for the shared group without a ``cache_salt``."""
+    if cache_salt is None:
+        return group.hex()
+    # The key has a fixed length, and unsalted names are digests with another `person` (see ApiKey.cache_group).
+    return hashlib.blake2b(cache_salt.encode(), digest_size=16, key=group, person=b"yardstick-salt").hexdigest()
+
+
+def priority_of(connection: ASGIConnection, priority: int | None) -> int:  # type: ignore[type-arg]
+    """The priority of a request that asks for ``priority``; unless given, 0 or what is nearest to 0 in the key's range.
+
+    Raises :class:`InvalidRequest` for a priority outside the range.
+    """
+    key = Exchange.of(connection).key
+    least, most = PRIORITY_RANGE if key is None else (key.priority_min, key.priority_max)
+    if priority is None:
+        return min(max(0, least), most)
+    if least <= priority <= most:
+        return priority
+    whose = "here" if key is None else "with this API key"
+    raise InvalidRequest(f"`priority` is {priority}; {whose} it is {least} to {most}.", param="priority")

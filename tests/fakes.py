@@ -25,6 +25,7 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from engine import wire
+from tests.prefixes import PrefixCache
 
 EOS = "<|im_end|>"
 TEMPLATE = (
@@ -86,6 +87,8 @@ class Faults:
     """Seconds of work that a score's branch is, one score at a time, as where a device does it."""
     garbage: bool = False
     """The answer is no msgpack."""
+    seconds_per_token: float = 0.0
+    """Seconds of work for each token that is not in the prefix cache, where the engine has one."""
 
 
 @dataclass
@@ -118,6 +121,10 @@ class FakeEngine:
     """Nothing is answered, and no connection closed."""
     token: str | None = None
     """Without it in their headers, requests are answered 401."""
+    prefixes: PrefixCache | None = None
+    """None: nothing is ever cached."""
+    queue_seconds: float = 0.0
+    """Time in the queue that every answer reports."""
 
     @property
     def vocab_size(self) -> int:
@@ -208,12 +215,24 @@ class _Call:
         if await self._behaves(request):
             rows = [logprobs_after(request.prefix + branch, self.engine.vocab_size) for branch in request.branches]
             picked = [[row[label] for label in request.labels] for row in rows]
-            await self._reply(200, wire.encode(wire.Scored(request.id, picked, 0, _tokens(request))))
+            cached = await self._cached(request.caller, request.prefix)
+            scored = wire.Scored(request.id, picked, cached, _tokens(request), self.engine.queue_seconds)
+            await self._reply(200, wire.encode(scored))
 
     async def _value(self, request: wire.Value) -> None:
         if await self._behaves(request):
             logits = [value_logit(request.prefix + branch) for branch in request.branches]
-            await self._reply(200, wire.encode(wire.Valued(request.id, logits, 0, _tokens(request))))
+            cached = await self._cached(request.caller, request.prefix)
+            valued = wire.Valued(request.id, logits, cached, _tokens(request), self.engine.queue_seconds)
+            await self._reply(200, wire.encode(valued))
+
+    async def _cached(self, caller: wire.Caller, tokens: list[int]) -> int:
+        """Tokens found in the prefix cache; the others take their time."""
+        if self.engine.prefixes is None:
+            return 0
+        cached = self.engine.prefixes.match_and_insert(caller, tokens)
+        await asyncio.sleep(self.engine.faults.seconds_per_token * (len(tokens) - cached))
+        return cached
 
     async def _behaves(self, request: wire.Score | wire.Value) -> bool:
         """Whether ``request`` should be answered; where not, the fault has been done."""
@@ -242,7 +261,9 @@ class _Call:
             await self._refuse(failed)
             return
         await self.send({"type": "http.response.start", "status": 200, "headers": []})
+        cached = await self._cached(request.caller, request.prompt[:-1])  # the last token is always computed
         sequences = [list(sequence_deltas(engine, request, index)) for index in range(request.sampling.n)]
+        sequences[0][0] = msgspec.structs.replace(sequences[0][0], cached_tokens=cached, queue_seconds=engine.queue_seconds)
         for sent, delta in enumerate(interleaved(sequences)):
             await asyncio.sleep(faults.delay)
             if sent == faults.fail_after:

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from gateway.auth import ApiKey, KeyFile
+from gateway.auth import ApiKey, KeyFile, parse_keys
 from gateway.commands.errors import CommandError
 
 _RANDOM_BYTES = 32
 
 
-def new(name: str, file: Path, **limits: Any) -> None:
-    """Add a key to ``file`` and print it to standard output, once. ``limits`` are attributes of :class:`ApiKey`.
+def new(name: str, file: Path, **fields: Any) -> None:
+    """Add a key to ``file`` and print it to standard output, once. ``fields`` are attributes of :class:`ApiKey`.
 
     Raises :class:`CommandError`.
     """
@@ -26,7 +26,12 @@ def new(name: str, file: Path, **limits: Any) -> None:
     if any(key.name == name for key in known):
         raise CommandError(f"{file} has a key named {name} already; choose another name, or remove that entry first")
     key = f"ys-{secrets.token_urlsafe(_RANDOM_BYTES)}"
-    _write(file, KeyFile([*known, ApiKey(name, hashlib.sha256(key.encode()).hexdigest(), **limits)]))
+    try:
+        # convert: a constructor call would not check the values
+        entry = msgspec.convert({"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), **fields}, ApiKey)
+    except msgspec.ValidationError as error:
+        raise CommandError(f"no key is made: {error}") from None
+    _write(file, KeyFile([*known, entry]))
     print(key)
     print(f"This is the only time the key is shown; {file} keeps its hash. Serve with --api-keys-file {file}", file=sys.stderr)
 
@@ -35,8 +40,8 @@ def _read(file: Path) -> list[ApiKey]:
     if not file.exists():
         return []
     try:
-        return msgspec.json.decode(file.read_bytes(), type=KeyFile).keys
-    except (OSError, msgspec.DecodeError) as error:
+        return parse_keys(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise CommandError(f"{file} is not a file of API keys ({error}); name another one") from None
 
 

@@ -37,6 +37,7 @@ class Generation:
         self.cached_tokens = 0
         self.expected_tokens = len(request.prompt) + request.sampling.n * min(request.sampling.max_tokens, most_expected)
         """Of prompt and sequences, before it runs."""
+        self._relay: Relay | None = None
         self._logprobs = options.logprobs
         self._echo = echo
         prompt = request.prompt
@@ -50,11 +51,18 @@ class Generation:
         """Of all sequences, so far."""
         return sum(sequence.completion_tokens for sequence in self.sequences)
 
+    @property
+    def used_tokens(self) -> int:
+        """Of the prompt, once an engine was given it, and of all sequences so far."""
+        prompt = len(self.request.prompt) if self._relay is not None and self._relay.sent else 0
+        return prompt + self.completion_tokens
+
     async def pieces(self, dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
         """As many at a time as have arrived, until every sequence has ended. Raises :class:`GatewayError`."""
         early: list[wire.Delta] = []  # of sequences that overtook the prompt's log-probabilities
         echoed = self._echo is None
-        async with aclosing(Relay(dispatcher, self.model, self.request).deltas()) as batches:
+        self._relay = Relay(dispatcher, self.model, self.request)
+        async with aclosing(self._relay.deltas()) as batches:
             async for batch in batches:
                 pieces: list[Piece] = []
                 self.cached_tokens += sum(delta.cached_tokens for delta in batch)

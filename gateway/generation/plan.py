@@ -55,6 +55,7 @@ def plan(
     first_index: int = 0,
     echo: str | None = None,
     param: str,
+    priority: int,
     caller: wire.Caller,
 ) -> Generation:
     """``max_tokens`` None: as many as the context holds; it is the limit in any case. ``param`` is where the prompt came from."""
@@ -79,7 +80,7 @@ def plan(
         prompt_logprobs=None if echo is None else logprobs if logprobs is not None else 0 if limit == 0 else None,
         # an answer with stop strings is read as it comes: the text may end it
         tokens_per_delta=1 if fields.stream or fields.stops else WHOLE_TOKENS,
-        priority=fields.priority or 0,
+        priority=priority,
         caller=caller,
     )
     options = TextOptions(

@@ -28,11 +28,17 @@ class Relay:
         self._request = request
         self._open: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         """The output so far of the sequences that have not ended."""
+        self._tries = dispatcher.tries()
+
+    @property
+    def sent(self) -> bool:
+        """Whether a replica was given the request."""
+        return self._tries.sent
 
     async def deltas(self) -> AsyncGenerator[list[wire.Delta], None]:
         """As many at a time as arrive, without a gap or a repeat, until every sequence has ended. Close the iterator to abort.
         Raises :class:`GatewayError` where no other replica can go on."""
-        tries = self._dispatcher.tries()
+        tries = self._tries
         try:
             async with aclosing(self._follow(self._request, tries)) as batches:
                 async for batch in batches:

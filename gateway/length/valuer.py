@@ -10,6 +10,7 @@ import msgspec
 
 from engine import wire
 from gateway.errors import InternalError
+from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
@@ -24,6 +25,8 @@ class Values(msgspec.Struct, frozen=True):
     logits: list[float]
     """[text], z of v = σ(z)"""
     cached_tokens: int
+    queue_seconds: float = 0.0
+    """Longest time that one of its messages waited in the queue of an engine."""
 
 
 class Valuer:
@@ -34,8 +37,15 @@ class Valuer:
         self._dispatcher = dispatcher
         self._split_tokens = split_tokens
 
-    async def values(self, model: ServedModel, texts: PrefixAndBranches, priority: int, caller: wire.Caller) -> Values:
-        """Raises :class:`GatewayError` where an engine fails."""
+    async def values(
+        self,
+        model: ServedModel,
+        texts: PrefixAndBranches,
+        priority: int,
+        caller: wire.Caller,
+        lease: Lease | None = None,
+    ) -> Values:
+        """Records in ``lease`` what is sent to engines. Raises :class:`GatewayError` where an engine fails."""
         prefix, branches = texts
         parts = split(
             len(prefix),
@@ -49,23 +59,27 @@ class Valuer:
         async def run(part: list[int], affinity: bytes | None) -> wire.Valued:
             async with gate:
                 request = wire.Value(uuid.uuid4().hex, prefix, [branches[place] for place in part], priority, caller=caller)
-                return await self._ask(model, request, affinity)
+                return await self._ask(model, request, affinity, lease)
 
-        first = affinity_of(prefix)
+        first = affinity_of(prefix, caller)
         answers = await all_or_cancel([run(part, None if number else first) for number, part in enumerate(parts)])
         logits = [0.0] * len(branches)
         for part, answer in zip(parts, answers, strict=True):
             for place, logit in zip(part, answer.logits, strict=True):
                 logits[place] = logit
-        return Values(logits, sum(answer.cached_tokens for answer in answers))
+        queue_seconds = max((answer.queue_seconds for answer in answers), default=0.0)
+        return Values(logits, sum(answer.cached_tokens for answer in answers), queue_seconds)
 
-    async def _ask(self, model: ServedModel, request: wire.Value, affinity: bytes | None) -> wire.Valued:
+    async def _ask(self, model: ServedModel, request: wire.Value, affinity: bytes | None, lease: Lease | None) -> wire.Valued:
+        prefix, branches = len(request.prefix), list(map(len, request.branches))
+
         async def ask(client: EngineClient) -> wire.Valued:
+            if lease is not None:
+                lease.begin(request.id, tokens=prefix * len(branches) + sum(branches), items=len(branches))
             valued = await client.value(request)
             if len(valued.logits) != len(request.branches) or not all(map(math.isfinite, valued.logits)):
                 message = "The engine's values are incomplete or not numbers; its length model may be broken."
                 raise InternalError(message, retryable=True)
             return valued
 
-        tokens = len(request.prefix) + sum(map(len, request.branches))
-        return await self._dispatcher.call(model, ask, tokens=tokens, affinity=affinity)
+        return await self._dispatcher.call(model, ask, tokens=prefix + sum(branches), affinity=affinity, caller=request.caller)

@@ -11,6 +11,10 @@ over windows because
 
 In the worst minute, the one that begins after a rest, twice the limit passes; over any longer time it is the limit.
 
+A request takes its expected cost when it begins and is settled once, when it ends: :func:`used` says what it is charged in the end,
+and the difference to the expected cost is given back (or taken, where more was used). Over all time that has passed, what is
+charged in the end is at most the limit times the minutes, and one limit more.
+
 Concurrency is a set of leases, one for each request being worked on. They end with the request; those of a gateway that died run
 out.
 """
@@ -51,6 +55,11 @@ class Cost(NamedTuple):
     items: int
 
 
+NOTHING = Cost(0, 0, 0)
+CLIENT_GONE = 499
+"""Status of an exchange whose client left before an answer began."""
+
+
 class Level(NamedTuple):
     """How much is left of a rate."""
 
@@ -80,15 +89,44 @@ class Lease(msgspec.Struct, eq=False):
     id: str
     limits: Limits
     cost: Cost
+    """Expected cost, taken when the request begins."""
     used_tokens: int | None = None
-    """What it really took; None: what it was expected to."""
+    """Tokens that an answered request used; None: the expected ones."""
+    begun: Cost = NOTHING
+    """The part of the request that was sent to engines so far."""
+    charged: Cost | None = None
+    """Final cost; None until the request has ended."""
     shared: bool = False
     """Taken from Redis."""
+    _messages: set[str] = msgspec.field(default_factory=set)
+    """Ids of the messages that :attr:`begun` counts."""
 
     @property
-    def more_tokens(self) -> int:
-        """Used beyond those expected; negative where fewer were."""
-        return 0 if self.used_tokens is None else self.used_tokens - self.cost.tokens
+    def more(self) -> Cost:
+        """Final cost less the expected one: negative where something is given back. Nothing before the end."""
+        if self.charged is None:
+            return NOTHING
+        return Cost(*(final - expected for final, expected in zip(self.charged, self.cost, strict=True)))
+
+    def begin(self, message: str, *, tokens: int, items: int = 0) -> None:
+        """The message with this id is sent to an engine; it counts once, however often it is sent."""
+        if message not in self._messages:
+            self._messages.add(message)
+            self.begun = Cost(1, self.begun.tokens + tokens, self.begun.items + items)
+
+
+def used(lease: Lease, status: int) -> Cost:
+    """What a request is charged that ended with ``status``.
+
+    ===========================  ==============================================================
+    an answer or a stream began  the request; tokens as used, also where the stream broke later
+    the client left before that  what had been sent to engines by then
+    anything else                nothing: a refusal, an overload or a fault of the server
+    ===========================  ==============================================================
+    """
+    if status < 400:
+        return lease.cost if lease.used_tokens is None else lease.cost._replace(tokens=lease.used_tokens)
+    return lease.begun if status == CLIENT_GONE else NOTHING
 
 
 class Limiter(Protocol):
@@ -99,7 +137,7 @@ class Limiter(Protocol):
         ...
 
     def end(self, lease: Lease) -> None:
-        """The request is over: give its place back, and settle its tokens."""
+        """The request is over: give its place back, and settle ``lease.more``. Called once for each lease that was taken."""
         ...
 
 

@@ -5,7 +5,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from gateway.limits.base import BUSY_SECONDS, CONCURRENCY, MINUTE, RATES, Lease, Level, Limits, Verdict, level, too_much
+from gateway.limits.base import (
+    BUSY_SECONDS,
+    CONCURRENCY,
+    MINUTE,
+    NOTHING,
+    RATES,
+    Cost,
+    Lease,
+    Level,
+    Limits,
+    Verdict,
+    level,
+    too_much,
+)
 
 
 class LocalLimiter:
@@ -32,15 +45,16 @@ class LocalLimiter:
         self._take(lease, time.monotonic())
 
     def end(self, lease: Lease) -> None:
-        """Give its place back, and settle its tokens."""
+        """Give its place back, and settle what it cost."""
         self._held[lease.owner] -= 1
-        self._charge(lease, (0, lease.more_tokens, 0), time.monotonic())
+        if (more := lease.more) != NOTHING:
+            self._charge(lease, more, time.monotonic())
 
     def _take(self, lease: Lease, now: float) -> None:
         self._charge(lease, lease.cost, now)
         self._held[lease.owner] += 1
 
-    def _charge(self, lease: Lease, amounts: tuple[int, int, int], now: float) -> None:
+    def _charge(self, lease: Lease, amounts: Cost, now: float) -> None:
         for name, limit, amount in zip(RATES, lease.limits.rates, amounts, strict=True):
             if limit is not None:
                 begin = max(now, self._whole_at.get((lease.owner, name), now))

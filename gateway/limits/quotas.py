@@ -9,7 +9,7 @@ from litestar.connection import ASGIConnection
 
 from gateway.errors import RateLimited
 from gateway.exchange import Exchange, new_id
-from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict
+from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, used
 from gateway.telemetry import Telemetry
 
 
@@ -21,8 +21,10 @@ class Quotas:
         self._telemetry = telemetry
 
     async def charge(self, connection: ASGIConnection, *, tokens: int, items: int = 0) -> Lease | None:  # type: ignore[type-arg]
-        """One request with ``tokens`` of prompts and, at most, answers. What it takes is given back or settled when the exchange
-        ends; set ``used_tokens`` of the lease where fewer were used. None where the key has no limits. Raises :class:`RateLimited`.
+        """Take one request with ``tokens`` of prompts and, at most, answers.
+
+        The lease is settled when the exchange ends (:func:`gateway.limits.base.used`); record in it what was sent to engines and
+        the tokens that were used. None where the key has no limits. Raises :class:`RateLimited`.
         """
         exchange = Exchange.of(connection)
         key = exchange.key
@@ -38,10 +40,10 @@ class Quotas:
         return lease
 
     def _end(self, exchange: Exchange, lease: Lease) -> None:
-        """What failed on this side costs no tokens."""
-        if exchange.status >= 500:
-            lease.used_tokens = 0
-        self._limiter.end(lease)
+        """Settle ``lease``, exactly once."""
+        if lease.charged is None:
+            lease.charged = used(lease, exchange.status)
+            self._limiter.end(lease)
 
 
 def _headers(verdict: Verdict) -> list[tuple[bytes, bytes]]:

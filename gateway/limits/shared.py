@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from gateway.limits.base import BUSY_SECONDS, CONCURRENCY, RATES, Lease, Level, Verdict, level, too_much
+from gateway.limits.base import BUSY_SECONDS, CONCURRENCY, NOTHING, RATES, Lease, Level, Limits, Verdict, level, too_much
 from gateway.limits.local import LocalLimiter
 from gateway.redis.link import Link, RedisAway
 from gateway.redis.scripts import Script
@@ -31,7 +31,7 @@ GATHER_SECONDS = 0.002
 """A settlement waits this long for others of its key, which go with it in one call."""
 LEASES_A_CALL = 1000
 MAX_SETTLEMENTS = 10_000
-"""Waiting to be sent; what is more is lost: leases run out by themselves, and tokens count as they were expected."""
+"""Waiting to be sent; what is more is lost: leases run out by themselves, and requests are charged their expected cost."""
 
 _DENIALS = (None, *RATES, CONCURRENCY)
 
@@ -78,19 +78,21 @@ _TAKE = Script(
     """
 )
 
-# KEYS: tokens, leases. ARGV: the limit (0 is none) and the tokens used beyond those expected, lease ids.
+# KEYS: requests, tokens, items, leases. ARGV: a limit (0 is none) and an amount beyond the expected one for each rate, lease ids.
 _SETTLE = Script(
     """
-    redis.call('ZREM', KEYS[2], unpack(ARGV, 3))
-    local limit, more = tonumber(ARGV[1]), tonumber(ARGV[2])
-    if limit > 0 and more ~= 0 then
-        local time = redis.call('TIME')
-        local now = time[1] * 1000000 + time[2]
-        local whole = math.max(now, tonumber(redis.call('GET', KEYS[1]) or 0)) + more * 60000000 / limit
-        if whole > now then
-            redis.call('SET', KEYS[1], string.format('%.0f', whole), 'PX', math.ceil((whole - now) / 1000) + 1000)
-        else
-            redis.call('DEL', KEYS[1])
+    redis.call('ZREM', KEYS[4], unpack(ARGV, 7))
+    local time = redis.call('TIME')
+    local now = time[1] * 1000000 + time[2]
+    for i = 1, 3 do
+        local limit, more = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
+        if limit > 0 and more ~= 0 then
+            local whole = math.max(now, tonumber(redis.call('GET', KEYS[i]) or 0)) + more * 60000000 / limit
+            if whole > now then
+                redis.call('SET', KEYS[i], string.format('%.0f', whole), 'PX', math.ceil((whole - now) / 1000) + 1000)
+            else
+                redis.call('DEL', KEYS[i])
+            end
         end
     end
     """
@@ -154,7 +156,7 @@ class SharedLimiter:
         """Settled here now, and in Redis soon."""
         self._local.end(lease)
         held = self._held.pop(lease.id, None) is not None
-        if held or (lease.shared and lease.more_tokens):
+        if held or (lease.shared and lease.more != NOTHING):
             if len(self._ended) >= MAX_SETTLEMENTS:
                 self._telemetry.settlements_lost(1)
                 return
@@ -181,16 +183,17 @@ class SharedLimiter:
 
     async def _settle_all(self) -> None:
         ended, self._ended = self._ended, []
-        for leases in _by_owner(ended):
+        for leases in _grouped(ended):
             for start in range(0, len(leases), LEASES_A_CALL):
                 await self._settle(leases[start : start + LEASES_A_CALL])
 
     async def _settle(self, leases: Sequence[Lease]) -> None:
-        """Of one owner."""
-        latest = leases[-1]
-        keys = [self._name(latest, "tokens"), self._name(latest, "leases")]
-        more = sum(lease.more_tokens for lease in leases if lease.shared)
-        arguments = [latest.limits.rates[1] or 0, more, *(lease.id for lease in leases)]
+        """Of one owner and its limits. A call that fails is not repeated, as Redis may have executed it."""
+        first = leases[0]
+        keys = [*(self._name(first, rate) for rate in RATES), self._name(first, "leases")]
+        more = [sum(amounts) for amounts in zip(NOTHING, *(lease.more for lease in leases if lease.shared), strict=True)]
+        rates = [part for limit, amount in zip(first.limits.rates, more, strict=True) for part in (limit or 0, amount)]
+        arguments = [*rates, *(lease.id for lease in leases)]
         try:
             await self._link.ask(lambda: _SETTLE(self._link.client, keys, arguments), seconds=SETTLE_SECONDS)
         except RedisAway:
@@ -199,7 +202,7 @@ class SharedLimiter:
     async def _keep_renewing(self) -> None:
         while True:
             await asyncio.sleep(self._lease_seconds / 3)
-            for leases in _by_owner(self._held.values()):
+            for leases in _grouped(self._held.values()):
                 await self._renew(leases)
 
     async def _renew(self, leases: Sequence[Lease]) -> None:
@@ -213,11 +216,12 @@ class SharedLimiter:
         return f"{self._prefix}:limit:{{{lease.owner}}}:{what}"
 
 
-def _by_owner(leases: Iterable[Lease]) -> list[list[Lease]]:
-    owners: dict[str, list[Lease]] = {}
+def _grouped(leases: Iterable[Lease]) -> list[list[Lease]]:
+    """By owner, and by limits, which change when the key file does: amounts of different limits cannot be added up."""
+    groups: dict[tuple[str, Limits], list[Lease]] = {}
     for lease in leases:
-        owners.setdefault(lease.owner, []).append(lease)
-    return list(owners.values())
+        groups.setdefault((lease.owner, lease.limits), []).append(lease)
+    return list(groups.values())
 
 
 def _level(limit: int | None, ahead: int) -> Level | None:

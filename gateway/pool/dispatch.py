@@ -16,6 +16,7 @@ from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.pool.client import EngineClient
 from gateway.pool.replica import Replica, ServedModel
+from gateway.pool.waiting import WaitingRoom
 from gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ EXPECTED_OUTPUT = 256
 """Tokens that a sequence counts for when it may become longer: few do."""
 
 T = TypeVar("T")
+
+NOBODY = wire.Caller()
 
 _FAULTS = (EngineLost, EngineSilent, InternalError)
 """Failures that speak against the replica. Refusals (overload, a wrong request, no memory for it) do not."""
@@ -37,6 +40,8 @@ class Tries:
     """Seconds."""
     replicas: list[Replica] = field(default_factory=list)
     """Not to be asked again."""
+    sent: bool = False
+    """Some replica was given the request."""
 
     def progressed(self, replica: Replica) -> None:
         """``replica`` has answered: the others may have recovered by the time it is lost."""
@@ -46,21 +51,28 @@ class Tries:
 class Dispatcher:
     """Sends requests, judges replicas by the results, and tries each once while nothing of an answer has been passed on.
 
-    Where no replica of a model takes requests, up to ``max_waiting`` requests wait for one, each for ``wait_seconds``.
+    Where no replica of a model takes requests, up to ``max_waiting`` requests wait for one, each for ``wait_seconds``. A key that
+    has more than its share of these places loses them to others.
     """
 
     def __init__(self, telemetry: Telemetry, *, wait_seconds: float, max_waiting: int) -> None:
         self._telemetry = telemetry
         self._wait_seconds = wait_seconds
-        self._max_waiting = max_waiting
-        self._waiting = 0
+        self._room = WaitingRoom(max_waiting)
+        telemetry.waiting.set_function(lambda: self._room.waiting)
 
     def tries(self) -> Tries:
         """For a request that begins."""
         return Tries(self._wait_seconds)
 
     async def call(
-        self, model: ServedModel, ask: Callable[[EngineClient], Awaitable[T]], *, tokens: int, affinity: bytes | None = None
+        self,
+        model: ServedModel,
+        ask: Callable[[EngineClient], Awaitable[T]],
+        *,
+        tokens: int,
+        affinity: bytes | None = None,
+        caller: wire.Caller = NOBODY,
     ) -> T:
         """The answer of ``ask``, which may be asked of several replicas, also when one has done some of the work.
 
@@ -69,7 +81,7 @@ class Dispatcher:
         """
         tries = self.tries()
         while True:
-            replica = await self._choose(model, tokens, affinity, tries)
+            replica = await self._choose(model, tokens, affinity, tries, caller)
             try:
                 with replica.busy(tokens):
                     async with replica.patience():
@@ -87,8 +99,8 @@ class Dispatcher:
         sampling = generate.sampling
         tokens = len(generate.prompt) + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
         while True:
-            replica = await self._choose(model, tokens, None, tries)
-            started = False
+            replica = await self._choose(model, tokens, None, tries, generate.caller)
+            started, tries.sent = False, True
             try:
                 with replica.busy(tokens):
                     async with aclosing(replica.client.generate(generate)) as batches:
@@ -120,25 +132,21 @@ class Dispatcher:
             tries.replicas.clear()
         self._telemetry.retried(error.code or error.type)
 
-    async def _choose(self, model: ServedModel, tokens: int, affinity: bytes | None, tries: Tries) -> Replica:
+    async def _choose(self, model: ServedModel, tokens: int, affinity: bytes | None, tries: Tries, caller: wire.Caller) -> Replica:
         """Waits only where no replica takes requests. Raises :class:`NotReady`."""
         if not model.ready:
-            await self._wait(model, tries)
+            await self._wait(model, tries, caller)
         replica = model.choose(tokens, affinity, tries.replicas)
         tries.replicas.append(replica)
         return replica
 
-    async def _wait(self, model: ServedModel, tries: Tries) -> None:
-        if self._waiting >= self._max_waiting or tries.patience <= 0:
+    async def _wait(self, model: ServedModel, tries: Tries, caller: wire.Caller) -> None:
+        if tries.patience <= 0:
             return
-        self._waiting += 1
-        self._telemetry.waiting.set(self._waiting)
         began = time.monotonic()
         try:
-            await model.wait_ready(tries.patience)
+            await self._room.wait(lambda: model.wait_ready(tries.patience), caller)
         finally:
-            self._waiting -= 1
-            self._telemetry.waiting.set(self._waiting)
             tries.patience -= time.monotonic() - began
 
     def _judge(self, error: GatewayError, replica: Replica) -> None:

@@ -35,7 +35,7 @@ from gateway.schemas.chat import (
     TopLogprob,
 )
 from gateway.schemas.usage import Usage
-from gateway.tenancy import caller_of
+from gateway.tenancy import caller_of, priority_of
 
 
 def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
@@ -51,6 +51,7 @@ def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
         logprobs = (data.top_logprobs or 0) if data.logprobs else None
         _check(model, data, logprobs)
         guidance = guidance_of(model, data, logprobs=logprobs)
+        priority = priority_of(request, data.priority)
         prompt = await asyncio.to_thread(_prompt, model, data)
         generation = plan(
             model,
@@ -60,6 +61,7 @@ def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
             logprobs=logprobs,
             guidance=guidance,
             param="messages",
+            priority=priority,
             caller=caller_of(request, cache_salt=data.cache_salt),
         )
         answer = ChatAnswer(model, logprobs=logprobs is not None, gamma=gamma_of_values(model, guidance))

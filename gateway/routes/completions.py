@@ -24,7 +24,7 @@ from gateway.routes.generating import Answer, Generator
 from gateway.routes.tokens import Prompt, read_prompts
 from gateway.schemas.completions import MAX_PROMPTS, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from gateway.schemas.usage import Usage
-from gateway.tenancy import caller_of
+from gateway.tenancy import caller_of, priority_of
 from gateway.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -42,7 +42,7 @@ def completion_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
         model = requested_model(request, pool, data.model)
         _check(model, data)
         guidance = guidance_of(model, data, logprobs=data.logprobs)
-        caller = caller_of(request, cache_salt=data.cache_salt)
+        caller, priority = caller_of(request, cache_salt=data.cache_salt), priority_of(request, data.priority)
         generations = [
             plan(
                 model,
@@ -54,6 +54,7 @@ def completion_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
                 first_index=index * data.sequences,
                 echo=_text(model, prompt) if data.echo else None,
                 param=prompt.param,
+                priority=priority,
                 caller=caller,
             )
             for index, prompt in enumerate(await read_prompts(model, data.prompt, "prompt", at_most=MAX_PROMPTS))

@@ -13,7 +13,7 @@ from litestar import Request, Response
 
 from gateway.generation.generation import Generation, run_all
 from gateway.generation.sequence import Piece
-from gateway.limits.base import Lease
+from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
 from gateway.schemas.usage import PromptTokensDetails, Usage
@@ -86,7 +86,8 @@ class Generator:
                     yield batch
         finally:
             if lease is not None:
-                lease.used_tokens = usage_of(generations).total_tokens
+                lease.used_tokens = sum(generation.used_tokens for generation in generations)
+                lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
             for generation in generations:
                 self.telemetry.generated(
                     generation.model.name, len(generation.request.prompt), generation.cached_tokens, generation.completion_tokens

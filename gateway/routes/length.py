@@ -25,7 +25,7 @@ from gateway.schemas.length import MAX_TEXTS, LengthRequest, LengthResponse, Rem
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.streams import while_connected
 from gateway.telemetry import Telemetry
-from gateway.tenancy import caller_of
+from gateway.tenancy import caller_of, priority_of
 from gateway.text.prompts import share_prefix
 
 
@@ -42,14 +42,14 @@ def length_route(pool: Pool, valuer: Valuer, quotas: Quotas, telemetry: Telemetr
         model = requested_model(request, pool, data.model)
         own_gamma = check_guide(model, "model")
         gamma = data.gamma or own_gamma
+        caller, priority = caller_of(request, cache_salt=data.cache_salt), priority_of(request, data.priority)
         async with while_connected(request.receive):
             texts = await _texts(model, data)
             for text in texts:
                 _check_length(model, text)
             tokens = sum(len(text.ids) for text in texts)
-            await quotas.charge(request, tokens=tokens, items=len(texts))
-            caller = caller_of(request, cache_salt=data.cache_salt)
-            values = await valuer.values(model, share_prefix([text.ids for text in texts]), data.priority or 0, caller)
+            lease = await quotas.charge(request, tokens=tokens, items=len(texts))
+            values = await valuer.values(model, share_prefix([text.ids for text in texts]), priority, caller, lease)
         telemetry.valued(model.name, len(texts), tokens, values.cached_tokens)
         answer = LengthResponse(
             id=f"length-{new_id()}",

@@ -26,7 +26,7 @@ from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.scoring.scorer import Prompts, Scorer
 from gateway.streams import while_connected
 from gateway.telemetry import Telemetry
-from gateway.tenancy import caller_of
+from gateway.tenancy import caller_of, priority_of
 from gateway.text.prompts import EmptyPromptError, join_ids, tokenise_pairs
 
 
@@ -43,16 +43,17 @@ def score_route(pool: Pool, scorer: Scorer, quotas: Quotas, telemetry: Telemetry
         `x-yardstick-cache` of the answer says how many of the results were at hand.
         """
         model = requested_model(request, pool, data.model)
+        priority = priority_of(request, data.priority)
         labels = _labels(model, data)
         async with while_connected(request.receive):
             prefix, branches = await _tokenise(model, data)
-            policy = CachePolicy.from_header(request.headers.get("cache-control"))
-            caller = caller_of(request, cache_salt=data.cache_salt, stores=policy.write)
-            prompts = Prompts(prefix, branches, labels, data.priority or 0, caller)
+            policy = CachePolicy.of(request)
+            caller = caller_of(request, cache_salt=data.cache_salt)
+            prompts = Prompts(prefix, branches, labels, priority, caller)
             _check_lengths(model, prompts)
             tokens, items = sum(prompts.lengths), len(branches)
-            await quotas.charge(request, tokens=tokens, items=items)
-            scores = await scorer.score(model, prompts, policy)
+            lease = await quotas.charge(request, tokens=tokens, items=items)
+            scores = await scorer.score(model, prompts, policy, lease)
         hits = scores.hits
         telemetry.scored(model.name, items, hits, tokens, scores.cached_tokens)
         answer = ScoreResponse(

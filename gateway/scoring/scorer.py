@@ -8,6 +8,7 @@ import math
 import uuid
 from array import array
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from gateway.cache.base import Logprobs, ResultCache
 from gateway.cache.flights import Flights
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InternalError
+from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
@@ -62,6 +64,25 @@ class Scores(msgspec.Struct, frozen=True):
     """Longest time that one of its sub-batches waited in the queue of an engine."""
 
 
+@dataclass(slots=True)
+class _Job:
+    """One request while it is being answered."""
+
+    model: ServedModel
+    prompts: Prompts
+    policy: CachePolicy
+    lease: Lease | None
+    results: dict[bytes, Logprobs] = field(default_factory=dict)
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+
+    def take(self, keys: list[bytes], scored: wire.Scored) -> None:
+        """An engine answered for ``keys``."""
+        self.results.update(zip(keys, map(tuple, scored.logprobs), strict=True))
+        self.cached_tokens += scored.cached_tokens
+        self.queue_seconds = max(self.queue_seconds, scored.queue_seconds)
+
+
 class Scorer:
     """Owns the lookups in ``cache`` and the flights of this process."""
 
@@ -73,73 +94,69 @@ class Scorer:
         self._split_tokens = split_tokens
         self._flights = Flights()
 
-    async def score(self, model: ServedModel, prompts: Prompts, policy: CachePolicy) -> Scores:
-        """Raises :class:`GatewayError` where an engine fails; what it computed before is kept."""
-        keys = result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches)
+    async def score(self, model: ServedModel, prompts: Prompts, policy: CachePolicy, lease: Lease | None = None) -> Scores:
+        """Records in ``lease`` what is sent to engines. Raises :class:`GatewayError` where an engine fails; what it computed before
+        is kept."""
+        job = _Job(model, prompts, policy, lease)
+        salt = prompts.caller.cache_salt
+        keys = result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches, salt=salt)
         branch_of = dict(zip(keys, prompts.branches, strict=True))
-        results: dict[bytes, Logprobs] = {}
         if policy.read:
             found = await self._cache.get_many(list(branch_of))
-            results = {key: result for key, result in zip(branch_of, found, strict=True) if result is not None}
+            job.results = {key: result for key, result in zip(branch_of, found, strict=True) if result is not None}
+        results = job.results
         hits = set(results)
-        cached_tokens = 0
         while missing := [key for key in branch_of if key not in results]:
             flights = self._flights.find(missing) if policy.read else {}
-            mine = {key: branch_of[key] for key in missing if key not in flights}
-            cached_tokens += await self._compute(model, prompts, mine, policy, results)
+            await self._compute(job, {key: branch_of[key] for key in missing if key not in flights})
             results |= (theirs := await self._flights.wait(flights))
             hits |= set(theirs)
-        cached_tokens += sum(length for key, length in zip(keys, prompts.lengths, strict=True) if key in hits)
-        return Scores([results[key] for key in keys], sum(key in hits for key in keys), cached_tokens)
+        cached_tokens = job.cached_tokens + sum(length for key, length in zip(keys, prompts.lengths, strict=True) if key in hits)
+        return Scores([results[key] for key in keys], sum(key in hits for key in keys), cached_tokens, job.queue_seconds)
 
-    async def _compute(
-        self,
-        model: ServedModel,
-        prompts: Prompts,
-        branch_of: dict[bytes, list[int]],
-        policy: CachePolicy,
-        results: dict[bytes, Logprobs],
-    ) -> int:
-        """Add the results of ``branch_of`` to ``results``, for others who wait too; return the tokens engines had cached."""
+    async def _compute(self, job: _Job, branch_of: dict[bytes, list[int]]) -> None:
+        """Add the results of ``branch_of`` to those of ``job``, for others who wait too."""
         if not branch_of:
-            return 0
-        parts = self._split(model, prompts, branch_of)
-        gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready)))
+            return
+        parts = self._split(job, branch_of)
+        gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(job.model.ready)))
 
-        async def run(keys: list[bytes], affinity: bytes | None) -> int:
+        async def run(keys: list[bytes], affinity: bytes | None) -> None:
             async with gate:
-                scored = await self._ask(model, prompts, [branch_of[key] for key in keys], affinity)
-            results.update(zip(keys, map(tuple, scored.logprobs), strict=True))
-            return scored.cached_tokens
+                job.take(keys, await self._ask(job, [branch_of[key] for key in keys], affinity))
 
-        if policy.read:
+        if job.policy.read:
             self._flights.begin(branch_of)
         try:
-            first = affinity_of(prompts.prefix)
-            return sum(await all_or_cancel([run(keys, None if place else first) for place, keys in enumerate(parts)]))
+            first = affinity_of(job.prompts.prefix, job.prompts.caller)
+            await all_or_cancel([run(keys, None if place else first) for place, keys in enumerate(parts)])
         finally:
-            if policy.read:
-                self._flights.end(branch_of, results)
-            if policy.write:
-                await self._cache.put_many({key: results[key] for key in branch_of if key in results})
+            if job.policy.read:
+                self._flights.end(branch_of, job.results)
+            if job.policy.write:
+                await self._cache.put_many({key: job.results[key] for key in branch_of if key in job.results})
 
-    def _split(self, model: ServedModel, prompts: Prompts, branch_of: dict[bytes, list[int]]) -> list[list[bytes]]:
+    def _split(self, job: _Job, branch_of: dict[bytes, list[int]]) -> list[list[bytes]]:
         """The keys of each sub-batch."""
         keys = list(branch_of)
         parts = split(
-            len(prompts.prefix),
+            len(job.prompts.prefix),
             [len(branch) for branch in branch_of.values()],
-            replicas=len(model.usable),
+            replicas=len(job.model.usable),
             split_tokens=self._split_tokens,
-            max_branches=model.info.limits.max_branches,
+            max_branches=job.model.info.limits.max_branches,
         )
         self._telemetry.split(len(parts))
         return [[keys[place] for place in part] for part in parts]
 
-    async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[list[int]], affinity: bytes | None) -> wire.Scored:
+    async def _ask(self, job: _Job, branches: list[list[int]], affinity: bytes | None) -> wire.Scored:
+        prompts, lease = job.prompts, job.lease
         request = wire.Score(uuid.uuid4().hex, prompts.prefix, branches, prompts.labels, prompts.priority, caller=prompts.caller)
+        tokens = len(prompts.prefix) + sum(map(len, branches))
 
         async def ask(client: EngineClient) -> wire.Scored:
+            if lease is not None:
+                lease.begin(request.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
             scored = await client.score(request)
             shape = [len(row) for row in scored.logprobs]
             if shape != [len(prompts.labels)] * len(branches) or any(math.isnan(sum(row)) for row in scored.logprobs):
@@ -147,15 +164,15 @@ class Scorer:
                 raise InternalError(message, retryable=True)
             return scored
 
-        tokens = len(prompts.prefix) + sum(map(len, branches))
-        return await self._dispatcher.call(model, ask, tokens=tokens, affinity=affinity)
+        return await self._dispatcher.call(job.model, ask, tokens=tokens, affinity=affinity, caller=prompts.caller)
 
 
-def affinity_of(prefix: list[int]) -> bytes | None:
-    """The replica that has this prefix in its cache is the one to ask again."""
-    if len(prefix) < MIN_AFFINITY:
+def affinity_of(prefix: list[int], caller: wire.Caller) -> bytes | None:
+    """Digest of what a replica's prefix cache is searched for: the replica that has it is the one to ask again. None for a request
+    that prefix caches do not serve, or too little."""
+    if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:
         return None
-    return hashlib.blake2b(array("I", prefix), digest_size=16).digest()
+    return hashlib.blake2b(array("I", prefix), digest_size=16, key=caller.cache_salt.encode()).digest()
 
 
 async def all_or_cancel(runs: list[Coroutine[None, None, T]]) -> list[T]:

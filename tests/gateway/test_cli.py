@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.auth import KeyRing
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
+from gateway.keyring import KeyRing
 
 HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
 

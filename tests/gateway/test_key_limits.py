@@ -19,12 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth import ApiKey, KeyRing
+from gateway.auth import ApiKey
+from gateway.keyring import KeyRing
 from gateway.limits.base import Cost, Lease, Limits
 from gateway.limits.local import LocalLimiter
 from gateway.limits.quotas import duration
 from tests.fakes import FakeEngine, ids
-from tests.gateway.conftest import Start, metric, wait_for
+from tests.gateway.conftest import Start, metric
 
 SCORE = {"query": [1], "items": [[2], [3]], "label_token_ids": [1]}
 COMPLETION = {"prompt": [1, 2, 3, 4], "max_tokens": 16}
@@ -174,46 +175,22 @@ def test_an_expired_key_is_told_so(start: Start, tmp_path: Path) -> None:
     assert ask(client, "b").status_code == 200
 
 
-def test_a_changed_file_counts_at_once_and_a_broken_one_does_not(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Kubernetes changes a mounted Secret: the directory behind two links is another."""
-    monkeypatch.setattr("gateway.auth.LOOK_SECONDS", 0.05)
-    for version, name in enumerate("ab"):
-        (tmp_path / str(version)).mkdir()
-        write(tmp_path / str(version) / "keys.json", entry(name))
-    data, file = tmp_path / "..data", tmp_path / "keys.json"
-    data.symlink_to("0")
-    file.symlink_to("..data/keys.json")
-    client = start(FakeEngine(), api_keys_file=file)
-    assert (ask(client, "a").status_code, ask(client, "b").status_code) == (200, 401)
-    (tmp_path / "new").symlink_to("1")
-    (tmp_path / "new").rename(data)
-    wait_for(lambda: ask(client, "b").status_code == 200)
-    assert ask(client, "a").status_code == 401
-    replace(tmp_path / "1" / "keys.json", '{"keys": [')
-    wait_for(lambda: metric(client, 'yardstick_key_reloads_total{result="broken"}') == 1)
-    time.sleep(0.2)
-    assert metric(client, 'yardstick_key_reloads_total{result="broken"}') == 1
-    assert len([record for record in caplog.records if "the keys stay as they were" in record.message]) == 1
-    assert ask(client, "b").status_code == 200
-    write(tmp_path / "1" / "keys.json", entry("c"))
-    wait_for(lambda: ask(client, "c").status_code == 200)
-    file.unlink()
-    wait_for(lambda: metric(client, 'yardstick_key_reloads_total{result="broken"}') == 2)
-    assert ask(client, "c").status_code == 200
-
-
 def test_the_command_writes_what_it_is_told(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     command = [sys.executable, "-m", "gateway.cli", "keys", "new", "ci", "--file", str(file), "--model", "m", "--model", "n"]
     command += ["--requests-per-minute", "5", "--tokens-per-minute", "6", "--items-per-minute", "7", "--concurrency", "8"]
-    done = subprocess.run([*command, "--expires", "2031-02-03"], capture_output=True, text=True, check=True)
+    more = ["--group", "search", "--weight", "2.5", "--priority-min", "-7", "--priority-max", "3"]
+    done = subprocess.run([*command, "--expires", "2031-02-03", *more], capture_output=True, text=True, check=True)
     found = KeyRing(file).find(done.stdout.strip())
-    assert found == ApiKey("ci", found.sha256, ["m", "n"], 5, 6, 7, 8, datetime(2031, 2, 3, tzinfo=UTC))
+    assert found is not None
+    expires = datetime(2031, 2, 3, tzinfo=UTC)
+    assert found == ApiKey("ci", found.sha256, ["m", "n"], 5, 6, 7, 8, expires, "search", 2.5, -7, 3)
     assert found.limits == Limits((5, 6, 7), 8)
-    refused = subprocess.run([*command[:5], "x", *command[6:8], "--concurrency", "0"], capture_output=True, check=False)
-    assert refused.returncode == 2
+    other = [*command[:5], "x", *command[6:8]]
+    assert subprocess.run([*other, "--concurrency", "0"], capture_output=True, check=False).returncode == 2
+    refused = subprocess.run([*other, "--priority-min", "101"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "`priority_min` 101 is greater than `priority_max` 100" in refused.stderr
 
 
 @pytest.mark.parametrize(

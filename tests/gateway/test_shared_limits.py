@@ -95,7 +95,7 @@ async def test_tokens_not_used_come_back_for_all(server: RedisServer) -> None:
         taken = lease("1", tokens=900, limits=limits)
         assert (await first.take(taken)).denied is None
         assert (await second.take(lease("2", tokens=900, limits=limits))).denied == "tokens"
-        taken.used_tokens = 50
+        taken.charged = Cost(1, 50, 0)
         first.end(taken)
         await asyncio.sleep(0.2)
         verdict = await second.take(lease("3", tokens=900, limits=limits))

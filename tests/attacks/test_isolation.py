@@ -1,0 +1,297 @@
+"""One API key looks for another key's prompts: in token counts, in cache hits and in the time of answers.
+
+The gateway is a real process. The engine is a fake whose prefix cache has exact semantics (``tests/prefixes.py``) and whose work
+takes a stated time per token, so that a hit and a miss differ by far more than the noise of a busy machine. One test asks a real
+engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.fakes import FakeEngine, served
+from tests.prefixes import PrefixCache
+from tests.processes import Pod, Program, wait_until
+from tests.redis import RedisServer
+
+GROUPS = {"a": None, "b": None, "c": "search", "d": "search"}
+"""Keys, whose secret is their name, and their trust group."""
+SECONDS_PER_TOKEN = 0.002
+TOKENS = 200
+MISS = 0.75 * SECONDS_PER_TOKEN * TOKENS
+"""Seconds that a prompt takes at least that is in no cache."""
+VOCABULARY = range(10, 40)
+"""Tokens that a secret may consist of."""
+
+prompts = (random.Random(seed).choices(range(1, 300), k=TOKENS) for seed in count())
+
+
+class Seen(NamedTuple):
+    """What an answer reveals of caches."""
+
+    cached_tokens: int
+    hits: str | None
+    seconds: float
+
+
+class Server:
+    """A gateway process in front of one engine."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def ask(self, key: str | None, path: str, body: dict[str, Any], **headers: str) -> Seen:
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
+        began = time.perf_counter()
+        answer = self.program.client.post(f"/v1/{path}", json=body, headers=headers)
+        seconds = time.perf_counter() - began
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        return Seen(usage["prompt_tokens_details"]["cached_tokens"], answer.headers.get("x-yardstick-cache"), seconds)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine(prefixes=PrefixCache(), says=[5])
+    with served(engine) as engine.url:
+        yield engine
+
+
+@contextmanager
+def gateway(engine: str, keys: Path | None, **environment: str) -> Iterator[Server]:
+    flags = ["--api-keys-file", str(keys)] if keys else []
+    program = Program("gateway", "--engine", engine, *flags, **environment)
+    try:
+        yield Server(program.wait_ready())
+    finally:
+        program.close()
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    entries = [
+        {"name": f"name of {key}", "sha256": hashlib.sha256(key.encode()).hexdigest()} | ({"group": group} if group else {})
+        for key, group in GROUPS.items()
+    ]
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    file.write_text(json.dumps({"keys": entries}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(engine: FakeEngine, keys: Path) -> Iterator[Server]:
+    with gateway(engine.url, keys) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared_by_all(engine: FakeEngine, keys: Path) -> Iterator[Server]:
+    with gateway(engine.url, keys, YARDSTICK_CACHE_ISOLATION="none") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def keyless(engine: FakeEngine) -> Iterator[Server]:
+    with gateway(engine.url, None) as running:
+        yield running
+
+
+@pytest.fixture
+def slow(engine: FakeEngine) -> Iterator[FakeEngine]:
+    engine.faults.seconds_per_token = SECONDS_PER_TOKEN
+    yield engine
+    engine.faults.seconds_per_token = 0.0
+
+
+BODIES: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "score": lambda tokens: {"query": tokens, "items": [[7], [8]], "label_token_ids": [1]},
+    "completions": lambda tokens: {"prompt": tokens, "max_tokens": 1},
+    "chat/completions": lambda tokens: {"messages": [{"role": "user", "content": " ".join(map(str, tokens))}], "max_tokens": 1},
+    "length": lambda tokens: {"input": [[*tokens, 7], [*tokens, 8]]},
+}
+"""Each endpoint's request for a prompt."""
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_counts_tell_of_ones_own_group_only(server: Server, path: str) -> None:
+    body = BODIES[path](next(prompts))
+    first = server.ask("a", path, body)
+    assert first.cached_tokens <= 0.1 * TOKENS, "a chat template begins alike"
+    assert server.ask("b", path, body)[:2] == server.ask("c", path, body)[:2]
+    again = server.ask("a", path, body)
+    assert again.cached_tokens >= TOKENS - 1
+    assert again.hits == ("2/2" if path == "score" else None)
+    fresh = BODIES[path](next(prompts))
+    expected = server.ask("b", path, fresh)
+    for stranger in ("a", "c"):
+        seen = server.ask(stranger, path, fresh)
+        assert seen.cached_tokens <= max(expected.cached_tokens, 0.1 * TOKENS)
+        assert seen.hits == ("0/2" if path == "score" else None)
+    friend = server.ask("d", path, fresh)
+    assert friend.cached_tokens >= TOKENS - 1, "c and d are one group"
+    assert friend.hits == ("2/2" if path == "score" else None)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_time_tells_of_ones_own_group_only(server: Server, slow: FakeEngine, path: str) -> None:
+    body = BODIES[path](next(prompts))
+    assert server.ask("a", path, body).seconds >= MISS
+    assert server.ask("b", path, body).seconds >= MISS
+    assert server.ask("a", path, body).seconds < MISS, "a hit is quicker, so the test can tell them apart"
+
+
+def test_a_flight_serves_its_own_group_only(server: Server, slow: FakeEngine) -> None:
+    """The same scores at the same time: one computation for each group."""
+    body = BODIES["score"](next(prompts))
+    before = len(slow.scores)
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(server.ask, "c", "score", body)
+        wait_until(lambda: len(slow.scores) == before + 1)
+        others = [pool.submit(server.ask, key, "score", body) for key in "abd"]
+        seen = dict(zip("cabd", (future.result() for future in (first, *others)), strict=True))
+    for stranger in "ab":
+        assert seen[stranger].seconds >= MISS
+        assert (seen[stranger].cached_tokens, seen[stranger].hits) == (0, "0/2")
+    assert seen["d"].hits == "2/2"
+    assert len(slow.scores) == before + 3
+
+
+@pytest.mark.redis
+def test_redis_shares_within_a_group_only(engine: FakeEngine, keys: Path) -> None:
+    body = BODIES["score"](next(prompts))
+    with RedisServer.start() as redis:
+        settings = {"YARDSTICK_REDIS_URL": redis.url, "YARDSTICK_REDIS_SECONDS": "2"}
+        with gateway(engine.url, keys, **settings) as one, gateway(engine.url, keys, **settings) as two, redis.client() as store:
+            assert one.ask("c", "score", body).hits == "0/2"
+            wait_until(lambda: len(store.keys("yardstick:score:*")) == 2)
+            assert (two.ask("a", "score", body).hits, two.ask("b", "score", body).hits) == ("0/2", "0/2")
+            assert two.ask("d", "score", body).hits == "2/2"
+            wait_until(lambda: len(store.keys("yardstick:score:*")) == 6)
+
+
+def test_isolation_can_be_turned_off(shared_by_all: Server) -> None:
+    body = BODIES["score"](next(prompts))
+    assert shared_by_all.ask("a", "score", body).hits == "0/2"
+    for key in "bcd":
+        assert shared_by_all.ask(key, "score", body)[:2] == (2 * TOKENS + 2, "2/2")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_cache_salt_separates_requests_of_one_group(server: Server, keyless: Server, path: str) -> None:
+    for asked, key in ((server, "a"), (keyless, None)):
+        body = BODIES[path](next(prompts))
+        least = 0.1 * TOKENS
+        for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+            assert asked.ask(key, path, body | salt).cached_tokens <= least
+        for salt in ({}, {"cache_salt": "x"}, {"cache_salt": "y"}):
+            assert asked.ask(key, path, body | salt).cached_tokens >= TOKENS - 1
+
+
+def test_no_cache_salt_leads_into_another_group(server: Server, engine: FakeEngine) -> None:
+    """Neither what engines are told, nor anything derived from it, is a salt that works for a stranger."""
+    tokens = next(prompts)
+    body = BODIES["score"](tokens)
+    server.ask("c", "score", body)
+    server.ask("c", "score", body | {"cache_salt": "x"})
+    salts = [score.caller.cache_salt for score in engine.scores[-2:]]
+    for guess in (*salts, "search", "x", "name of c", "c", ""):
+        if guess:
+            assert server.ask("a", "score", body | {"cache_salt": guess})[:2] == (0, "0/2"), guess
+    assert server.ask("a", "score", body)[:2] == (0, "0/2")
+
+
+def test_engines_learn_no_names(server: Server, engine: FakeEngine) -> None:
+    engine.scores.clear()
+    for key in GROUPS:
+        server.ask(key, "score", BODIES["score"](next(prompts)) | {"cache_salt": "of the client"})
+    callers = [score.caller for score in engine.scores]
+    assert len({caller.tenant for caller in callers}) == len({caller.cache_salt for caller in callers}) + 1 == 4
+    assert not any(word in repr(callers) for word in ("search", "name of", "of the client"))
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("header", ["no-store", "max-age=0, No-Store"])
+def test_no_store_leaves_nothing(server: Server, engine: FakeEngine, path: str, header: str) -> None:
+    body = BODIES[path](next(prompts))
+    for _ in range(2):
+        seen = server.ask("a", path, body, **{"cache-control": header})
+        assert (seen.cached_tokens, seen.hits) == (0, "0/2" if path == "score" else None)
+    after = server.ask("a", path, body)
+    assert after.cached_tokens <= 0.1 * TOKENS
+    assert after.hits == ("0/2" if path == "score" else None)
+    seen = server.ask("a", path, body, **{"cache-control": header})
+    assert (seen.cached_tokens, seen.hits) == (0, "0/2" if path == "score" else None), "nor does it use anything"
+
+
+def test_a_second_header_counts_too(server: Server) -> None:
+    body = BODIES["score"](next(prompts))
+    headers = [("authorization", "Bearer a"), ("cache-control", "max-age=0"), ("cache-control", "no-store")]
+    for _ in range(2):
+        answer = server.program.client.post("/v1/score", json=body, headers=headers)
+        assert answer.headers["x-yardstick-cache"] == "0/2"
+
+
+def recover(cached_tokens: Callable[[list[int]], int], known: list[int], length: int) -> list[int]:
+    """The attack: tokens of somebody's prompt that begins with ``known``, one after the other. A guess is right if one token more
+    than what is known is cached."""
+    found: list[int] = []
+    for _ in range(length):
+        prompt = known + found
+        right = [guess for guess in VOCABULARY if cached_tokens([*prompt, guess]) == len(prompt) + 1]
+        if len(right) != 1:
+            break
+        found += right
+    return found
+
+
+ORACLES: dict[str, Callable[[list[int]], dict[str, Any]]] = {
+    "score": lambda tokens: {"query": tokens, "items": [[9]], "label_token_ids": [1]},
+    "completions": lambda tokens: {"prompt": [*tokens, 9], "max_tokens": 1},
+    "length": lambda tokens: {"input": [[*tokens, 9], [*tokens, 8]]},
+}
+
+
+def attacked(server: Server, path: str, attacker: str, victim: str, known: list[int], secret: list[int]) -> list[int]:
+    """What ``attacker`` finds out about ``secret`` after ``victim`` has sent it."""
+    make = ORACLES[path]
+    server.ask(victim, "completions", {"prompt": [*known, *secret, 9, 9], "max_tokens": 1})
+    if path == "length":  # the length model has a prefix cache of its own
+        server.ask(victim, path, make([*known, *secret]))
+    return recover(lambda tokens: server.ask(attacker, path, make(tokens)).cached_tokens, known, len(secret))
+
+
+@pytest.mark.parametrize("path", ORACLES)
+def test_the_oracle_of_cached_tokens_recovers_nothing(server: Server, shared_by_all: Server, path: str) -> None:
+    known, secret = next(prompts)[:20], random.Random(path).choices(VOCABULARY, k=3)
+    assert attacked(shared_by_all, path, "a", "b", known, secret) == secret, "the attack works where caches are shared"
+    assert attacked(server, path, "a", "b", next(prompts)[:20], secret) == []
+    assert attacked(server, path, "d", "c", next(prompts)[:20], secret) == secret, "and within a trust group"
+
+
+@pytest.mark.xfail(strict=True, reason="the engine's prefix cache does not look at the salt yet")
+def test_the_oracle_recovers_nothing_from_a_real_engine(keys: Path, tmp_path: Path) -> None:
+    pod = Pod(make_checkpoint(tmp_path, "qwen3"), "--name", "tiny")
+    try:
+        pod.wait_ready()
+        with gateway(pod.url, keys) as server:
+            known, secret = next(prompts)[:20], random.Random(1).choices(VOCABULARY, k=2)
+            assert attacked(server, "completions", "d", "c", known, secret) == secret, "within a trust group it works"
+            assert attacked(server, "completions", "a", "b", next(prompts)[:20], secret) == []
+            body = BODIES["completions"](next(prompts)[:50])
+            server.ask("a", "completions", body, **{"cache-control": "no-store"})
+            assert server.ask("a", "completions", body).cached_tokens == 0
+    finally:
+        pod.close()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _KEY = "yardstick.exchange"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
-_SANE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_SANE_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 MAX_NAMES = 32
 
 

@@ -72,12 +72,6 @@ def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
     check(model, data, logprobs=logprobs)
     if data.top_logprobs and not data.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
-    if data.response_format is not None and data.response_format.type != "text":
-        raise InvalidRequest("`response_format` other than text is not supported.", param="response_format")
-    if data.tools:
-        raise InvalidRequest("`tools` are not supported.", param="tools")
-    if data.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("`tool_choice` is not supported: there are no tools.", param="tool_choice")
 
 
 def _max_tokens(data: ChatRequest) -> int | None:

@@ -78,8 +78,6 @@ def _check(model: ServedModel, data: CompletionRequest) -> None:
     check(model, data, logprobs=data.logprobs)
     if data.best_of is not None and data.best_of != data.sequences:
         raise InvalidRequest("`best_of` other than `n` is not supported; ask for `n` completions and choose.", param="best_of")
-    if data.suffix:
-        raise InvalidRequest("`suffix` is not supported: these models only continue a text.", param="suffix")
     if data.max_tokens == 0 and not data.echo:
         raise InvalidRequest("`max_tokens` is 0, which only makes sense with `echo`.", param="max_tokens")
 

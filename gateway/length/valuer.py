@@ -24,6 +24,8 @@ class Values(msgspec.Struct, frozen=True):
     logits: list[float]
     """[text], z of v = σ(z)"""
     cached_tokens: int
+    queue_seconds: float = 0.0
+    """Longest time that one of its sub-batches waited in the queue of an engine."""
 
 
 class Valuer:

@@ -20,7 +20,7 @@ from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
 from gateway.routes.body import post_json
-from gateway.routes.generating import Answer, Generator
+from gateway.routes.generating import Answer, Generator, system_fingerprint
 from gateway.routes.tokens import rendered
 from gateway.schemas.chat import (
     AssistantMessage,
@@ -95,12 +95,14 @@ class ChatAnswer(Answer):
         self._gamma = gamma
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._fingerprint = system_fingerprint(model)
 
     def whole(self, choices: list[Piece], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._model.name,
+            system_fingerprint=self._fingerprint,
             choices=[
                 ChatChoice(
                     index=piece.index,
@@ -126,7 +128,14 @@ class ChatAnswer(Answer):
         return self._chunk([], usage)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._model.name, choices=choices, usage=usage)
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
+        )
 
     def _logprobs_of(self, piece: Piece) -> ChatLogprobs | None:
         if not self._logprobs:

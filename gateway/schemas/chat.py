@@ -120,6 +120,9 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     created: int
     """Seconds since 1970."""
     model: str
+    system_fingerprint: str
+    """Identifies the weights and the settings that change numbers; with a seed, equal requests get equal answers while it is the
+    same."""
     choices: list[ChatChoice]
     usage: Usage
 
@@ -140,5 +143,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None

@@ -68,5 +68,8 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     """Seconds since 1970."""
     model: str
+    system_fingerprint: str
+    """Identifies the weights and the settings that change numbers; with a seed, equal requests get equal answers while it is the
+    same."""
     choices: list[CompletionChoice]
     usage: Usage | None = None

@@ -27,7 +27,7 @@ from gateway.limits.local import LocalLimiter
 from gateway.limits.quotas import Quotas
 from gateway.logs.access import AccessLog
 from gateway.logs.writer import LineWriter
-from gateway.openapi import DocumentedStructs, asset_route, openapi_config
+from gateway.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
 from gateway.pool.client import EngineClient, EngineToken, open_transport
 from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
@@ -104,6 +104,7 @@ def create_app(
             *model_routes(pool),
         ],
         middleware=[*([RequireKey(keys)] if keys else []), Admission(settings.max_in_flight)],
+        security=KEY if keys else NO_KEY,
     )
     return Gateway(
         telemetry,

@@ -50,10 +50,15 @@ class AccessLine(msgspec.Struct, gc=False):
     error: str | None
     """The error's code, or its type where it has no code."""
     prompt_tokens: int
+    """Tokens of all prompts; for scoring, query and item of every item."""
     cached_tokens: int
+    """Prompt tokens that were not computed."""
     completion_tokens: int
+    """Generated tokens, also of a stream that broke or was left."""
     items: int
+    """Items that were scored, or texts whose length was estimated."""
     cache_hits: int
+    """Items whose result was in the cache."""
     queue_seconds: float
     """Longest wait of a part of the request in the queue of an engine."""
     first_byte_seconds: float | None

@@ -18,6 +18,7 @@ import uvicorn
 from gateway.app import create_app
 from gateway.http import Protocol
 from gateway.lifecycle import Lifecycle
+from gateway.logs.writer import LineWriter, LogHandler
 from gateway.settings import Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)
@@ -37,21 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", help="TCP port to listen on (8000); 0 takes a free one")
     parser.add_argument("--api-keys-file", metavar="FILE", help="JSON file of the API keys' hashes")
     parser.add_argument("--redis-url", metavar="URL", help="Redis for results and limits, such as redis://127.0.0.1:6379/0")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every call of the Kubernetes API
     try:
         settings = load_settings(os.environ, vars(parser.parse_args(arguments)))
-        return serve(settings)
+        with LineWriter(sys.stderr.fileno()) as log:
+            format = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+            logging.basicConfig(level=logging.INFO, format=format, handlers=[LogHandler(log)], force=True)
+            logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every call of the Kubernetes API
+            return serve(settings, log)
     except SettingsError as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 1
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, log: LineWriter) -> int:
     """Serve with ``settings``; returns the exit status. Raises :class:`SettingsError`."""
     lifecycle = Lifecycle()
     config = uvicorn.Config(
-        create_app(settings, lifecycle=lifecycle),
+        create_app(settings, lifecycle=lifecycle, log=log),
         loop="uvloop",
         http=Protocol,
         proxy_headers=False,  # nobody asks where a client is

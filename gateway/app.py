@@ -25,7 +25,9 @@ from gateway.limits.admission import Admission
 from gateway.limits.base import Limiter
 from gateway.limits.local import LocalLimiter
 from gateway.limits.quotas import Quotas
-from gateway.openapi import DocumentedStructs, asset_route, openapi_config
+from gateway.logs.access import AccessLog
+from gateway.logs.writer import LineWriter
+from gateway.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
 from gateway.pool.client import EngineClient, EngineToken, open_transport
 from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
@@ -50,8 +52,11 @@ _LEFT = "client disconnected prematurely"
 """What the framework says when a request is broken off."""
 
 
-def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycle: Lifecycle | None = None) -> Litestar:
-    """The gateway. ``cache`` None: the embedded one. Raises :class:`SettingsError` for a bad file of keys."""
+def create_app(
+    settings: Settings, *, cache: ResultCache | None = None, lifecycle: Lifecycle | None = None, log: LineWriter | None = None
+) -> Litestar:
+    """The gateway. ``cache`` None: the embedded one. ``log`` None: no access log. Raises :class:`SettingsError` for a bad file of
+    keys."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry()
     transport = open_transport()
@@ -100,10 +105,12 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
             *model_routes(pool),
         ],
         middleware=[*([RequireKey(keys)] if keys else []), Admission(settings.max_in_flight)],
+        security=KEY if keys else NO_KEY,
     )
     return Gateway(
         telemetry,
         lifecycle,
+        _access_log(settings, log, telemetry),
         route_handlers=[v1, *health_routes(pool, telemetry, lifecycle), asset_route()],
         lifespan=[lifespan],
         request_max_body_size=settings.max_body_bytes,
@@ -140,23 +147,32 @@ def _read_token(file: Path) -> EngineToken:
         raise SettingsError(f"YARDSTICK_ENGINE_TOKEN_FILE: {error}") from None
 
 
+def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry) -> AccessLog | None:
+    if log is None:
+        return None
+    telemetry.watch_log(lambda: log.dropped)
+    return None if settings.access_log == "off" else AccessLog(log, settings.access_log, probes=settings.access_log_probes)
+
+
 class Gateway(Litestar):
     """Every request is an exchange, also one that no route takes."""
 
-    def __init__(self, telemetry: Telemetry, lifecycle: Lifecycle, **options: Any) -> None:
+    def __init__(self, telemetry: Telemetry, lifecycle: Lifecycle, log: AccessLog | None, **options: Any) -> None:
         super().__init__(**options)
         self._telemetry = telemetry
         self._lifecycle = lifecycle
+        self._log = log
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application."""
         if scope["type"] == "http":
-            await exchange(super().__call__, self._telemetry, self._lifecycle, scope, receive, send)
+            await exchange(super().__call__, self._telemetry, self._lifecycle, self._log, scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
 
 
-def _answer_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
+def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
+    Exchange.of(request).failed(error)
     return Response(error.body, status_code=error.status, headers=error.headers)
 
 

@@ -63,14 +63,17 @@ def serve(
     model: Annotated[str | None, typer.Option(help="Model directory or hub id; without it, the demo model.")] = None,
     length_model: Annotated[str | None, typer.Option(help="Length model that guides generations; the demo model has one.")] = None,
     length_gamma: Annotated[float | None, typer.Option(help="Its gamma; without, what it comes with, or 0.997.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback, --api-keys-file is needed.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on (127.0.0.1); beyond loopback, --api-keys-file is needed.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on (8000).")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of weights, keys and values; float32, or bfloat16 on a GPU.")] = None,
     quantize: Annotated[Quantize | None, typer.Option(help="Compute the layers' matrix products in 8 bits.")] = None,
     max_tokens_in_cache: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
 ) -> None:
-    """Serve a model on this machine, until Ctrl-C."""
+    """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME; options
+    win."""
     from gateway.commands.serve import ServeOptions, serve
 
     formats = (dtype.value if dtype else None, quantize.value if quantize else None)

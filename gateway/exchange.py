@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import time
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.errors import GatewayError, InternalError
 from gateway.lifecycle import Lifecycle
+from gateway.logs.access import AccessLog
 from gateway.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 _KEY = "yardstick.exchange"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
-_SANE_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_SANE_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 MAX_NAMES = 32
 
 
@@ -57,6 +60,10 @@ class Exchange:
     key: ApiKey | None = None
     """Whose request it is, where keys are asked for."""
     account: Account = field(default_factory=Account)
+    outcome: str = "ok"
+    """How the answer ended after it had begun: ``ok``, ``error``, ``client_gone`` or ``shutdown``."""
+    error: str | None = None
+    """Code of the error that was answered, or its type where it has no code."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called when the answer is sent or given up."""
 
@@ -71,6 +78,17 @@ class Exchange:
         exchange: Exchange = scope[_KEY]  # type: ignore[literal-required]
         return exchange
 
+    @property
+    def broke(self) -> bool:
+        """Whether a stream ended with an error although its status is that of a success."""
+        return self.status < 400 and self.outcome in ("error", "shutdown")
+
+    def failed(self, error: Exception) -> None:
+        """Note an error that is answered, or that ends an answer which has begun."""
+        self.error = (error.code or error.type) if isinstance(error, GatewayError) else InternalError.code
+        if self.first_byte is not None:
+            self.outcome = "error"
+
     def name_ignored(self, fields: list[str]) -> None:
         """Tell the client which fields of its request had no effect."""
         names = [name if _SANE_NAME.fullmatch(name) else "?" for name in fields[:MAX_NAMES]]
@@ -78,8 +96,10 @@ class Exchange:
             self.headers.append((b"x-yardstick-ignored", ", ".join(names).encode()))
 
 
-async def exchange(app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer and count it."""
+async def exchange(
+    app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, log: AccessLog | None, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer, count it and log it."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode())
     scope[_KEY] = state  # type: ignore[literal-required]
@@ -95,6 +115,9 @@ async def exchange(app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, sco
     telemetry.in_flight.inc()
     try:
         await app(scope, receive, send_marked)
+    except asyncio.CancelledError:
+        state.outcome = "shutdown"
+        raise
     finally:
         telemetry.in_flight.dec()
         for call in state.at_end:
@@ -102,3 +125,7 @@ async def exchange(app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, sco
         now = time.perf_counter()
         route = scope.get("path_template", "none")
         telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)
+        if state.broke:
+            telemetry.broke(route, state.outcome)
+        if log is not None:
+            log.ended(state, route, now - state.began)

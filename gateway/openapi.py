@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -17,12 +18,16 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.plugins import SwaggerRenderPlugin
-from litestar.openapi.spec import Components, Schema, SecurityScheme
+from litestar.openapi.spec import Components, OpenAPIResponse, Operation, Reference, Schema, SecurityScheme
+from litestar.openapi.spec.enums import OpenAPIType
+from litestar.openapi.spec.header import OpenAPIHeader
+from litestar.openapi.spec.media_type import OpenAPIMediaType
 from litestar.params import FromPath
 from litestar.typing import FieldDefinition
 from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
 from gateway.errors import ErrorBody, NotFound
+from gateway.schemas.chat import ChatChunk, ChatCompletion
 
 PATH = "/schema"
 _ASSETS = f"{PATH}/assets"
@@ -48,19 +53,89 @@ def openapi_config() -> OpenAPIConfig:
         path=PATH,
         render_plugins=[page],
         use_handler_docstrings=True,
-        components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer")}),
+        components=Components(security_schemes={"key": SecurityScheme(type="http", scheme="bearer", description="An API key.")}),
     )
 
 
-ERRORS: dict[int, ResponseSpec] = {
-    400: ResponseSpec(ErrorBody, description="The request cannot be answered; `param` says where it is wrong."),
-    401: ResponseSpec(ErrorBody, description="No valid API key was sent."),
-    404: ResponseSpec(ErrorBody, description="The model does not exist."),
-    413: ResponseSpec(ErrorBody, description="The body is too large."),
-    429: ResponseSpec(ErrorBody, description="There is too much to do; `Retry-After` says when to try again."),
-    503: ResponseSpec(ErrorBody, description="The model is not ready; `Retry-After` says when to try again."),
+def _error(description: str) -> ResponseSpec:
+    return ResponseSpec(ErrorBody, generate_examples=False, description=description)
+
+
+READ_ERRORS: dict[int, ResponseSpec] = {
+    400: _error("The request cannot be answered; `param` says where it is wrong."),
+    401: _error("No valid API key was sent."),
+    403: _error("A server without keys got a request from another site (`Host` or `Origin`)."),
+    404: _error("The model does not exist, or this key may not use it."),
+    429: _error("There is too much to do, or a limit of the key is reached."),
+    431: _error("The headers are too large."),
+    500: _error("A fault of the server; quote the `x-request-id` when you report it."),
+    503: _error("No engine of the model is ready, or it is out of memory."),
 }
-"""What every generating or scoring endpoint may answer instead."""
+"""Error responses of every endpoint below ``/v1``."""
+ERRORS: dict[int, ResponseSpec] = READ_ERRORS | {
+    408: _error("The body did not arrive in time."),
+    413: _error("The body is too large."),
+    415: _error("The body's content type or encoding is not supported."),
+    502: _error("The engine was lost in the middle of the request."),
+    504: _error("The engine was silent for too long."),
+}
+"""Error responses of every endpoint that takes a body."""
+
+KEY: list[dict[str, list[str]]] = [{"key": []}]
+"""Security of endpoints that need an API key."""
+NO_KEY: list[dict[str, list[str]]] = [*KEY, {}]
+"""Security of the same endpoints on a server without a key file: a key may be sent, and is not read."""
+
+_EVENTS = {"ChatCompletion": "ChatChunk", "Completion": "Completion"}
+"""Schema of a streamed event, by the schema of the answer that is not streamed."""
+_STREAM = (
+    "With `stream`: server-sent events, each `data: ` and one object. The last event is `data: [DONE]`. A stream that breaks ends"
+    " with an event of the schema `ErrorBody` and without `[DONE]`."
+)
+_RATES = {
+    f"x-ratelimit-{what}-{rate}": f"{meaning} {rate}; only where the key has this limit."
+    for rate in ("requests", "tokens", "items")
+    for what, meaning in (
+        ("limit", "The key's limit a minute of"),
+        ("remaining", "What is left of the limit of"),
+        ("reset", "Time, such as `6m0s`, until all is left again of the limit of"),
+    )
+}
+_SUCCESS_HEADERS = {"x-yardstick-ignored": "Fields of the request that were ignored; absent where there are none.", **_RATES}
+_HEADERS_OF_TAG = {"scoring": {"x-yardstick-cache": "Results that were in the cache, of all results: `3/10`."}}
+
+
+@dataclass
+class ApiOperation(Operation):
+    """An operation below ``/v1``, with its response headers and the events of its stream."""
+
+    def __post_init__(self) -> None:
+        """Complete the responses that the framework found."""
+        for status, response in (self.responses or {}).items():
+            assert isinstance(response, OpenAPIResponse)
+            headers = {"x-request-id": "Id of the request: the client's own, where it sent one."}
+            if status == "200" and self.request_body is not None:
+                headers |= _SUCCESS_HEADERS | _HEADERS_OF_TAG.get((self.tags or [""])[0], {})
+                _describe_stream(response)
+            elif status in ("429", "503"):
+                headers |= {"retry-after": "Seconds to wait before another try; absent where waiting does not help."}
+            response.headers = {name: _header(description) for name, description in headers.items()}
+
+
+def _header(description: str) -> OpenAPIHeader:
+    return OpenAPIHeader(schema=Schema(type=OpenAPIType.STRING), description=description)
+
+
+def _describe_stream(response: OpenAPIResponse) -> None:
+    """Add the events where the answer may be a stream."""
+    content = response.content or {}
+    answer = content["application/json"].schema
+    # references are shortened to the class's name once all are known
+    event = _EVENTS.get(answer.ref.rpartition("_")[2]) if isinstance(answer, Reference) else None
+    if event is not None:
+        schema = Reference(ref=f"#/components/schemas/{event}")
+        response.content = {**content, "text/event-stream": OpenAPIMediaType(schema=schema)}
+        response.description = f"The answer. {_STREAM}"
 
 
 def asset_route() -> HTTPRouteHandler:
@@ -83,6 +158,8 @@ class DocumentedStructs(StructSchemaPlugin):
     def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: SchemaCreator) -> Schema:
         """The schema of one struct."""
         schema = super().to_openapi_schema(field_definition, schema_creator)
+        if field_definition.type_ is ChatCompletion:  # no handler returns its events
+            schema_creator.for_field_definition(FieldDefinition.from_annotation(ChatChunk))
         schema.description = inspect.getdoc(field_definition.type_)
         for name, description in attribute_docstrings(field_definition.type_).items():
             described = (schema.properties or {}).get(name)

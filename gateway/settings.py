@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from gateway.logs.access import Format
 from gateway.pool.discovery.address import parse_address
 
 PREFIX = "YARDSTICK_"
@@ -95,6 +96,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long that is the first time; it doubles, up to a minute, each time the one request it then gets fails too."""
     split_tokens: Positive = 4096
     """Least work, in tokens, that is worth a sub-batch: smaller score requests go to one engine whole."""
+
+    access_log: Format = "text"
+    """How the access log is written to stderr, a line for each request: ``text``, ``json`` or ``off``."""
+    access_log_probes: bool = False
+    """Log requests to ``/livez``, ``/readyz`` and ``/metrics`` too."""
 
     def __post_init__(self) -> None:
         if not self.engines:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from gateway.exchange import Account
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Upper bounds of the histograms' buckets."""
@@ -59,6 +62,7 @@ class Telemetry:
         self._requests = self._counter("requests", "Requests answered.", "route", "status")
         self._seconds = self._histogram("request_seconds", "From a request to the end of its answer.")
         self._first_seconds = self._histogram("first_byte_seconds", "From a request to the start of its answer.")
+        self._broken = self._counter("broken_streams", "Streams that ended with an error after status 200.", "route", "outcome")
         self._tokens = self._counter("tokens", "Tokens of answers.", "model", "kind")
         self._items = self._counter("items", "Items scored, by the source of the result.", "model", "source")
         self._guided = self._counter(
@@ -85,26 +89,30 @@ class Telemetry:
         first.observe(first_seconds)
         whole.observe(seconds)
 
-    def scored(self, model: str, items: int, hits: int, prompt_tokens: int, cached_tokens: int) -> None:
-        """A score request was answered."""
-        from_cache, from_engine = self._scored(model)
-        from_cache.inc(hits)
-        from_engine.inc(items - hits)
-        self._count(model, prompt_tokens, cached_tokens)
+    def broke(self, route: str, outcome: str) -> None:
+        """A stream from ``route`` ended with an error event; ``outcome`` is ``error`` or ``shutdown``."""
+        self._broken.labels(route, outcome).inc()
 
-    def generated(self, model: str, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
-        """A generation was answered, or given up."""
-        self._count(model, prompt_tokens, cached_tokens)
-        self._tokens.labels(model, "completion").inc(completion_tokens)
+    def scored(self, account: Account) -> None:
+        """A score request was answered."""
+        from_cache, from_engine = self._scored(account.model)
+        from_cache.inc(account.cache_hits)
+        from_engine.inc(account.items - account.cache_hits)
+        self._count(account)
+
+    def generated(self, account: Account) -> None:
+        """The generations of a request were answered, or given up."""
+        self._count(account)
+        self._tokens.labels(account.model, "completion").inc(account.completion_tokens)
 
     def guided(self, model: str, mode: str) -> None:
         """A generation was steered by ``mode``, or by the constraint of that name."""
         self._guided.labels(model, mode).inc()
 
-    def valued(self, model: str, texts: int, prompt_tokens: int, cached_tokens: int) -> None:
+    def valued(self, account: Account) -> None:
         """A length request was answered."""
-        self._values.labels(model).inc(texts)
-        self._count(model, prompt_tokens, cached_tokens)
+        self._values.labels(account.model).inc(account.items)
+        self._count(account)
 
     def engine_failed(self, code: str) -> None:
         """An engine refused a call, or was lost during it."""
@@ -117,6 +125,10 @@ class Telemetry:
     def split(self, parts: int) -> None:
         """A score request is about to be sent in so many parts."""
         self._sub_batches.observe(parts)
+
+    def watch_log(self, dropped: Callable[[], int]) -> None:
+        """Report the log lines ``dropped`` so far whenever the metrics are read."""
+        self._registry.register(_DroppedLines(dropped))
 
     def watch_replicas(self, read: Callable[[], Iterable[ReplicaSample]]) -> None:
         """Tell of the replicas that ``read`` gives whenever the metrics are read; of one that is gone nothing stays."""
@@ -160,10 +172,10 @@ class Telemetry:
         """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
-    def _count(self, model: str, prompt_tokens: int, cached_tokens: int) -> None:
-        prompt, cached = self._prompts(model)
-        prompt.inc(prompt_tokens)
-        cached.inc(cached_tokens)
+    def _count(self, account: Account) -> None:
+        prompt, cached = self._prompts(account.model)
+        prompt.inc(account.prompt_tokens)
+        cached.inc(account.cached_tokens)
 
     def _children(self) -> None:
         """Looked up once each: finding a labelled metric costs more than counting with it."""
@@ -197,6 +209,15 @@ class _KeyFile(Collector):
         yield GaugeMetricFamily("yardstick_key_file_age_seconds", age_help, value=age)
         stale_help = "Whether the key file cannot be read or is not valid, and keys of an earlier version are used."
         yield GaugeMetricFamily("yardstick_key_file_stale", stale_help, value=float(stale))
+
+
+class _DroppedLines(Collector):
+    def __init__(self, dropped: Callable[[], int]) -> None:
+        self._dropped = dropped
+
+    def collect(self) -> Iterator[Metric]:
+        help = "Lines of the log that were not written: its reader is too slow, or the disk is full."
+        yield CounterMetricFamily("yardstick_log_lines_dropped", help, value=self._dropped())
 
 
 class _Replicas(Collector):

@@ -25,7 +25,7 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
     """Replace this process with ``python -m module``. Raises :class:`CommandError` where that is not installed."""
     if module.startswith("engine"):
         require_engine()
-    environment = dict(os.environ) if module in _CLIENTS else _environment()
+    environment = dict(os.environ) if module in _CLIENTS else program_environment()
     os.execve(sys.executable, [sys.executable, "-m", module, *arguments], environment)  # noqa: S606 - no shell is wanted
 
 
@@ -33,6 +33,11 @@ def require_engine() -> None:
     """Raises :class:`CommandError` where only the gateway is installed."""
     if importlib.util.find_spec("torch") is None:
         raise CommandError("the engine is not installed here; install it with: pip install 'yardstick-llm[engine]'")
+
+
+def program_environment() -> dict[str, str]:
+    """The environment that the project's programs get: without what is meant for clients."""
+    return {name: value for name, value in os.environ.items() if name not in _CLIENT_VARIABLES}
 
 
 class Child:
@@ -51,7 +56,7 @@ class Child:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=_environment() | {"PYTHONUNBUFFERED": "1"},
+            env=program_environment() | {"PYTHONUNBUFFERED": "1"},
             start_new_session=True,
             preexec_fn=_death_signal(),
         )
@@ -95,10 +100,6 @@ class Child:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             on_line(line.rstrip())
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _CLIENT_VARIABLES}
 
 
 def _death_signal() -> Callable[[], None] | None:

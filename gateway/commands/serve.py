@@ -7,48 +7,48 @@ import importlib.util
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 from rich.console import Console
 from rich.status import Status
 
 from gateway.commands.errors import CommandError
 from gateway.commands.example import show_calls, show_example
-from gateway.commands.launch import Child, require_engine
+from gateway.commands.launch import Child, program_environment, require_engine
 from gateway.errors import UnusableModel
-from gateway.settings import is_loopback
+from gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
 
 _DEMO_NAME = "yardstick-demo"
 _POLL_SECONDS = 0.1
-_PATIENCE_SECONDS = 10.0
+_ENGINE_SECONDS = 10.0
+"""Time that the engine has to end once the gateway, and with it every request, has ended."""
+_SPARE_SECONDS = 5.0
+"""The gateway ends by itself within its grace period; it is killed when it takes this much longer."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to find ourselves when listening everywhere
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The command line."""
+    """The command line. None: not given."""
 
     model: str | None
     length_model: str | None
     length_gamma: float | None
-    host: str
-    port: int
+    host: str | None
+    port: int | None
     dtype: str | None
     quantize: str | None
     max_tokens_in_cache: int | None
     api_keys_file: Path | None
-
-    @property
-    def url(self) -> str:
-        """Where this machine reaches the gateway."""
-        return _url(_WILDCARDS.get(self.host, self.host), self.port)
 
     @property
     def name(self) -> str:
@@ -70,10 +70,10 @@ class _Stop(Exception):
 def serve(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises :class:`CommandError` where it cannot start or a process ends by itself."""
     require_engine()
-    _check_exposure(options)
-    _check_port(options)
+    settings = gateway_settings(options, program_environment())
+    _check_port(settings)
     try:
-        with _told_to_stop(), _children(options, _models(options)) as supervisor:
+        with _told_to_stop(), _children(options, settings, _models(options)) as supervisor:
             supervisor.wait_until_ready(options)
             supervisor.say_ready(options)
             supervisor.watch()
@@ -81,10 +81,37 @@ def serve(options: ServeOptions) -> None:
         return
 
 
+def gateway_settings(options: ServeOptions, environment: Mapping[str, str]) -> Settings:
+    """The settings that the gateway gets: ``environment``, then options, then the engine that is started here.
+
+    Raises :class:`CommandError`.
+    """
+    if f"{PREFIX}ENGINES" in environment:
+        raise CommandError(
+            f"{PREFIX}ENGINES is set, but `yardstick serve` starts the engine itself; unset it, or run `yardstick gateway` to"
+            " serve other engines"
+        )
+    flags = {"host": options.host, "port": options.port, "api_keys_file": options.api_keys_file}
+    host = options.host or environment.get(f"{PREFIX}HOST", "127.0.0.1")
+    with_keys = options.api_keys_file is not None or f"{PREFIX}API_KEYS_FILE" in environment
+    if not with_keys and not is_loopback(host):
+        raise CommandError(
+            f"{host} can be reached from other machines, so API keys are needed; make one with "
+            "`yardstick keys new NAME --file keys.json` and add --api-keys-file keys.json"
+        )
+    try:
+        settings = load_settings(environment, flags | {"engines": [_url("127.0.0.1", _free_port())]})
+    except SettingsError as error:
+        raise CommandError(str(error)) from None
+    return settings if settings.port else msgspec.structs.replace(settings, port=_free_port())
+
+
 class _Supervisor:
     """The engine and the gateway in front of it."""
 
-    def __init__(self, engine: Child, gateway: Child) -> None:
+    def __init__(self, engine: Child, gateway: Child, settings: Settings) -> None:
+        self._settings = settings
+        self._url = _url(_WILDCARDS.get(settings.host, settings.host), settings.port)
         self._children = {child.name: child for child in (engine, gateway)}
         self._console = Console(stderr=True, highlight=False, markup=False)
         self._latest = {child.name: "" for child in (engine, gateway)}
@@ -98,21 +125,21 @@ class _Supervisor:
         what = options.model or "the demo model"
         self._console.print(f"Loading {what} …")
         with self._console.status("") as status, httpx.Client(trust_env=False) as client:
-            while not _answers(client, f"{options.url}/readyz"):
+            while not _answers(client, f"{self._url}/readyz"):
                 self._check_running()
                 self._show_progress(status, time.monotonic() - started)
                 time.sleep(_POLL_SECONDS)
         self._talkative = True
-        self._console.print(f"Ready after {time.monotonic() - started:.1f} s: {options.url}/v1")
+        self._console.print(f"Ready after {time.monotonic() - started:.1f} s: {self._url}/v1")
 
     def say_ready(self, options: ServeOptions) -> None:
         """Show what can be done now, and on the demo model what comes of it."""
         out = Console(highlight=False)
-        with_key = options.api_keys_file is not None
+        with_key = self._settings.api_keys_file is not None
         if options.model is None and not with_key:
-            show_example(out, options.url, options.name)
+            show_example(out, self._url, options.name)
         guides = options.model is None or options.length_model is not None
-        show_calls(out, options.url, options.name, with_key=with_key, guides=guides)
+        show_calls(out, self._url, options.name, with_key=with_key, guides=guides)
         self._console.print("\nServing; press Ctrl-C to stop.")
 
     def watch(self) -> None:
@@ -124,7 +151,8 @@ class _Supervisor:
     def say_stopping(self) -> None:
         """Show that we end, and nothing of what the programs say about it."""
         self._talkative = False
-        self._console.print("Stopping …")
+        seconds = self._settings.grace_seconds
+        self._console.print(f"Stopping; open requests have {seconds:g} s to end. Press Ctrl-C again to end at once.")
 
     def _check_running(self) -> None:
         for child in self._children.values():
@@ -153,12 +181,11 @@ class _Supervisor:
 
 
 @contextmanager
-def _children(options: ServeOptions, models: _Models) -> Iterator[_Supervisor]:
+def _children(options: ServeOptions, settings: Settings, models: _Models) -> Iterator[_Supervisor]:
     """Both programs, started; whatever happens, both are ended, the gateway first so that it can finish its answers."""
-    engine_port = _free_port()
-    engine = Child("engine", _engine_arguments(options, models, engine_port))
-    gateway = Child("gateway", _gateway_arguments(options, engine_port))
-    supervisor = _Supervisor(engine, gateway)
+    engine = Child("engine", _engine_arguments(options, models, urlsplit(settings.engines[0]).port or 0))
+    gateway = Child("gateway", _gateway_arguments(settings))
+    supervisor = _Supervisor(engine, gateway, settings)
     try:
         yield supervisor
     except _Stop:
@@ -166,9 +193,9 @@ def _children(options: ServeOptions, models: _Models) -> Iterator[_Supervisor]:
         raise
     finally:
         try:
-            gateway.stop(_PATIENCE_SECONDS)
-            engine.stop(_PATIENCE_SECONDS)
-        finally:  # told a second time: no more patience
+            gateway.stop(settings.grace_seconds + _SPARE_SECONDS)
+            engine.stop(_ENGINE_SECONDS)
+        finally:  # a second signal ends both at once
             gateway.kill()
             engine.kill()
 
@@ -188,10 +215,11 @@ def _engine_arguments(options: ServeOptions, models: _Models, port: int) -> list
     return arguments
 
 
-def _gateway_arguments(options: ServeOptions, engine_port: int) -> list[str]:
-    arguments = ["gateway", "--engine", _url("127.0.0.1", engine_port), "--host", options.host, "--port", str(options.port)]
-    if options.api_keys_file is not None:
-        arguments += ["--api-keys-file", str(options.api_keys_file)]
+def _gateway_arguments(settings: Settings) -> list[str]:
+    """What may differ from the environment, which the gateway reads too."""
+    arguments = ["gateway", "--engine", settings.engines[0], "--host", settings.host, "--port", str(settings.port)]
+    if settings.api_keys_file is not None:
+        arguments += ["--api-keys-file", str(settings.api_keys_file)]
     return arguments
 
 
@@ -210,18 +238,10 @@ def _told_to_stop() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _check_exposure(options: ServeOptions) -> None:
-    if options.api_keys_file is None and not is_loopback(options.host):
-        raise CommandError(
-            f"{options.host} can be reached from other machines, so API keys are needed; make one with "
-            "`yardstick keys new NAME --file keys.json` and add --api-keys-file keys.json"
-        )
-
-
-def _check_port(options: ServeOptions) -> None:
+def _check_port(settings: Settings) -> None:
     """Before anything is loaded: find out whether the gateway will be able to listen."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
@@ -229,7 +249,7 @@ def _check_port(options: ServeOptions) -> None:
         used = error.errno == errno.EADDRINUSE
         remedy = "stop what uses it, or choose another with --port" if used else "check --host and --port"
         reason = (error.strerror or str(error)).lower()
-        raise CommandError(f"cannot listen on {options.host} port {options.port} ({reason}); {remedy}") from None
+        raise CommandError(f"cannot listen on {settings.host} port {settings.port} ({reason}); {remedy}") from None
 
 
 def _models(options: ServeOptions) -> _Models:

@@ -35,6 +35,8 @@ class Generation:
         self.model = model
         self.request = request
         self.cached_tokens = 0
+        self.queue_seconds = 0.0
+        """Time that it waited in the queue of an engine."""
         self.expected_tokens = len(request.prompt) + request.sampling.n * min(request.sampling.max_tokens, most_expected)
         """Of prompt and sequences, before it runs."""
         self._relay: Relay | None = None
@@ -66,6 +68,7 @@ class Generation:
             async for batch in batches:
                 pieces: list[Piece] = []
                 self.cached_tokens += sum(delta.cached_tokens for delta in batch)
+                self.queue_seconds += sum(delta.queue_seconds for delta in batch)
                 if not echoed:
                     early += batch
                     first = next((delta for delta in early if delta.prompt_logprobs or not self._logprobs), None)

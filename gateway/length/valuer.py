@@ -26,7 +26,7 @@ class Values(msgspec.Struct, frozen=True):
     """[text], z of v = σ(z)"""
     cached_tokens: int
     queue_seconds: float = 0.0
-    """Longest time that one of its messages waited in the queue of an engine."""
+    """Longest time that one of its sub-batches waited in the queue of an engine."""
 
 
 class Valuer:

@@ -18,9 +18,16 @@ def visible_models(connection: ASGIConnection, pool: Pool) -> list[ServedModel]:
 
 def requested_model(connection: ASGIConnection, pool: Pool, name: str | None) -> ServedModel:  # type: ignore[type-arg]
     """The model called ``name``; None means the only one that the client may use. One that it may not use does not exist for it.
+    The exchange's account names it from then on.
 
     Raises :class:`ModelNotFound`, :class:`InvalidRequest`, :class:`NotReady`.
     """
+    model = _requested_model(connection, pool, name)
+    Exchange.of(connection).account.model = model.name
+    return model
+
+
+def _requested_model(connection: ASGIConnection, pool: Pool, name: str | None) -> ServedModel:  # type: ignore[type-arg]
     allowed = _allowed(connection)
     if allowed is None:
         return pool.model(name)

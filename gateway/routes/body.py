@@ -14,7 +14,7 @@ from litestar.openapi.spec import Reference, Schema
 from litestar.typing import FieldDefinition
 
 from gateway.exchange import Exchange
-from gateway.openapi import ERRORS
+from gateway.openapi import ERRORS, ApiOperation
 from gateway.schemas.decoding import BodyDecoder
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -22,7 +22,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 def post_json(path: str, kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
     """``litestar.post`` for a handler whose ``data`` is a ``kind``."""
-    return post(path, status_code=200, dto=JsonBody[kind], return_dto=None, responses=ERRORS, tags=[tag])  # type: ignore[valid-type]
+    dto = JsonBody[kind]  # type: ignore[valid-type]
+    return post(path, status_code=200, dto=dto, return_dto=None, responses=ERRORS, operation_class=ApiOperation, tags=[tag])
 
 
 class JsonBody(AbstractDTO[T]):

@@ -20,7 +20,7 @@ from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
 from gateway.routes.body import post_json
-from gateway.routes.generating import Answer, Generator
+from gateway.routes.generating import Answer, Generator, system_fingerprint
 from gateway.routes.tokens import rendered
 from gateway.schemas.chat import (
     AssistantMessage,
@@ -74,12 +74,6 @@ def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
     check(model, data, logprobs=logprobs)
     if data.top_logprobs and not data.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
-    if data.response_format is not None and data.response_format.type != "text":
-        raise InvalidRequest("`response_format` other than text is not supported.", param="response_format")
-    if data.tools:
-        raise InvalidRequest("`tools` are not supported.", param="tools")
-    if data.tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("`tool_choice` is not supported: there are no tools.", param="tool_choice")
 
 
 def _max_tokens(data: ChatRequest) -> int | None:
@@ -103,12 +97,14 @@ class ChatAnswer(Answer):
         self._gamma = gamma
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._fingerprint = system_fingerprint(model)
 
     def whole(self, choices: list[Piece], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._model.name,
+            system_fingerprint=self._fingerprint,
             choices=[
                 ChatChoice(
                     index=piece.index,
@@ -134,7 +130,14 @@ class ChatAnswer(Answer):
         return self._chunk([], usage)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
-        return ChatChunk(id=self._id, created=self._created, model=self._model.name, choices=choices, usage=usage)
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
+        )
 
     def _logprobs_of(self, piece: Piece) -> ChatLogprobs | None:
         if not self._logprobs:

@@ -20,7 +20,7 @@ from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
 from gateway.routes.body import post_json
-from gateway.routes.generating import Answer, Generator
+from gateway.routes.generating import Answer, Generator, system_fingerprint
 from gateway.routes.tokens import Prompt, read_prompts
 from gateway.schemas.completions import MAX_PROMPTS, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from gateway.schemas.usage import Usage
@@ -79,8 +79,6 @@ def _check(model: ServedModel, data: CompletionRequest) -> None:
     check(model, data, logprobs=data.logprobs)
     if data.best_of is not None and data.best_of != data.sequences:
         raise InvalidRequest("`best_of` other than `n` is not supported; ask for `n` completions and choose.", param="best_of")
-    if data.suffix:
-        raise InvalidRequest("`suffix` is not supported: these models only continue a text.", param="suffix")
     if data.max_tokens == 0 and not data.echo:
         raise InvalidRequest("`max_tokens` is 0, which only makes sense with `echo`.", param="max_tokens")
 
@@ -95,6 +93,7 @@ class CompletionAnswer(Answer):
         self._gamma = gamma
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._fingerprint = system_fingerprint(model)
 
     def whole(self, choices: list[Piece], usage: Usage) -> Completion:
         return self._completion([self._choice(piece) for piece in choices], usage)
@@ -109,7 +108,14 @@ class CompletionAnswer(Answer):
         return self._completion([], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model.name, choices=choices, usage=usage)
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model.name,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=usage,
+        )
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         logprobs = _logprobs(self._model.tokenizer, piece.tokens, self._gamma) if self._logprobs else None

@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 from litestar import Request, Response
 
+from gateway.exchange import Account, Exchange
 from gateway.generation.generation import Generation, run_all
 from gateway.generation.sequence import Piece
 from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
+from gateway.pool.replica import ServedModel
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.streams import DONE, EventStream, sse, while_connected
 from gateway.telemetry import Telemetry
@@ -53,47 +55,59 @@ class Generator:
         self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, *, stream: bool, includes_usage: bool
     ) -> Response[Any]:
         """Raises :class:`GatewayError` for what goes wrong before the first event."""
+        exchange = Exchange.of(request)
+        exchange.account.prompt_tokens = sum(len(generation.request.prompt) for generation in generations)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if stream:
-            events = self._events(generations, answer, lease, includes_usage=includes_usage)
+            events = self._events(generations, answer, lease, exchange, includes_usage=includes_usage)
             return await EventStream.primed(events, request.receive)
-        async with while_connected(request.receive), aclosing(self._run(generations, lease)) as batches:
+        async with while_connected(request.receive), aclosing(self._run(generations, lease, exchange.account)) as batches:
             choices = joined([piece async for batch in batches for piece in batch])
         return Response(answer.whole(sorted(choices, key=lambda piece: piece.index), usage_of(generations)))
 
     async def _events(
-        self, generations: list[Generation], answer: Answer, lease: Lease | None, *, includes_usage: bool
+        self, generations: list[Generation], answer: Answer, lease: Lease | None, exchange: Exchange, *, includes_usage: bool
     ) -> AsyncGenerator[bytes, None]:
         opened = False
-        async with aclosing(self._run(generations, lease)) as batches:
-            async for batch in batches:
-                chunks = [answer.chunk(piece) for piece in joined(batch)]
-                if not opened:
-                    opened = True
-                    indices = [sequence.index for generation in generations for sequence in generation.sequences]
-                    chunks = [opening for index in indices if (opening := answer.opening(index))] + chunks
-                if chunks:
-                    yield b"".join(map(sse, chunks))
+        try:
+            async with aclosing(self._run(generations, lease, exchange.account)) as batches:
+                async for batch in batches:
+                    chunks = [answer.chunk(piece) for piece in joined(batch)]
+                    if not opened:
+                        opened = True
+                        indices = [sequence.index for generation in generations for sequence in generation.sequences]
+                        chunks = [opening for index in indices if (opening := answer.opening(index))] + chunks
+                    if chunks:
+                        yield b"".join(map(sse, chunks))
+        except Exception as error:
+            exchange.failed(error)
+            raise
         if includes_usage:
             yield sse(answer.closing(usage_of(generations)))
         yield DONE
 
-    async def _run(self, generations: list[Generation], lease: Lease | None) -> AsyncGenerator[list[Piece], None]:
+    async def _run(self, generations: list[Generation], lease: Lease | None, account: Account) -> AsyncGenerator[list[Piece], None]:
         """All pieces; however it ends, the tokens are counted."""
         try:
             async with aclosing(run_all(generations, self.dispatcher)) as batches:
                 async for batch in batches:
                     yield batch
         finally:
+            account.cached_tokens = sum(generation.cached_tokens for generation in generations)
+            account.completion_tokens = sum(generation.completion_tokens for generation in generations)
+            account.queue_seconds = max(generation.queue_seconds for generation in generations)
+            self.telemetry.generated(account)
             if lease is not None:
                 lease.used_tokens = sum(generation.used_tokens for generation in generations)
                 lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
             for generation in generations:
-                self.telemetry.generated(
-                    generation.model.name, len(generation.request.prompt), generation.cached_tokens, generation.completion_tokens
-                )
                 if guidance := generation.request.guidance:
                     self.telemetry.guided(generation.model.name, guidance.constraint or guidance.mode)
+
+
+def system_fingerprint(model: ServedModel) -> str:
+    """OpenAI's name for what the engine's fingerprint says, in its form."""
+    return f"fp_{model.info.fingerprint[:16]}"
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

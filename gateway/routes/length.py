@@ -11,7 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from gateway.errors import InvalidRequest
-from gateway.exchange import new_id
+from gateway.exchange import Exchange, new_id
 from gateway.length.guidance import check_guide
 from gateway.length.remaining import value_and_remaining
 from gateway.length.valuer import Valuer
@@ -48,9 +48,12 @@ def length_route(pool: Pool, valuer: Valuer, quotas: Quotas, telemetry: Telemetr
             for text in texts:
                 _check_length(model, text)
             tokens = sum(len(text.ids) for text in texts)
+            account = Exchange.of(request).account
+            account.prompt_tokens, account.items = tokens, len(texts)
             lease = await quotas.charge(request, tokens=tokens, items=len(texts))
             values = await valuer.values(model, share_prefix([text.ids for text in texts]), priority, caller, lease)
-        telemetry.valued(model.name, len(texts), tokens, values.cached_tokens)
+        account.cached_tokens, account.queue_seconds = values.cached_tokens, values.queue_seconds
+        telemetry.valued(account)
         answer = LengthResponse(
             id=f"length-{new_id()}",
             created=int(time.time()),

@@ -9,7 +9,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
 from gateway.errors import ModelNotFound
-from gateway.openapi import ERRORS
+from gateway.openapi import READ_ERRORS, ApiOperation
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import visible_models
@@ -19,12 +19,12 @@ from gateway.schemas.models import Model, ModelList
 def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
     """The endpoints."""
 
-    @get("/v1/models", responses=ERRORS, tags=["models"])
+    @get("/v1/models", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
     async def list_models(request: Request[Any, Any, Any]) -> ModelList:
         """List the models that are served here and that the key may use."""
         return ModelList(data=[_described(model) for model in visible_models(request, pool)])
 
-    @get("/v1/models/{model:path}", responses=ERRORS, tags=["models"])
+    @get("/v1/models/{model:path}", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
     async def show_model(request: Request[Any, Any, Any], model: FromPath[str]) -> Model:
         """Describe one model."""
         name = model.removeprefix("/")

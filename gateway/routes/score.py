@@ -14,7 +14,7 @@ from litestar.params import JSONBody
 from gateway.cache.base import Logprobs
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
-from gateway.exchange import new_id
+from gateway.exchange import Exchange, new_id
 from gateway.limits.quotas import Quotas
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -52,10 +52,13 @@ def score_route(pool: Pool, scorer: Scorer, quotas: Quotas, telemetry: Telemetry
             prompts = Prompts(prefix, branches, labels, priority, caller)
             _check_lengths(model, prompts)
             tokens, items = sum(prompts.lengths), len(branches)
+            account = Exchange.of(request).account
+            account.prompt_tokens, account.items = tokens, items
             lease = await quotas.charge(request, tokens=tokens, items=items)
             scores = await scorer.score(model, prompts, policy, lease)
         hits = scores.hits
-        telemetry.scored(model.name, items, hits, tokens, scores.cached_tokens)
+        account.cache_hits, account.cached_tokens, account.queue_seconds = hits, scores.cached_tokens, scores.queue_seconds
+        telemetry.scored(account)
         answer = ScoreResponse(
             id=f"score-{new_id()}",
             created=int(time.time()),

@@ -1,1 +1,1 @@
-"""The public API's bodies, as msgspec structs. Unknown fields of a request are ignored and named in a header."""
+"""The public API's bodies, as msgspec structs. ``parameters.py`` says what becomes of fields that they lack."""

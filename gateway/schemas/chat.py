@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest
+from gateway.schemas.parameters import Endpoint
 from gateway.schemas.usage import Usage
 
 
@@ -28,6 +29,8 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[dict[str, Any]] | None = None
     """Of an earlier answer; handed to the model's chat template."""
     tool_call_id: str | None = None
+    function_call: None = None
+    """Not supported; send `tool_calls`."""
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: absent fields left out."""
@@ -37,16 +40,10 @@ class ChatMessage(msgspec.Struct):
         return message | {key: value for key, value in extras.items() if value is not None}
 
 
-class ResponseFormat(msgspec.Struct):
-    """The form of the answer."""
-
-    type: str
-    """Only `text` is supported."""
-
-
 class ChatRequest(GenerationRequest, kw_only=True):
     """Answer a conversation."""
 
+    endpoint: ClassVar[Endpoint] = "chat"
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     max_tokens: Count | None = None
     """The older name of `max_completion_tokens`."""
@@ -56,11 +53,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Return the log-probability of each token of the answer."""
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """And of this many most probable ones at its place; only with `logprobs`."""
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    """Not supported."""
-    tool_choice: Any = None
-    """Not supported, except `none` and `auto`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the model's chat template."""
 
@@ -128,6 +120,9 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     created: int
     """Seconds since 1970."""
     model: str
+    system_fingerprint: str
+    """Identifies the weights and the settings that change numbers; with a seed, equal requests get equal answers while it is the
+    same."""
     choices: list[ChatChoice]
     usage: Usage
 
@@ -148,5 +143,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest
+from gateway.schemas.parameters import Endpoint
 from gateway.schemas.usage import Usage
 
 MAX_PROMPTS = 1024
@@ -15,6 +16,7 @@ MAX_PROMPTS = 1024
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Continue one or several prompts."""
 
+    endpoint: ClassVar[Endpoint] = "completions"
     prompt: str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1, max_length=1 << 20)]
     """A text, several texts, one list of token ids, or several such lists."""
     max_tokens: Count | None = None
@@ -26,8 +28,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """Put the prompt before the completion."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return the log-probability of each token, and of this many most probable ones at its place."""
-    suffix: str | None = None
-    """Not supported."""
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -68,5 +68,8 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     """Seconds since 1970."""
     model: str
+    system_fingerprint: str
+    """Identifies the weights and the settings that change numbers; with a seed, equal requests get equal answers while it is the
+    same."""
     choices: list[CompletionChoice]
     usage: Usage | None = None

@@ -1,47 +1,62 @@
-"""JSON bodies in: one typed decode, errors that say what and where, and the names of the fields that were ignored."""
+"""JSON bodies in: one typed decode, errors that say what and where, and the names of the fields that were ignored.
+
+A body is decoded once, by a decoder that refuses unknown fields. Only where that decoder meets one is the body decoded again,
+leniently, and searched for their names. A body longer than ``SEARCHED_BYTES`` is decoded leniently at once and is not searched: of
+its ignored fields those are named that :data:`gateway.schemas.parameters.IGNORED` lists.
+"""
 
 from __future__ import annotations
 
 import re
-from types import NoneType
-from typing import Any, Generic, TypeVar, get_args
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from gateway.errors import InvalidRequest
+from gateway.schemas.parameters import IGNORED, REFUSED, Parameters, Refused
+from gateway.schemas.variants import variant
 
-T = TypeVar("T", bound=msgspec.Struct)
+SEARCHED_BYTES = 128 << 10
+"""Longest body in which unknown fields are looked for. 128 KiB take 1 ms at most."""
+MAX_IGNORED = 32
+"""Names that are returned at most."""
+_MAX_ACCEPTED_BYTES = 64
+"""Longest JSON of a value that :attr:`Refused.accepts` may hold; a longer one is not decoded."""
+
+T = TypeVar("T", bound=Parameters)
 
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_inner_members = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _AT = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _STEP = re.compile(r"[^.\[\]]+")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(.+)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.+)`")
 _KEY_BEFORE = re.compile(rb'"([^"\\]+)"\s*:\s*-?$')
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes bodies of one type."""
+    """Decodes bodies of one type. Instances are pure: they hold no state of a request, and know nothing of HTTP."""
 
     def __init__(self, kind: type[T]) -> None:
-        self._decoder = msgspec.json.Decoder(kind)
         self._kind = kind
-        self._known = _names(kind)
-        objects = {field.encode_name: _object(field.type) for field in msgspec.structs.fields(kind)}
-        self._objects = {name: _names(inner) for name, inner in objects.items() if inner is not None}
+        declared = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+        self._refused = {row.name: row for row in REFUSED if kind.endpoint in row.endpoints and row.name not in declared}
+        ignored = [row.name for row in IGNORED if kind.endpoint in row.endpoints and row.name not in declared]
+        self._extras = (*self._refused, *ignored)
+        assert len(set(self._extras)) == len(self._extras), "a parameter has one row for each endpoint"
+        self._known = declared.keys() | set(self._extras)
+        types = {field.encode_name: field.type for field in inspect.type_info(kind).fields}  # type: ignore[attr-defined]
+        self._nested = {name: type for name, type in types.items() if _holds_struct(type)}
+        self._strict = msgspec.json.Decoder(variant(kind, strict=True))
+        self._lenient = msgspec.json.Decoder(variant(kind, self._extras, strict=False))
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request and the fields that it does not know, at the top and in objects there. Raises :class:`InvalidRequest`."""
+        """The request, and the names of the fields that were ignored, at most ``MAX_IGNORED``. Raises :class:`InvalidRequest`."""
         if not body:
             raise InvalidRequest("The request body is empty; send a JSON object.")
         try:
-            request = self._decoder.decode(body)
-            members = _members.decode(body)
-            ignored = [name for name in members if name not in self._known]
-            for name in self._objects.keys() & members.keys():
-                inner = _inner_members.decode(members[name]) or {}
-                ignored += [f"{name}.{key}" for key in inner if key not in self._objects[name]]
+            return self._decode(body)
         except msgspec.ValidationError as error:
             raise _located(str(error), self._kind) from None
         except msgspec.DecodeError as error:
@@ -50,7 +65,76 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequest("The request body is not valid UTF-8; encode it as UTF-8.") from None
         except RecursionError:
             raise InvalidRequest("The request body is nested too deeply.") from None
-        return request, ignored
+
+    def _decode(self, body: bytes) -> tuple[Any, list[str]]:
+        searched = len(body) <= SEARCHED_BYTES
+        if searched:
+            try:
+                return self._strict.decode(body), []
+            except msgspec.ValidationError as error:
+                if not _UNKNOWN.match(str(error)):
+                    raise
+        request = self._lenient.decode(body)
+        ignored = self._unsupported(request)
+        if searched:
+            ignored += islice(self._search(body), MAX_IGNORED)
+        return request, ignored[:MAX_IGNORED]
+
+    def _unsupported(self, request: msgspec.Struct) -> list[str]:
+        """The ignored ones of the fields in the tables. Raises :class:`InvalidRequest` for a refused one."""
+        values = ((name, getattr(request, name)) for name in self._extras)
+        given = [(name, raw) for name, raw in values if raw is not msgspec.UNSET]
+        for name, raw in given:
+            if name in self._refused and not _accepted(self._refused[name], raw):
+                raise InvalidRequest(self._refused[name].message, param=name)
+        return [name for name, _ in given if name not in self._refused]
+
+    def _search(self, body: bytes) -> Iterator[str]:
+        """The paths of unknown fields, each once."""
+        seen = set()
+        members = _members.decode(body)
+        for path in self._unknown(members):
+            if path not in seen:
+                seen.add(path)
+                yield path
+
+    def _unknown(self, members: dict[str, msgspec.Raw]) -> Iterator[str]:
+        yield from (name for name in members if name not in self._known)
+        for name, raw in members.items():
+            if name in self._nested:
+                yield from _unknown_below(self._nested[name], msgspec.json.decode(raw), name)
+
+
+def _accepted(row: Refused, raw: msgspec.Raw) -> bool:
+    """Whether the JSON ``raw`` asks for what happens anyway."""
+    if memoryview(raw).nbytes > _MAX_ACCEPTED_BYTES:
+        return False
+    value = msgspec.json.decode(raw)
+    return value is None or value in row.accepts
+
+
+def _unknown_below(kind: inspect.Type, value: Any, path: str) -> Iterator[str]:
+    """Paths of fields in ``value`` that ``kind`` does not have. Positions in lists are left out: ``messages[].foo``."""
+    if isinstance(kind, inspect.UnionType):
+        for part in kind.types:
+            yield from _unknown_below(part, value, path)
+    elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
+        known = {field.encode_name: field.type for field in kind.fields}
+        for name, inner in value.items():
+            if name not in known:
+                yield f"{path}.{name}"
+            elif _holds_struct(known[name]):
+                yield from _unknown_below(known[name], inner, f"{path}.{name}")
+    elif isinstance(kind, inspect.ListType) and isinstance(value, list):
+        for inner in value:
+            yield from _unknown_below(kind.item_type, inner, f"{path}[]")
+
+
+def _holds_struct(kind: inspect.Type) -> bool:
+    """Whether a value of ``kind`` may have unknown fields."""
+    if isinstance(kind, inspect.UnionType):
+        return any(map(_holds_struct, kind.types))
+    return _holds_struct(kind.item_type) if isinstance(kind, inspect.ListType) else isinstance(kind, inspect.StructType)
 
 
 def _reason(body: bytes, error: msgspec.DecodeError) -> str:
@@ -70,17 +154,6 @@ def _key(body: bytes, error: msgspec.DecodeError) -> str | None:
     return found[1].decode(errors="replace") if found else None
 
 
-def _names(kind: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
-
-
-def _object(annotation: Any) -> type[msgspec.Struct] | None:
-    """The struct that a field holds, unless it holds other things or knows no ignored fields."""
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType]
-    open_struct = len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], msgspec.Struct)
-    return kinds[0] if open_struct and not kinds[0].__struct_config__.forbid_unknown_fields else None
-
-
 def _located(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
     """``Expected `int`, got `str` - at `$.items[3]``` as an error whose ``param`` is ``items[3]``."""
     found = _AT.search(message)
@@ -91,6 +164,8 @@ def _located(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
     what = message[: found.start()]
     if unknown := _UNKNOWN.match(what):
         return InvalidRequest(f"`{where}` has no field `{unknown[1]}`.", param=f"{where}.{unknown[1]}")
+    if what.startswith("Expected `null`, got"):
+        return InvalidRequest(f"`{where}` is not supported; leave it out.", param=where)
     if what.startswith("Invalid enum value"):
         what += f"; it is one of {', '.join(_words(inspect.type_info(kind), _STEP.findall(where)))}"
     subject = f"A key of `{where}`" if found["key"] else f"`{where}`"

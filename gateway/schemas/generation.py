@@ -8,6 +8,7 @@ import msgspec
 
 from engine import wire
 from gateway.schemas.guidance import CustomParams, LengthGuidance
+from gateway.schemas.parameters import Parameters
 from gateway.schemas.score import CacheSalt, Priority
 
 MAX_STOPS = 16
@@ -27,7 +28,7 @@ class StreamOptions(msgspec.Struct):
     """Send one more chunk with the token counts before the end."""
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class GenerationRequest(Parameters, kw_only=True):
     """Fields that both generating endpoints know. Null always means the default."""
 
     model: str | None = None

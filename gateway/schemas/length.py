@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.guidance import Gamma
+from gateway.schemas.parameters import Endpoint, Parameters
 from gateway.schemas.score import MAX_ITEMS, CacheSalt, Priority
 from gateway.schemas.usage import Usage
 
@@ -15,9 +16,10 @@ Texts = str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1, 
 MAX_TEXTS = MAX_ITEMS
 
 
-class LengthRequest(msgspec.Struct, kw_only=True):
+class LengthRequest(Parameters, kw_only=True):
     """How much is still to come after each text? Give `input`, `prompt` or `messages`."""
 
+    endpoint: ClassVar[Endpoint] = "length"
     input: Texts | None = None
     """What stands there so far, prompt and answer: a text, several texts, one list of token ids, or several such lists."""
     prompt: Texts | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from gateway.schemas.parameters import Endpoint, Parameters
 from gateway.schemas.usage import Usage
 
 MAX_ITEMS = 10_000
@@ -14,9 +15,10 @@ CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
-class ScoreRequest(msgspec.Struct, kw_only=True):
+class ScoreRequest(Parameters, kw_only=True):
     """Score every item against one query: how probable is each label as the next token after query and item?"""
 
+    endpoint: ClassVar[Endpoint] = "score"
     query: str | list[int]
     """The common part of all prompts, as text or token ids."""
     items: str | Annotated[list[str | list[int]], msgspec.Meta(max_length=MAX_ITEMS)]

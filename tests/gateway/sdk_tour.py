@@ -29,6 +29,7 @@ def completions(client: openai.OpenAI, model: str) -> dict[str, Any]:
     )
     streamed, usage = {0: "", 1: ""}, None
     for chunk in stream:
+        assert chunk.system_fingerprint == whole.system_fingerprint
         usage = chunk.usage or usage
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
@@ -42,6 +43,7 @@ def completions(client: openai.OpenAI, model: str) -> dict[str, Any]:
         "prompt_logprobs": [choice.logprobs.token_logprobs for choice in likelihood.choices],
         "prompt_tokens": [choice.logprobs.tokens for choice in likelihood.choices],
         "prompt_texts": [choice.text for choice in likelihood.choices],
+        "fingerprint": whole.system_fingerprint,
     }
 
 
@@ -75,6 +77,8 @@ def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
         "bytes": [entry.bytes for entry in entries],
         "top": [len(entry.top_logprobs) for entry in entries],
         "usage": chunks[-1].usage.model_dump(exclude_none=True),
+        "fingerprints": sorted({whole.system_fingerprint, *(chunk.system_fingerprint for chunk in chunks)}),
+        "service_tier": whole.service_tier,
     }
 
 

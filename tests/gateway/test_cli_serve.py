@@ -79,13 +79,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(directory: Path, *arguments: str) -> Served:
+def start(directory: Path, *arguments: str, **environment: str) -> Served:
     """Start serving in ``directory`` and return when it serves."""
     port = free_port()
     out, err = directory / "out.txt", directory / "err.txt"
     with out.open("wb") as stdout, err.open("wb") as stderr:
         command = [*YARDSTICK, "serve", "--port", str(port), *arguments]
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=variables)
     ends = time.monotonic() + START_SECONDS
     while "Serving; press Ctrl-C" not in err.read_text():
         assert process.poll() is None, err.read_text()
@@ -332,3 +333,88 @@ def test_an_engine_that_dies_ends_the_rest_with_a_word(model: Path, tmp_path: Pa
     assert served.process.wait(END_SECONDS) == 1
     assert "the engine has ended: killed by SIGKILL" in served.err.read_text().splitlines()[-1]
     wait_until_gone(descendants)
+
+
+def test_the_environment_sets_up_the_gateway_and_options_win(model: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    key = run("keys", "new", "me", "--file", str(keys)).stdout.strip()
+    settings = {"MAX_BODY_BYTES": "1000", "PORT": "1", "HOST": "127.0.0.1", "API_KEYS_FILE": str(keys), "ACCESS_LOG": "json"}
+    environment = {f"YARDSTICK_{name}": value for name, value in settings.items()}
+    served = start(tmp_path, "--model", str(model), YARDSTICK_API_KEY=key, **environment)
+    headers = {"authorization": f"Bearer {key}", "x-request-id": "mine"}
+    try:
+        assert httpx.post(f"{served.url}/v1/score", json={"query": "x" * 2000}, headers=headers).status_code == 413
+        assert httpx.get(f"{served.url}/v1/models").status_code == 401
+    finally:
+        served.process.terminate()
+        assert served.process.wait(END_SECONDS) == 0
+    assert '"id":"mine","key":"me"' in served.err.read_text()
+    assert "$YARDSTICK_API_KEY" in served.out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("YARDSTICK_ENGINES", "http://127.0.0.1:8100", "`yardstick serve` starts the engine itself; unset it"),
+        ("YARDSTICK_NO_SUCH_SETTING", "1", "YARDSTICK_NO_SUCH_SETTING: there is no such setting"),
+        ("YARDSTICK_MAX_IN_FLIGHT", "none", "YARDSTICK_MAX_IN_FLIGHT: 'none' does not fit"),
+        ("YARDSTICK_HOST", "0.0.0.0", "`yardstick keys new NAME --file keys.json`"),
+    ],
+)
+def test_a_wrong_environment_is_one_line_before_anything_is_loaded(variable: str, value: str, words: str) -> None:
+    done = run("serve", "--port", str(free_port()), "--model", "/no/such/model", **{variable: value})
+    assert words in the_one_line(done)
+
+
+def upload(served: Served) -> tuple[socket.socket, bytes]:
+    """A request whose body has not arrived: a connection, and the rest to send."""
+    body = json.dumps({"query": "the red", "items": [" shoes"] * 20, "labels": [" Yes"]}).encode()
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=END_SECONDS)
+    head = f"POST /v1/score HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body[:1])
+    return connection, body[1:]
+
+
+def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
+    served = start(tmp_path, "--model", str(model))
+    descendants = served.descendants
+    connection, _ = upload(served)
+    time.sleep(0.3)
+    served.process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert served.process.poll() is None, "it waits for the open request"
+    began = time.monotonic()
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(END_SECONDS) == 0
+    assert time.monotonic() - began < 3
+    wait_until_gone(descendants)
+    connection.close()
+    assert "open requests have 30 s to end. Press Ctrl-C again" in served.err.read_text()
+
+
+def test_the_grace_period_is_the_gateways(model: Path, tmp_path: Path) -> None:
+    served = start(tmp_path, "--model", str(model), YARDSTICK_GRACE_SECONDS="2")
+    connection, _ = upload(served)
+    time.sleep(0.3)
+    began = time.monotonic()
+    served.process.terminate()
+    assert served.process.wait(END_SECONDS) == 0
+    assert 1.5 < time.monotonic() - began < 9
+    connection.close()
+
+
+@pytest.mark.slow
+def test_an_open_request_has_longer_than_ten_seconds(model: Path, tmp_path: Path) -> None:
+    served = start(tmp_path, "--model", str(model))
+    connection, rest = upload(served)
+    time.sleep(0.3)
+    served.process.terminate()
+    for place in range(12):
+        time.sleep(1)
+        connection.sendall(rest[place : place + 1])
+    connection.sendall(rest[12:])
+    answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 200")
+    connection.close()
+    assert served.process.wait(END_SECONDS) == 0

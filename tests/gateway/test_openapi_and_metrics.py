@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 
+from gateway.app import create_app
 from gateway.openapi import as_openapi_3_0
+from gateway.settings import Settings
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metric
 
@@ -27,8 +32,8 @@ def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client
         assert operation["description"]
         assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{request}"}
         assert answer_of(operation, "200") == {"$ref": f"#/components/schemas/{answer}"}
-        for status in ("400", "401", "404", "413", "429", "503"):
-            assert answer_of(operation, status) == {"$ref": "#/components/schemas/ErrorBody"}
+        for status in (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 502, 503, 504):
+            assert answer_of(operation, str(status)) == {"$ref": "#/components/schemas/ErrorBody"}
     assert schemas["ScoreRequest"]["required"] == ["items", "query"]
     assert schemas["ScoreRequest"]["description"].startswith("Score every item")
     assert schemas["ScoreRequest"]["properties"]["labels"]["description"].startswith("The same as text")
@@ -38,6 +43,75 @@ def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client
     assert '"centered_exp", "value_bias"' in json.dumps(guidance["properties"]["mode"])
     assert set(schemas["TopLogprob"]["required"]) == {"bytes", "logprob", "token"}
     assert {"/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/{model}"} < set(document["paths"])
+
+
+KEYS = {"keys": [{"name": "me", "sha256": hashlib.sha256(b"secret").hexdigest(), "requests_per_minute": 100}]}
+
+
+def test_operations_below_v1_need_a_key_and_others_do_not(start: Start, engine: FakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "keys.json").write_text(json.dumps(KEYS))
+    document = start(engine, wait=False, api_keys_file=tmp_path / "keys.json").get("/schema/openapi.json").json()
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert "security" not in document
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert operation.get("security") == ([{"key": []}] if path.startswith("/v1/") else None), path
+
+
+def test_without_keys_a_key_is_optional(shared: httpx.Client) -> None:
+    document = shared.get("/schema/openapi.json").json()
+    assert document["paths"]["/v1/score"]["post"]["security"] == [{"key": []}, {}]
+
+
+def test_streams_and_response_headers_are_described(shared: httpx.Client) -> None:
+    paths = shared.get("/schema/openapi.json").json()["paths"]
+    for path, event in (("/v1/chat/completions", "ChatChunk"), ("/v1/completions", "Completion")):
+        answer = paths[path]["post"]["responses"]["200"]
+        assert answer["content"]["text/event-stream"]["schema"] == {"$ref": f"#/components/schemas/{event}"}
+        assert "data: [DONE]" in answer["description"]
+    score = paths["/v1/score"]["post"]["responses"]
+    assert set(score["200"]["content"]) == {"application/json"}
+    assert {"x-request-id", "x-yardstick-cache", "x-yardstick-ignored", "x-ratelimit-remaining-items"} <= set(
+        score["200"]["headers"]
+    )
+    assert all("x-request-id" in answer["headers"] for answer in score.values())
+    assert "retry-after" in score["429"]["headers"]
+    assert "x-yardstick-cache" not in paths["/v1/chat/completions"]["post"]["responses"]["200"]["headers"]
+
+
+def test_the_document_is_valid_and_the_same_every_time(shared: httpx.Client) -> None:
+    document = shared.get("/schema/openapi.json").json()
+    assert document == create_app(Settings(engines=("http://127.0.0.1:1",))).openapi_schema.to_schema()
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    references = set(re.findall(r'"\$ref": "#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert references == set(schemas) & references
+    assert "ChatChunk" in references
+
+
+def test_answers_are_what_the_document_says(shared: httpx.Client) -> None:
+    document = shared.get("/schema/openapi.json").json()
+
+    def check(path: str, body: dict[str, Any]) -> None:
+        answer = shared.post(path, json=body)
+        kind = answer.headers["content-type"].partition(";")[0]
+        schema = document["paths"][path]["post"]["responses"][str(answer.status_code)]["content"][kind]["schema"]
+        validator = jsonschema.Draft202012Validator(schema | {"components": document["components"]})
+        texts = [answer.text] if kind == "application/json" else [line[6:] for line in answer.text.splitlines() if line]
+        assert kind == "application/json" or texts.pop() == "[DONE]"
+        for text in texts:
+            validator.validate(json.loads(text))
+
+    check("/v1/score", {"query": [1], "items": [[2]], "label_token_ids": [1]})
+    check("/v1/score", {"query": [1]})
+    check("/v1/score", {"query": [1], "items": [], "label_token_ids": [1], "model": "other"})
+    check("/v1/length", {"input": "a"})
+    for stream in (False, True):
+        streamed = {"stream": stream, "stream_options": {"include_usage": True} if stream else None, "max_tokens": 3, "n": 2}
+        chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
+        check("/v1/chat/completions", chat | streamed)
+        check("/v1/completions", {"prompt": "a", "logprobs": 2} | streamed)
 
 
 def answer_of(operation: dict[str, Any], status: str) -> dict[str, Any]:

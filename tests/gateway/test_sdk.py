@@ -30,6 +30,9 @@ def test_every_endpoint_through_the_sdk(client: httpx.Client, engine: FakeEngine
     assert told["version"].startswith(f"{version}.")
     assert told["models"] == [engine.model]
     assert told["model"] == engine.model
+    assert told["completions"]["fingerprint"] == f"fp_{engine.fingerprint}"
+    assert told["chat"]["fingerprints"] == [f"fp_{engine.fingerprint}"]
+    assert told["chat"]["service_tier"] is None
     check_completions(told["completions"], engine)
     check_chat(told["chat"])
     assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]

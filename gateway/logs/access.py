@@ -1,0 +1,138 @@
+"""The access log: one line for each request, when its answer ends.
+
+A line says who asked what of which endpoint, what it cost and how it ended. It holds no text from the request but its id, which is
+sanitised: no path, no prompt, no other header.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from gateway.logs.writer import LineWriter
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
+
+Format = Literal["text", "json", "off"]
+
+PROBES = frozenset({"/livez", "/readyz", "/metrics"})
+"""Endpoints that are polled."""
+_encoder = msgspec.json.Encoder()
+_PLAIN = re.compile(r"[\w.:/+@-]+", re.ASCII)
+
+
+class AccessLine(msgspec.Struct, gc=False):
+    """What is logged of one request. These are the names in JSON; in text, fields that are null or 0 are left out."""
+
+    time: datetime
+    """End of the answer."""
+    id: str
+    """The answer's ``x-request-id``."""
+    key: str | None
+    """Name of the API key."""
+    model: str | None
+    """Null where the request named none that exists."""
+    endpoint: str
+    """The route, such as ``/v1/models/{model}``; ``none`` for other paths."""
+    status: int
+    """499 where the client left before the answer began."""
+    outcome: str
+    """``ok``, ``refused`` (status 4xx), ``error`` (5xx), ``broken_stream`` (an error after status 200), ``client_gone``,
+    ``shutdown``."""
+    error: str | None
+    """The error's code, or its type where it has no code."""
+    prompt_tokens: int
+    """Tokens of all prompts; for scoring, query and item of every item."""
+    cached_tokens: int
+    """Prompt tokens that were not computed."""
+    completion_tokens: int
+    """Generated tokens, also of a stream that broke or was left."""
+    items: int
+    """Items that were scored, or texts whose length was estimated."""
+    cache_hits: int
+    """Items whose result was in the cache."""
+    queue_seconds: float
+    """Longest wait of a part of the request in the queue of an engine."""
+    first_byte_seconds: float | None
+    """From the request to the start of the answer; null where none began."""
+    total_seconds: float
+    """From the request to the end of the answer."""
+
+
+class AccessLog:
+    """Makes the lines and queues them."""
+
+    def __init__(self, writer: LineWriter, format: Literal["text", "json"], *, probes: bool) -> None:
+        """``probes``: log the requests to ``PROBES`` too."""
+        self._writer = writer
+        self._render: Callable[[AccessLine], bytes] = as_json if format == "json" else as_text
+        self._skipped = frozenset() if probes else PROBES
+
+    def ended(self, exchange: Exchange, endpoint: str, seconds: float) -> None:
+        """Log a request. Called once for each, after ``seconds``, on the event loop: costs 2 µs."""
+        if endpoint in self._skipped:
+            return
+        account = exchange.account
+        line = AccessLine(
+            datetime.fromtimestamp(time.time(), UTC),
+            exchange.id.decode(),
+            None if exchange.key is None else exchange.key.name,
+            account.model,
+            endpoint,
+            exchange.status,
+            outcome_of(exchange),
+            exchange.error,
+            account.prompt_tokens,
+            account.cached_tokens,
+            account.completion_tokens,
+            account.items,
+            account.cache_hits,
+            account.queue_seconds,
+            None if exchange.first_byte is None else exchange.first_byte - exchange.began,
+            seconds,
+        )
+        self._writer.put(partial(self._render, line))
+
+
+def outcome_of(exchange: Exchange) -> str:
+    """How the request ended."""
+    if exchange.outcome != "ok":
+        return "broken_stream" if exchange.broke else exchange.outcome
+    if exchange.status < 400:
+        return "ok"
+    if exchange.status == 499:
+        return "client_gone"
+    return "refused" if exchange.status < 500 else "error"
+
+
+def as_json(line: AccessLine) -> bytes:
+    """One JSON object."""
+    _round(line)
+    return _encoder.encode(line) + b"\n"
+
+
+def as_text(line: AccessLine) -> bytes:
+    """``name=value`` pairs, values in quotes where they hold other characters than those of ids and paths."""
+    _round(line)
+    pairs = [f"{line.time:%Y-%m-%dT%H:%M:%S}.{line.time.microsecond // 1000:03d}Z access"]
+    for name in AccessLine.__struct_fields__[1:]:
+        value = getattr(line, name)
+        if value:
+            pairs.append(f"{name}={value if not isinstance(value, str) or _PLAIN.fullmatch(value) else json.dumps(value)}")
+    return " ".join(pairs).encode() + b"\n"
+
+
+def _round(line: AccessLine) -> None:
+    """Times to the microsecond."""
+    line.queue_seconds = round(line.queue_seconds, 6)
+    line.total_seconds = round(line.total_seconds, 6)
+    if line.first_byte_seconds is not None:
+        line.first_byte_seconds = round(line.first_byte_seconds, 6)

@@ -1,0 +1,199 @@
+"""Parameters of other servers that this one does not have: which are refused, and which are ignored.
+
+A parameter that would change the answer is refused with a 400, unless its value asks for what happens here anyway. One that would
+not change the answer is accepted, ignored, and named in ``x-yardstick-ignored``. The names come from OpenAI's API reference, vLLM's
+and SGLang's ``protocol.py``, Text Embeddings Inference, Text Generation Inference, llama.cpp and Ollama. ``docs/api.md`` shows this
+table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+Endpoint = Literal["score", "completions", "chat", "length"]
+
+ALL: tuple[Endpoint, ...] = ("score", "completions", "chat", "length")
+GENERATING: tuple[Endpoint, ...] = ("completions", "chat")
+TEMPLATED: tuple[Endpoint, ...] = ("chat", "length")
+
+FORMAT = "the output cannot be constrained to a schema, a pattern or a grammar"
+TOOLS = "this server has no tools"
+BEAMS = "there is no beam search; ask for `n` completions and choose"
+TEXT = "input and output are text"
+REASONING = 'pass what the model\'s chat template reads in `chat_template_kwargs`, such as `{"enable_thinking": false}`'
+SAMPLERS = "use `temperature`, `top_k`, `top_p` or `min_p`"
+TOKENS = "use `logit_bias`"
+NEVER_CUT = "a prompt is never cut; shorten it"
+ADAPTERS = "name a served model in `model`"
+RAW_OUTPUT = "an answer holds text and, with `logprobs`, tokens"
+TEMPLATE = "the model's own chat template is used; `chat_template_kwargs` passes variables to it"
+RENDERED = "send the rendered prompt to /v1/completions"
+AS_PROMPT = "send text or token ids as `prompt`"
+TOP_LEVEL = "send each parameter as a field of the request"
+
+
+class Parameters(msgspec.Struct, kw_only=True):
+    """Base of request bodies."""
+
+    endpoint: ClassVar[Endpoint]
+    """Selects the rows of this module's tables."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A parameter that would change the answer and is not supported."""
+
+    name: str
+    endpoints: tuple[Endpoint, ...]
+    remedy: str
+    """Why, or what to use instead."""
+    accepts: tuple[Any, ...] = ()
+    """Values, besides null, that ask for what happens anyway."""
+
+    @property
+    def message(self) -> str:
+        """The error's message."""
+        return f"`{self.name}` is not supported: {self.remedy}."
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A parameter that has no effect here and would not change the answer elsewhere."""
+
+    name: str
+    endpoints: tuple[Endpoint, ...]
+
+
+REFUSED: tuple[Refused, ...] = (
+    Refused("guided_json", GENERATING, FORMAT),
+    Refused("guided_regex", GENERATING, FORMAT),
+    Refused("guided_choice", GENERATING, "/v1/score gives the probability of each choice"),
+    Refused("guided_grammar", GENERATING, FORMAT),
+    Refused("structured_outputs", GENERATING, FORMAT),
+    Refused("structural_tag", GENERATING, FORMAT),
+    Refused("response_format", GENERATING, FORMAT, ({"type": "text"},)),
+    Refused("json_schema", GENERATING, FORMAT),
+    Refused("regex", GENERATING, FORMAT),
+    Refused("ebnf", GENERATING, FORMAT),
+    Refused("grammar", GENERATING, FORMAT),
+    Refused("stop_regex", GENERATING, "use `stop`, with fixed texts", ([],)),
+    Refused("tools", GENERATING, TOOLS, ([],)),
+    Refused("tool_choice", GENERATING, TOOLS, ("none", "auto")),
+    Refused("functions", GENERATING, TOOLS, ([],)),
+    Refused("function_call", GENERATING, TOOLS, ("none", "auto")),
+    Refused("web_search_options", GENERATING, TOOLS),
+    Refused("moderation", GENERATING, "answers are not moderated"),
+    Refused("best_of", GENERATING, "ask for `n` completions and choose", (1,)),
+    Refused("use_beam_search", GENERATING, BEAMS, (False,)),
+    Refused("length_penalty", GENERATING, f"{BEAMS}, or steer the length with `length_guidance`", (1,)),
+    Refused("early_stopping", GENERATING, BEAMS, (False,)),
+    Refused("suffix", GENERATING, "the models only continue a text", ("",)),
+    Refused("echo", ("chat",), "use /v1/completions", (False,)),
+    Refused("modalities", GENERATING, TEXT, (["text"],)),
+    Refused("audio", GENERATING, TEXT),
+    Refused("image_data", GENERATING, TEXT, ([],)),
+    Refused("mm_processor_kwargs", GENERATING, TEXT, ({},)),
+    Refused("verbosity", GENERATING, "steer the length with `length_guidance`", ("medium",)),
+    Refused("reasoning", ("chat",), REASONING),
+    Refused("reasoning_effort", ("chat",), REASONING),
+    Refused("thinking", ("chat",), REASONING),
+    Refused("enable_thinking", ("chat",), REASONING),
+    Refused("thinking_budget", ("chat",), REASONING),
+    Refused("thinking_token_budget", ("chat",), REASONING),
+    Refused("typical_p", GENERATING, SAMPLERS, (1,)),
+    Refused("top_a", GENERATING, SAMPLERS, (0,)),
+    Refused("tfs", GENERATING, SAMPLERS, (1,)),
+    Refused("tfs_z", GENERATING, SAMPLERS, (1,)),
+    Refused("eta_cutoff", GENERATING, SAMPLERS, (0,)),
+    Refused("epsilon_cutoff", GENERATING, SAMPLERS, (0,)),
+    Refused("mirostat", GENERATING, SAMPLERS, (0,)),
+    Refused("mirostat_mode", GENERATING, SAMPLERS, (0,)),
+    Refused("dynatemp_range", GENERATING, SAMPLERS, (0,)),
+    Refused("smoothing_factor", GENERATING, SAMPLERS, (0,)),
+    Refused("xtc_probability", GENERATING, SAMPLERS, (0,)),
+    Refused("dry_multiplier", GENERATING, "use `repetition_penalty`", (0,)),
+    Refused("no_repeat_ngram_size", GENERATING, "use `repetition_penalty`", (0,)),
+    Refused("max_repetition_pattern_size", GENERATING, "use `repetition_penalty`", (0,)),
+    Refused("allowed_token_ids", GENERATING, TOKENS),
+    Refused("bad_words", GENERATING, TOKENS, ([],)),
+    Refused("logits_processors", GENERATING, TOKENS, ([],)),
+    Refused("custom_logit_processor", GENERATING, TOKENS),
+    Refused("vllm_xargs", GENERATING, "it has no meaning here", ({},)),
+    Refused("truncate", ALL, NEVER_CUT, (False,)),
+    Refused("truncate_prompt_tokens", ALL, NEVER_CUT),
+    Refused("lora_path", ALL, ADAPTERS),
+    Refused("lora_name", ALL, ADAPTERS),
+    Refused("lora_request", ALL, ADAPTERS),
+    Refused("adapter_id", ALL, ADAPTERS),
+    Refused("prompt_logprobs", GENERATING, "use /v1/completions with `echo` and `logprobs`"),
+    Refused("return_hidden_states", GENERATING, RAW_OUTPUT, (False,)),
+    Refused("return_token_ids", GENERATING, RAW_OUTPUT, (False,)),
+    Refused("return_tokens_as_token_ids", GENERATING, RAW_OUTPUT, (False,)),
+    Refused("return_routed_experts", GENERATING, RAW_OUTPUT, (False,)),
+    Refused("chat_template", ("score", "chat", "length"), TEMPLATE),
+    Refused("documents", TEMPLATED, "write the documents into the messages", ([],)),
+    Refused("add_generation_prompt", TEMPLATED, RENDERED, (True,)),
+    Refused("continue_final_message", TEMPLATED, RENDERED, (False,)),
+    Refused("add_special_tokens", ("completions",), "send the prompt as token ids", (True,)),
+    Refused("add_special_tokens", ("chat",), RENDERED, (False,)),
+    Refused("prompt_embeds", GENERATING, AS_PROMPT),
+    Refused("input_embeds", GENERATING, AS_PROMPT),
+    Refused("input_ids", GENERATING, AS_PROMPT),
+    Refused("session_params", GENERATING, "send the whole conversation; what it shares with earlier ones is cached"),
+    Refused("max_new_tokens", GENERATING, "use `max_tokens`"),
+    Refused("n_predict", GENERATING, "use `max_tokens`", (-1,)),
+    Refused("num_predict", GENERATING, "use `max_tokens`", (-1,)),
+    Refused("min_new_tokens", GENERATING, "use `min_tokens`", (0,)),
+    Refused("num_return_sequences", GENERATING, "use `n`", (1,)),
+    Refused("stop_sequences", GENERATING, "use `stop`", ([],)),
+    Refused("stop_strings", GENERATING, "use `stop`", ([],)),
+    Refused("do_sample", GENERATING, "use `temperature`, where 0 is greedy", (True,)),
+    Refused("repeat_penalty", GENERATING, "use `repetition_penalty`", (1,)),
+    Refused("sampling_seed", GENERATING, "use `seed`"),
+    Refused("random_seed", GENERATING, "use `seed`"),
+    Refused("no_stop_trim", GENERATING, "use `include_stop_str_in_output`", (False,)),
+    Refused("parameters", GENERATING, TOP_LEVEL, ({},)),
+    Refused("sampling_params", GENERATING, TOP_LEVEL, ({},)),
+    Refused("options", GENERATING, TOP_LEVEL, ({},)),
+    Refused("extra_body", ALL, TOP_LEVEL, ({},)),
+    Refused("instruction", ("score",), "write it into `query` or `items`", ("",)),
+    Refused("top_n", ("score",), "every item is scored; sort the answer"),
+    Refused("activation", ("score",), "use `apply_softmax`"),
+    Refused("use_activation", ("score",), "use `apply_softmax`"),
+    Refused("softmax", ("score",), "use `apply_softmax`"),
+    Refused("normalize", ("score",), "use `apply_softmax`"),
+    Refused("raw_scores", ("score",), "scores are probabilities", (False,)),
+    Refused("return_documents", ("score",), "scores are in the order of the items", (False,)),
+    Refused("return_text", ("score",), "scores are in the order of the items", (False,)),
+    Refused("return_pooled_hidden_states", ("score",), "an answer holds scores", (False,)),
+)
+
+IGNORED: tuple[Ignored, ...] = (
+    Ignored("metadata", ALL),
+    Ignored("service_tier", ALL),
+    Ignored("safety_identifier", ALL),
+    Ignored("store", GENERATING),
+    Ignored("prediction", GENERATING),
+    Ignored("parallel_tool_calls", GENERATING),
+    Ignored("prompt_cache_key", GENERATING),
+    Ignored("prompt_cache_options", GENERATING),
+    Ignored("prompt_cache_retention", GENERATING),
+    Ignored("request_id", ALL),
+    Ignored("rid", ALL),
+    Ignored("include_reasoning", GENERATING),
+    Ignored("separate_reasoning", GENERATING),
+    Ignored("stream_reasoning", GENERATING),
+    Ignored("spaces_between_special_tokens", GENERATING),
+    Ignored("guided_decoding_backend", GENERATING),
+    Ignored("guided_whitespace_pattern", GENERATING),
+    Ignored("truncation_direction", ALL),
+    Ignored("kv_transfer_params", GENERATING),
+    Ignored("bootstrap_host", GENERATING),
+    Ignored("bootstrap_port", GENERATING),
+    Ignored("bootstrap_room", GENERATING),
+    Ignored("data_parallel_rank", GENERATING),
+    Ignored("return_cached_tokens_details", GENERATING),
+)

@@ -1,0 +1,106 @@
+"""``python -m tests.docs.generate``: writes the parts of docs/api.md that are made from the code.
+
+A part stands between ``<!-- NAME: made by python -m tests.docs.generate -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway.logs.access import AccessLine
+from gateway.openapi import attribute_docstrings
+from gateway.schemas.parameters import IGNORED, REFUSED, Endpoint, Refused
+from gateway.settings import _FLAGS, PREFIX, Settings
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+_PART = re.compile(r"(<!-- (?P<name>[\w ]+): made by python -m tests\.docs\.generate -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
+
+
+def settings() -> str:
+    """Every setting of the gateway."""
+    notes = attribute_docstrings(Settings)
+    rows = []
+    for field in msgspec.structs.fields(Settings):
+        flag = f", `{_FLAGS[field.name]}`" if field.name in _FLAGS else ""
+        default = "required" if field.required else _default(field.default)
+        rows.append((f"`{PREFIX}{field.name.upper()}`{flag}", default, _prose(notes[field.name])))
+    return _table(("variable, option", "default", "meaning"), rows)
+
+
+def refused() -> str:
+    """Parameters that are refused, those of one remedy together."""
+    rows: dict[tuple[str, tuple[Endpoint, ...]], list[Refused]] = {}
+    for row in REFUSED:
+        rows.setdefault((row.remedy, row.endpoints), []).append(row)
+    return _table(
+        ("parameter", "endpoints", "why, or what to use instead"),
+        [(", ".join(map(_name, group)), ", ".join(endpoints), remedy) for (remedy, endpoints), group in rows.items()],
+    )
+
+
+def ignored() -> str:
+    """Parameters that are ignored."""
+    rows: dict[tuple[Endpoint, ...], list[str]] = {}
+    for row in IGNORED:
+        rows.setdefault(row.endpoints, []).append(f"`{row.name}`")
+    return _table(("endpoints", "parameters"), [(", ".join(endpoints), ", ".join(names)) for endpoints, names in rows.items()])
+
+
+def access_log() -> str:
+    """Fields of a line of the access log."""
+    notes = attribute_docstrings(AccessLine)
+    return _table(("field", "meaning"), [(f"`{name}`", _prose(notes[name])) for name in AccessLine.__struct_fields__])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "refused parameters": refused,
+    "ignored parameters": ignored,
+    "access log": access_log,
+}
+
+
+def page(text: str) -> str:
+    """``text`` with every part as the code says it. Raises KeyError for a part that nothing makes."""
+    return _PART.sub(lambda found: f"{found[1]}\n{PARTS[found['name']]()}\n", text)
+
+
+def parts_of(text: str) -> list[str]:
+    """Names of the parts in ``text``."""
+    return [found["name"] for found in _PART.finditer(text)]
+
+
+def _name(row: Refused) -> str:
+    """The parameter, and the values that are accepted."""
+    accepted = " or ".join(f"`{msgspec.json.encode(value).decode()}`" for value in row.accepts)
+    return f"`{row.name}` (except {accepted})" if accepted else f"`{row.name}`"
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _prose(docstring: str) -> str:
+    """A docstring as one line of Markdown."""
+    return re.sub(r"\s+", " ", docstring).replace("``", "`").replace("|", "\\|").removesuffix(".")
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.errors import GatewayError, ShuttingDown
 from gateway.lifecycle import Lifecycle
 from gateway.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from gateway.auth import ApiKey
+
+Outcome = Literal["ok", "client_gone", "error", "shutdown"]
 
 _KEY = "yardstick.exchange"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -57,8 +62,20 @@ class Exchange:
     key: ApiKey | None = None
     """Whose request it is, where keys are asked for."""
     account: Account = field(default_factory=Account)
+    outcome: Outcome = "ok"
+    """How a stream ended after it had begun; of other answers the status says it, unless this is "shutdown"."""
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called when the answer is sent or given up."""
+
+    def cut_off(self) -> bool:
+        """To be asked by the request's task when it is cancelled: whether that is because the grace period is over. If so, the task
+        goes on, to say so to the client."""
+        task = asyncio.current_task()
+        if not self.lifecycle.ended or task is None:
+            return False
+        task.uncancel()
+        return True
 
     @staticmethod
     def of(connection: ASGIConnection) -> Exchange:  # type: ignore[type-arg]
@@ -81,7 +98,7 @@ class Exchange:
 async def exchange(app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, scope: Scope, receive: Receive, send: Send) -> None:
     """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer and count it."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode())
+    state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
     scope[_KEY] = state  # type: ignore[literal-required]
 
     async def send_marked(message: Message) -> None:
@@ -95,6 +112,11 @@ async def exchange(app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, sco
     telemetry.in_flight.inc()
     try:
         await app(scope, receive, send_marked)
+    except asyncio.CancelledError:
+        if state.first_byte is not None or not state.cut_off():
+            raise
+        state.outcome = "shutdown"
+        await _answer(ShuttingDown(), send_marked)
     finally:
         telemetry.in_flight.dec()
         for call in state.at_end:
@@ -102,3 +124,12 @@ async def exchange(app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, sco
         now = time.perf_counter()
         route = scope.get("path_template", "none")
         telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)
+
+
+async def _answer(error: GatewayError, send: Send) -> None:
+    """Answer a request that nothing has been sent for."""
+    body = msgspec.json.encode(error.body)
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -40,6 +40,8 @@ class Telemetry:
         self.in_flight = Gauge("yardstick_requests_in_flight", "Requests being worked on.", registry=self._registry)
         self.waiting = Gauge("yardstick_requests_waiting", "Requests that wait for an engine to be ready.", registry=self._registry)
         self.ejections = self._counter("engine_ejections", "Engines left alone for a while, because they kept failing.")
+        self.silences = self._counter("engine_silences", "Engines that left a probe unanswered for too long.")
+        self.broken_streams = self._counter("broken_streams", "Streams that ended with an error after they had begun.", "code")
         self.resumptions = self._counter("resumed_sequences", "Generated sequences that went on at another engine.")
         self._retries = self._counter("engine_retries", "Requests sent to another engine, by the failure of the first.", "code")
         self._sub_batches = Histogram(

@@ -17,7 +17,7 @@ from gateway.limits.base import Lease
 from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
 from gateway.schemas.usage import PromptTokensDetails, Usage
-from gateway.streams import DONE, EventStream, sse, while_connected
+from gateway.streams import DONE, Streams, sse, while_connected
 from gateway.telemetry import Telemetry
 
 
@@ -48,6 +48,7 @@ class Generator:
     dispatcher: Dispatcher
     quotas: Quotas
     telemetry: Telemetry
+    streams: Streams
 
     async def respond(
         self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, *, stream: bool, includes_usage: bool
@@ -56,7 +57,7 @@ class Generator:
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if stream:
             events = self._events(generations, answer, lease, includes_usage=includes_usage)
-            return await EventStream.primed(events, request.receive)
+            return await self.streams.begin(events, request)
         async with while_connected(request.receive), aclosing(self._run(generations, lease)) as batches:
             choices = joined([piece async for batch in batches for piece in batch])
         return Response(answer.whole(sorted(choices, key=lambda piece: piece.index), usage_of(generations)))

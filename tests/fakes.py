@@ -86,6 +86,14 @@ class Faults:
     """Seconds of work that a score's branch is, one score at a time, as where a device does it."""
     garbage: bool = False
     """The answer is no msgpack."""
+    probe_delay: float = 0.0
+    """Seconds before the answer to a probe."""
+    tokenizer_hangs: bool = False
+    """The tokeniser is never sent."""
+    pause_after: int | None = None
+    """Messages of a generation after which it pauses once, for ``pause``."""
+    pause: float = 0.0
+    """Seconds."""
 
 
 @dataclass
@@ -116,6 +124,8 @@ class FakeEngine:
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
     silent: bool = False
     """Nothing is answered, and no connection closed."""
+    frozen: bool = False
+    """Generations that run stand still."""
     token: str | None = None
     """Without it in their headers, requests are answered 401."""
 
@@ -151,10 +161,13 @@ class _Call:
         if self.engine.token and path != "/readyz" and headers.get("authorization") != f"Bearer {self.engine.token}":
             await self._reply(401, b"")
         elif path == "/readyz":
-            await self._reply(200 if self.engine.ready else 503, b"")
+            await asyncio.sleep(self.engine.faults.probe_delay)
+            await self._reply(200 if self.engine.ready else 503, b"", (wire.MODEL_HEADER.encode(), self.engine.model.encode()))
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
         elif path == "/tokenizer":
+            while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.01)
             await self._reply(200, wire.encode(wire.TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})))
         elif path == "/score":
             request = msgspec.msgpack.decode(await self._body(), type=wire.Score)
@@ -197,8 +210,9 @@ class _Call:
             body, more = body + message.get("body", b""), message.get("more_body", False)
         return body
 
-    async def _reply(self, status: int, body: bytes) -> None:
-        await self.send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]})
+    async def _reply(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+        given = [(b"content-length", b"%d" % len(body)), *headers]
+        await self.send({"type": "http.response.start", "status": status, "headers": given})
         await self.send({"type": "http.response.body", "body": body})
 
     async def _refuse(self, failed: wire.Failed) -> None:
@@ -244,7 +258,9 @@ class _Call:
         await self.send({"type": "http.response.start", "status": 200, "headers": []})
         sequences = [list(sequence_deltas(engine, request, index)) for index in range(request.sampling.n)]
         for sent, delta in enumerate(interleaved(sequences)):
-            await asyncio.sleep(faults.delay)
+            await asyncio.sleep(faults.pause if sent == faults.pause_after else faults.delay)
+            while engine.frozen:  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.01)
             if sent == faults.fail_after:
                 failure = wire.Failed(request.id, "internal", "the engine failed, as it was told")
                 await self.send({"type": "http.response.body", "body": wire.pack_frame(failure), "more_body": True})

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -32,7 +31,10 @@ TEXTS = [
     {"prompt": [place + 5, 8, 13], "max_tokens": 300, "ignore_eos": True, "temperature": 1.0, "seed": place, "logprobs": 1}
     for place in range(4)
 ]
-SCORES = [{"query": [place + 3] * 30, "items": [[place, 7, item] for item in range(8)], "label_token_ids": [3, 4]} for place in range(4)]
+SCORES = [
+    {"query": [place + 3] * 30, "items": [[place, 7, item] for item in range(8)], "label_token_ids": [3, 4]} for place in range(4)
+]
+SLOW = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 10, "num_attention_heads": 12}
 FRESH = {"cache-control": "no-store"}
 
 STOPPED: dict[str, Callable[[Pod], list[int]]] = {
@@ -172,7 +174,7 @@ def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
 
 def test_work_that_was_given_up_is_aborted(pods: list[Pod]) -> None:
     """The loop hears of it as soon as it goes on."""
-    pod, other = pods
+    pod = pods[0]
     endless = TEXTS[0] | {"max_tokens": 2000, "stream": True}
     with before(pod) as gateway, gateway.client.stream("POST", "/v1/completions", json=endless) as answer:
         lines = answer.iter_lines()
@@ -224,7 +226,9 @@ def test_health_of_an_engine_whose_loop_is_stopped(pods: list[Pod]) -> None:
 
 def test_long_steps_are_not_silence(tmp_path: Path) -> None:
     """A step that takes longer than an engine may be silent for, on an engine that is as busy as it can be."""
-    model = make_checkpoint(tmp_path, "qwen3", hidden_size=768, intermediate_size=3072, num_hidden_layers=10, num_attention_heads=12)
+    model = make_checkpoint(
+        tmp_path, "qwen3", hidden_size=768, intermediate_size=3072, num_hidden_layers=10, num_attention_heads=12
+    )
     pod = Pod(model, "--name", "slow", "--threads", "1")
     try:
         pod.wait_ready()
@@ -255,5 +259,3 @@ def test_a_gateway_that_was_stopped_itself_blames_no_engine(pods: list[Pod]) -> 
         assert load.streamed > 0
         assert metric_of(gateway, "yardstick_engine_silences_total") == 0
         assert metric_of(gateway, "yardstick_engines_ready") == 2
-
-

@@ -36,7 +36,9 @@ class Told:
 
 
 @asynccontextmanager
-async def pool_of(*sources: Told, startup_seconds: float = 60) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
+async def pool_of(
+    *sources: Told, silence_seconds: float = 5, startup_seconds: float = 60
+) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
     transport, telemetry = open_transport(), Telemetry()
 
     def connect(url: str, entry: str) -> Replica:
@@ -47,7 +49,7 @@ async def pool_of(*sources: Told, startup_seconds: float = 60) -> AsyncIterator[
         connect,
         telemetry,
         probe_seconds=0.02,
-        silence_seconds=5,
+        silence_seconds=silence_seconds,
         startup_seconds=startup_seconds,
     )
     pool.start()

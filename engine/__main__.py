@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
@@ -42,6 +43,7 @@ def main() -> int:
         max_running=arguments.max_running,
         max_waiting=arguments.max_waiting,
         max_wait_seconds=arguments.max_wait_seconds,
+        stall_seconds=arguments.stall_seconds,
         threads=arguments.threads,
         tensor_parallel=arguments.tensor_parallel,
     )
@@ -125,6 +127,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return value
+
+
 def _share(text: str) -> float:
     value = float(text)
     if not 0 < value < 1:
@@ -158,6 +167,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-waiting", type=_positive, default=4096, help="requests queued before refusal (%(default)s)")
     parser.add_argument(
         "--max-wait-seconds", type=float, default=30, help="time that a request may have to be queued before refusal (%(default)s)"
+    )
+    parser.add_argument(
+        "--stall-seconds", type=_seconds, default=120, help="time that a step may take before the engine is not ready (%(default)s)"
     )
     parser.add_argument("--threads", type=_positive, help="CPU threads of the model (one a core)")
     parser.add_argument("--tensor-parallel", type=_positive, default=1, help="processes that share the model (%(default)s)")

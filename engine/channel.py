@@ -1,7 +1,8 @@
 """What the pod's server and its loop process say to each other over ZMQ, in msgpack. No torch.
 
 The server sends :data:`engine.wire.Request` messages. The loop first sends one :class:`Ready` or one :class:`StartFailed`, then
-a :class:`Step` whenever a step ended with something to tell.
+a :class:`Step` after every step, and a :class:`Beat` every :data:`BEAT_SECONDS` while it has no work. The thread that computes
+sends them, so that a loop that hangs sends nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from engine import wire
+
+BEAT_SECONDS = 0.5
+"""Time between two beats of a loop without work."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -32,4 +36,8 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     stats: wire.Stats
 
 
-Event = Ready | StartFailed | Step
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """The loop has no work and waits for requests."""
+
+
+Event = Ready | StartFailed | Step | Beat

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,12 +16,14 @@ import zmq
 import zmq.asyncio
 
 from engine import channel, wire
+from engine.pulse import SAMPLE_SECONDS, Pulse, tree_cpu_seconds
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
 GONE = "The engine's loop ended; try again."
 DRAINING = "The engine is shutting down; ask another one."
+LOADING = "The model is loading."
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
 """glibc's malloc hands each large temporary back to the kernel and faults it in again; keeping them took 13-20 % off the CPU time
 of forward passes of 256-1920 tokens (6 layers, hidden 512, float32)."""
@@ -38,6 +41,10 @@ class Link:
         self.failure: str | None = None
         """Why there is no loop, in one line; set when it could not start or has ended."""
         self.ended = asyncio.Event()
+        self.pulse: Pulse | None = None
+        """None until the model is loaded: loading and capturing have no steps."""
+        self.stalled: str | None = None
+        """Why the loop makes no progress, in a sentence; its requests have been given up. None while it does."""
         self._draining = False
         self._nobody_waits = asyncio.Event()
 
@@ -63,7 +70,17 @@ class Link:
         """Why no request is taken now, for a person; None where they are."""
         if self._draining:
             return DRAINING
-        return None if self.ready else self.failure or "The model is loading."
+        return self.stalled if self.ready else self.failure or LOADING
+
+    @property
+    def dead(self) -> str | None:
+        """Why the pod should be restarted, in a sentence; None while it need not."""
+        return self.failure or (self.pulse.dead if self.pulse else None)
+
+    @property
+    def name(self) -> str:
+        """What clients call the model; known before it is loaded."""
+        return self._settings.name
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, and return when every one has its last word; after ``seconds`` that is a retryable failure."""
@@ -123,6 +140,8 @@ class Link:
         decoder = msgspec.msgpack.Decoder(channel.Event)
         while True:
             event = decoder.decode(await self._events.recv())
+            if self.pulse is not None:
+                self.pulse.beat()
             if isinstance(event, channel.Step):
                 self.stats = event.stats
                 for reply in event.replies:
@@ -131,8 +150,25 @@ class Link:
                         queue.put_nowait(reply)
             elif isinstance(event, channel.Ready):
                 self.ready = event
-            else:
+                cpu_seconds = partial(tree_cpu_seconds, self._process.pid)
+                self.pulse = Pulse(cpu_seconds, stall_seconds=self._settings.stall_seconds)
+                self._tasks.append(asyncio.create_task(self._feel(self.pulse)))
+            elif isinstance(event, channel.StartFailed):
                 self.failure = event.message
+
+    async def _feel(self, pulse: Pulse) -> None:
+        """Give up the loop's requests when it stalls. The aborts reach the loop before anything else, if it goes on."""
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            pulse.sample()
+            if self.stalled is None and pulse.stalled is not None:
+                logger.error("%s %d requests are given up.", pulse.stalled, len(self._waiting))
+                for request_id, queue in self._waiting.items():
+                    queue.put_nowait(wire.Failed(request_id, "not_ready", pulse.stalled, retryable=True, retry_after=1.0))
+                    self._requests.send(wire.encode(wire.Abort(request_id)))
+            elif self.stalled is not None and pulse.stalled is None:
+                logger.warning("The engine's loop makes progress again.")
+            self.stalled = pulse.stalled
 
     async def _watch(self) -> None:
         code = await self._process.wait()

@@ -46,9 +46,22 @@ class StatsCollector(Collector):
             yield CounterMetricFamily(name, text, value=getattr(self._stats, field))
 
 
-def render(stats: wire.Stats | None) -> str:
-    """Prometheus text; empty before the first step."""
+class _Silence(Collector):
+    """Age of the loop's last beat; it rises where the loop stands still."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Time since the loop completed a step, or said that it waits for requests."
+        yield GaugeMetricFamily("yardstick_engine_last_step_seconds", text, value=self._seconds)
+
+
+def render(stats: wire.Stats | None, silent_seconds: float | None = None) -> str:
+    """Prometheus text. ``stats`` None: before the first step. ``silent_seconds`` None: before the model is loaded."""
     registry = CollectorRegistry()
     if stats is not None:
         registry.register(StatsCollector(stats))
+    if silent_seconds is not None:
+        registry.register(_Silence(silent_seconds))
     return generate_latest(registry).decode()

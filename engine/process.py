@@ -49,9 +49,12 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
 def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
     decoder = msgspec.msgpack.Decoder(wire.Request)
     garbage = GarbageCollection()
+    beat = wire.encode(channel.Beat())
     while True:
         if loop.idle:
             garbage.collect_after(COLLECT_WHEN_IDLE)
+            while not requests.poll(round(1000 * channel.BEAT_SECONDS)):
+                events.send(beat)
             loop.submit(decoder.decode(requests.recv()))
         while requests.poll(0):
             loop.submit(decoder.decode(requests.recv()))

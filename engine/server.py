@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from litestar import Litestar, Request, Response, Router, get, post
@@ -13,7 +14,7 @@ from litestar.enums import MediaType
 from litestar.response import Stream
 
 from engine import metrics, wire
-from engine.link import Link
+from engine.link import LOADING, Link
 from engine.settings import EngineSettings
 from engine.token import Token
 
@@ -116,22 +117,24 @@ async def stats(request: Incoming) -> Response[bytes]:
 
 @get("/livez", media_type=MediaType.TEXT)
 async def livez(request: Incoming) -> Response[str]:
-    """Alive unless the loop has ended."""
-    failure = _link(request).failure
-    return Response("ok" if failure is None else failure, status_code=200 if failure is None else 503)
+    """Alive unless the loop has ended, or has made no progress for so long that the pod should be restarted."""
+    problem = _link(request).dead
+    return Response(problem or "ok", status_code=503 if problem else 200)
 
 
 @get("/readyz", media_type=MediaType.TEXT)
 async def readyz(request: Incoming) -> Response[str]:
-    """Ready from the time when the model is loaded to the time when the pod is told to end."""
-    refusal = _link(request).refusal
-    return Response(refusal or "ok", status_code=503 if refusal else 200)
+    """Ready from the time when the model is loaded to the time when the pod is told to end, while the loop makes progress."""
+    link = _link(request)
+    refusal = link.refusal
+    return Response(refusal or "ok", status_code=503 if refusal else 200, headers={wire.MODEL_HEADER: quote(link.name)})
 
 
 @get("/metrics", media_type=MediaType.TEXT)
 async def metrics_page(request: Incoming) -> str:
     """Prometheus text."""
-    return metrics.render(_link(request).stats)
+    link = _link(request)
+    return metrics.render(link.stats, link.pulse.silent_seconds if link.pulse else None)
 
 
 def _link(request: Incoming) -> Link:
@@ -173,7 +176,7 @@ def _answer(message: msgspec.Struct) -> Response[bytes]:
 
 
 def _not_ready(request: Incoming) -> Response[bytes]:
-    reason = _link(request).refusal or "The model is loading."
+    reason = _link(request).refusal or LOADING
     return _answer(wire.Failed("", "not_ready", reason, retryable=True, retry_after=1.0))
 
 

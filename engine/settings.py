@@ -46,6 +46,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Requests queued before new ones are refused."""
     max_wait_seconds: float = 30.0
     """Longest time that a request would probably be queued for; where it is longer, new ones are refused."""
+    stall_seconds: float = 120.0
+    """Longest time that a step may take, before the engine is not ready. It holds for a loop that computes: one that stands still
+    is noticed after two seconds. A first step of 2,048 tokens through 7 billion float32 parameters takes about as long on four
+    cores; afterwards four times the longest step is allowed in any case."""
     overlap: bool | None = None
     """Settle a step while the next one is computed. None: on a GPU, which computes beside the processor."""
     threads: int | None = None

@@ -10,7 +10,7 @@ HTTP face of an engine pod (every body is msgpack unless said otherwise):
 ``GET /info``               :class:`Info`
 ``GET /stats``              :class:`Stats`
 ``GET /tokenizer``          :class:`TokenizerFiles`
-``GET /livez`` ``/readyz``  200 or 503, plain text
+``GET /livez`` ``/readyz``  200 or 503, plain text; ``/readyz`` names the model in :data:`MODEL_HEADER`
 ``GET /metrics``            Prometheus text
 ==========================  ==============================================================================
 
@@ -30,6 +30,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
+
+MODEL_HEADER = "x-yardstick-model"
+"""The name of the model, percent-encoded; sent while it is loading as well."""
 
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: an end-of-sequence or stop token was drawn (it is the last of ``tokens``); ``length``: ``max_tokens`` or the context

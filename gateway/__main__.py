@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
@@ -22,6 +23,9 @@ from gateway.logs.writer import LineWriter, LogHandler
 from gateway.settings import Settings, SettingsError, load_settings
 
 logger = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 1.0
+"""Of the grace period, time for errors to reach the clients of requests that did not end in it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(settings: Settings, log: LineWriter) -> int:
     """Serve with ``settings``; returns the exit status. Raises :class:`SettingsError`."""
     lifecycle = Lifecycle()
+    serve_on_seconds = max(1.0, settings.grace_seconds - settings.drain_seconds)
     config = uvicorn.Config(
         create_app(settings, lifecycle=lifecycle, log=log),
         loop="uvloop",
@@ -62,9 +67,10 @@ def serve(settings: Settings, log: LineWriter) -> int:
         access_log=False,
         log_config=None,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.grace_seconds - settings.drain_seconds)),
+        timeout_graceful_shutdown=round(serve_on_seconds),
     )
-    server = _Server(config, lifecycle, settings.drain_seconds)
+    last_words_seconds = min(LAST_WORDS_SECONDS, serve_on_seconds / 2)
+    server = _Server(config, lifecycle, settings.drain_seconds, serve_on_seconds - last_words_seconds)
     with bind(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
         logger.info("listening at http://%s:%s", f"[{host}]" if ":" in host else host, port)
@@ -74,12 +80,17 @@ def serve(settings: Settings, log: LineWriter) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Between SIGTERM and its end it is not ready and serves on for a while; SIGINT, or a second signal, skips that while."""
+    """Between SIGTERM and its end it is not ready and serves on for a while; SIGINT, or a second signal, skips that while.
 
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float) -> None:
+    Then open requests have ``serve_on_seconds``. After that they are cancelled and tell their clients so, a moment before uvicorn
+    would close their connections.
+    """
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float, serve_on_seconds: float) -> None:
         super().__init__(config)
         self._lifecycle = lifecycle
         self._drain_seconds = drain_seconds
+        self._serve_on_seconds = serve_on_seconds
         self._leave_at: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -89,6 +100,17 @@ class _Server(uvicorn.Server):
             self._leave_at = time.monotonic() + self._drain_seconds
         else:
             super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve what is open to its end, or to the end of the grace period."""
+        ending = asyncio.get_running_loop().call_later(self._serve_on_seconds, self._end_requests)
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    def _end_requests(self) -> None:
+        self._lifecycle.ended = True
+        for task in self.server_state.tasks:
+            task.cancel()
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end; called ten times a second."""

@@ -44,6 +44,7 @@ from gateway.routes.models import model_routes
 from gateway.routes.score import score_route
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
+from gateway.streams import Streams
 from gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ def create_app(
         _connector(settings, transport),
         telemetry,
         probe_seconds=settings.probe_seconds,
-        lost_seconds=settings.lost_seconds,
+        silence_seconds=settings.silence_seconds,
+        startup_seconds=settings.startup_seconds,
     )
     dispatcher = Dispatcher(telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting)
     share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
@@ -75,7 +77,7 @@ def create_app(
     limiter: Limiter = share.limiter if share else LocalLimiter()
     quotas = Quotas(limiter, telemetry)
     valuer = Valuer(dispatcher, split_tokens=settings.split_tokens)
-    generator = Generator(dispatcher, quotas, telemetry)
+    generator = Generator(dispatcher, quotas, telemetry, Streams(settings.keepalive_seconds))
     keys = _key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
 
     @asynccontextmanager

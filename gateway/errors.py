@@ -19,6 +19,7 @@
     ├── NotReady                503  no replica of the model is ready; comes with Retry-After
     │   └── UnusableModel       503  an engine serves a model whose text side cannot be read
     ├── KeysUnavailable         503  the key file cannot be read, so no key can be accepted; comes with Retry-After
+    ├── ShuttingDown            503  this gateway ends before the answer is complete; comes with Retry-After
     ├── OutOfMemory             503  the engine has no memory for this request
     └── DeadlineExceeded        504  the engine gave up on time
         └── EngineSilent        504  nothing came from the engine for too long
@@ -176,6 +177,14 @@ class UnusableModel(NotReady):
 class KeysUnavailable(GatewayError):
     status = 503
     code = "keys_unavailable"
+
+
+class ShuttingDown(GatewayError):
+    status = 503
+    code = "server_shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("This gateway is shutting down and ended the request; send it again.", retry_after=1)
 
 
 class OutOfMemory(GatewayError):

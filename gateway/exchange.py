@@ -8,18 +8,21 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import GatewayError, InternalError
+from gateway.errors import GatewayError, InternalError, ShuttingDown
 from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
 from gateway.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from gateway.auth import ApiKey
+
+Outcome = Literal["ok", "client_gone", "error", "shutdown"]
 
 _KEY = "yardstick.exchange"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -60,12 +63,22 @@ class Exchange:
     key: ApiKey | None = None
     """Whose request it is, where keys are asked for."""
     account: Account = field(default_factory=Account)
-    outcome: str = "ok"
-    """How the answer ended after it had begun: ``ok``, ``error``, ``client_gone`` or ``shutdown``."""
+    outcome: Outcome = "ok"
+    """How a stream ended after it had begun. The status says it for other answers, unless this is "shutdown"."""
     error: str | None = None
     """Code of the error that was answered, or its type where it has no code."""
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Called when the answer is sent or given up."""
+
+    def cut_off(self) -> bool:
+        """To be asked by the request's task when it is cancelled: whether that is because the grace period is over. If so, the task
+        goes on, to say so to the client."""
+        task = asyncio.current_task()
+        if not self.lifecycle.ended or task is None:
+            return False
+        task.uncancel()
+        return True
 
     @staticmethod
     def of(connection: ASGIConnection) -> Exchange:  # type: ignore[type-arg]
@@ -86,7 +99,9 @@ class Exchange:
     def failed(self, error: Exception) -> None:
         """Note an error that is answered, or that ends an answer which has begun."""
         self.error = (error.code or error.type) if isinstance(error, GatewayError) else InternalError.code
-        if self.first_byte is not None:
+        if isinstance(error, ShuttingDown):
+            self.outcome = "shutdown"
+        elif self.first_byte is not None:
             self.outcome = "error"
 
     def name_ignored(self, fields: list[str]) -> None:
@@ -101,7 +116,7 @@ async def exchange(
 ) -> None:
     """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer, count it and log it."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode())
+    state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
     scope[_KEY] = state  # type: ignore[literal-required]
 
     async def send_marked(message: Message) -> None:
@@ -116,8 +131,11 @@ async def exchange(
     try:
         await app(scope, receive, send_marked)
     except asyncio.CancelledError:
-        state.outcome = "shutdown"
-        raise
+        if state.first_byte is not None or not state.cut_off():
+            state.outcome = "shutdown"
+            raise
+        state.failed(error := ShuttingDown())
+        await _answer(error, send_marked)
     finally:
         telemetry.in_flight.dec()
         for call in state.at_end:
@@ -126,6 +144,15 @@ async def exchange(
         route = scope.get("path_template", "none")
         telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)
         if state.broke:
-            telemetry.broke(route, state.outcome)
+            telemetry.broke(state.error or state.outcome)
         if log is not None:
             log.ended(state, route, now - state.began)
+
+
+async def _answer(error: GatewayError, send: Send) -> None:
+    """Answer a request that nothing has been sent for."""
+    body = msgspec.json.encode(error.body)
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

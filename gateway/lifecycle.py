@@ -11,3 +11,5 @@ class Lifecycle:
 
     draining: bool = False
     """Told to end, and serving on so that nobody is turned away: not ready any more, and connections close with their answers."""
+    ended: bool = False
+    """The grace period is over: requests that are still open have been cancelled, and tell their clients so."""

@@ -78,9 +78,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest wait for a connection to an engine."""
     engine_seconds: Seconds = 600.0
     """Longest silence of an engine within a request before it counts as lost."""
-    lost_seconds: Seconds = 15.0
-    """Time without an answer to any probe after which what an engine works on is taken from it: a machine that is gone closes no
-    connections."""
+    silence_seconds: Seconds = 2.0
+    """Time for which an engine may leave a probe unanswered before it is silent: its requests go to other engines, and it gets none
+    until it answers. With ``probe_seconds`` it bounds the gap in a stream whose engine stops; time in which the gateway itself is
+    blocked does not count."""
+    startup_seconds: NotNegative = 60.0
+    """After the start, time in which a request for an unknown model is answered 503 and not 404 while an entry of ``engines`` has
+    not led to a model yet. An engine that is loading names its model, and for that one the answer is 503 in any case."""
+    keepalive_seconds: Seconds = 15.0
+    """Time without an event after which a waiting stream gets a comment, so that proxies do not close it (many do after 60 s). A
+    stream begins with status 200 when its first event has not come by then; an error before that has its own status."""
     engine_token_file: Path | None = None
     """File whose first line is the token that engines know the gateway by (``Authorization: Bearer``); read again when it changes.
     None: no token is sent."""

@@ -1,8 +1,9 @@
-"""Server-sent events out, and clients that leave.
+"""Server-sent events out, clients that leave, and streams that wait.
 
-The first event is waited for before the answer begins, so an error before it is an answer with its own status. An error after it
-is one last event, without ``[DONE]``. When the client leaves, what works for it is cancelled where it stands, down to the
-connection to the engine.
+The first event is waited for before the answer begins, so an error before it is an answer with its own status. Where it takes
+longer than ``keepalive_seconds``, the answer begins with a comment. Another comment follows whenever nothing has been sent for as
+long. An error after the beginning is one last event, without ``[DONE]``. When the client leaves, what works for it is cancelled
+where it stands, down to the connection to the engine.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from litestar import Request
 from litestar.response.base import ASGIResponse, Response
 from litestar.types import Receive, Send
 
-from gateway.errors import ClientGone, GatewayError, InternalError
+from gateway.errors import ClientGone, GatewayError, InternalError, ShuttingDown
+from gateway.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
 _encoder = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes. Clients ignore it."""
 
 
 def sse(chunk: msgspec.Struct) -> bytes:
@@ -56,52 +62,143 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-class EventStream(Response[Any]):
-    """An answer of events. ``first`` is here already; ``rest`` is closed when the answer ends, however it ends."""
+@dataclass(frozen=True)
+class Streams:
+    """Makes answers of events."""
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    keepalive_seconds: float
+
+    async def begin(self, events: AsyncGenerator[bytes, None], request: Request[Any, Any, Any]) -> EventStream:
+        """Wait for the first event, but no longer than ``keepalive_seconds``. Raises what ``events`` raises in this time, and
+        :class:`ClientGone`. ``events`` is closed when the answer ends, however it ends."""
+        first = asyncio.ensure_future(anext(events))
+        try:
+            async with while_connected(request.receive):
+                await asyncio.wait({first}, timeout=self.keepalive_seconds)
+                if first.done():
+                    first.result()
+        except BaseException:
+            await _abandon(first)
+            await events.aclose()
+            raise
+        return EventStream(self, Exchange.of(request), first, events)
+
+
+class EventStream(Response[Any]):
+    """An answer of events: ``first``, which may be outstanding, and ``rest``."""
+
+    def __init__(
+        self, streams: Streams, exchange: Exchange, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None]
+    ) -> None:
         super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._first = first
-        self._rest = rest
+        self._parts = (streams, exchange, first, rest)
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
         """What the web framework sends."""
-        return _ASGIEventStream(self._first, self._rest, headers=self.headers)
-
-    @classmethod
-    async def primed(cls, events: AsyncGenerator[bytes, None], receive: Receive) -> EventStream:
-        """Wait for the first event. Raises what ``events`` raises before it, and :class:`ClientGone`."""
-        async with while_connected(receive):
-            first = await anext(events)
-        return cls(first, events)
+        return _ASGIEventStream(*self._parts, headers=self.headers)
 
 
 class _ASGIEventStream(ASGIResponse):
     _should_set_content_length = False
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], *, headers: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        exchange: Exchange,
+        first: asyncio.Future[bytes],
+        rest: AsyncGenerator[bytes, None],
+        *,
+        headers: dict[str, Any],
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers=headers)
+        self._streams = streams
+        self._exchange = exchange
         self._first = first
         self._rest = rest
 
     async def send_body(self, send: Send, receive: Receive) -> None:
         """Send everything, or as much as the client stays for."""
+        line = _Line(send, self._streams.keepalive_seconds)
         try:
             async with aclosing(self._rest), while_connected(receive):
-                await send({"type": "http.response.body", "body": self._first, "more_body": True})
-                async for event in _with_error_event(self._rest):
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                try:
+                    await self._send_events(line)
+                finally:
+                    await _abandon(self._first)
+                    line.stop()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
-            pass
+            self._exchange.outcome = "client_gone"
+
+    async def _send_events(self, line: _Line) -> None:
+        """Send the events; an error instead of one is the last event."""
+        try:
+            if not self._first.done():
+                await line.send(KEEP_ALIVE)
+            await line.send(await self._first)
+            async for event in self._rest:
+                await line.send(event)
+        except GatewayError as error:
+            await self._send_error(line, error)
+        except asyncio.CancelledError:
+            if not self._exchange.cut_off():
+                raise
+            await self._send_error(line, ShuttingDown())
+        except Exception:
+            logger.exception("a stream failed")
+            await self._send_error(line, InternalError("Something failed inside the server."))
+
+    async def _send_error(self, line: _Line, error: GatewayError) -> None:
+        self._exchange.failed(error)
+        await line.send(sse(error.body))
 
 
-async def _with_error_event(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    try:
-        async for event in events:
-            yield event
-    except GatewayError as error:
-        yield sse(error.body)
-    except Exception:
-        logger.exception("a stream failed")
-        yield sse(InternalError("Something failed inside the server.").body)
+class _Line:
+    """Sends events, and a comment whenever none was sent for a while.
+
+    The stream's timer looks when the last event was sent, so that an event costs no timer. While an event waits until the client
+    reads, no comment is sent. At most one comment waits for that.
+    """
+
+    def __init__(self, send: Send, seconds: float) -> None:
+        self._send = send
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._sent = self._loop.time()
+        self._sending = False
+        self._comment: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    async def send(self, event: bytes) -> None:
+        """Send bytes of the body."""
+        self._sending = True
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        self._sending = False
+        self._sent = self._loop.time()
+
+    def stop(self) -> None:
+        """Send no more comments."""
+        self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    def _look(self) -> None:
+        due, now = self._sent + self._seconds, self._loop.time()
+        if due <= now:
+            due = now + self._seconds
+            if not self._sending and (self._comment is None or self._comment.done()):
+                self._comment = asyncio.create_task(self._send_comment())
+        self._timer = self._loop.call_at(due, self._look)
+
+    async def _send_comment(self) -> None:
+        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        self._sent = self._loop.time()
+
+
+async def _abandon(work: asyncio.Future[bytes]) -> None:
+    """Cancel ``work``, if it is not done, and wait until it has ended."""
+    if not work.done():
+        work.cancel()
+        await asyncio.wait({work})
+    if not work.cancelled():
+        work.exception()  # so that it counts as seen

@@ -89,6 +89,14 @@ class Faults:
     """The answer is no msgpack."""
     seconds_per_token: float = 0.0
     """Seconds of work for each token that is not in the prefix cache, where the engine has one."""
+    probe_delay: float = 0.0
+    """Seconds before the answer to a probe."""
+    tokenizer_hangs: bool = False
+    """The tokeniser is never sent."""
+    pause_after: int | None = None
+    """Messages of a generation after which it pauses once, for ``pause``."""
+    pause: float = 0.0
+    """Seconds."""
 
 
 @dataclass
@@ -119,6 +127,8 @@ class FakeEngine:
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
     silent: bool = False
     """Nothing is answered, and no connection closed."""
+    frozen: bool = False
+    """Generations that run stand still."""
     token: str | None = None
     """Without it in their headers, requests are answered 401."""
     prefixes: PrefixCache | None = None
@@ -158,10 +168,13 @@ class _Call:
         if self.engine.token and path != "/readyz" and headers.get("authorization") != f"Bearer {self.engine.token}":
             await self._reply(401, b"")
         elif path == "/readyz":
-            await self._reply(200 if self.engine.ready else 503, b"")
+            await asyncio.sleep(self.engine.faults.probe_delay)
+            await self._reply(200 if self.engine.ready else 503, b"", (wire.MODEL_HEADER.encode(), self.engine.model.encode()))
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
         elif path == "/tokenizer":
+            while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.01)
             await self._reply(200, wire.encode(wire.TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})))
         elif path == "/score":
             request = msgspec.msgpack.decode(await self._body(), type=wire.Score)
@@ -204,8 +217,9 @@ class _Call:
             body, more = body + message.get("body", b""), message.get("more_body", False)
         return body
 
-    async def _reply(self, status: int, body: bytes) -> None:
-        await self.send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]})
+    async def _reply(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+        given = [(b"content-length", b"%d" % len(body)), *headers]
+        await self.send({"type": "http.response.start", "status": status, "headers": given})
         await self.send({"type": "http.response.body", "body": body})
 
     async def _refuse(self, failed: wire.Failed) -> None:
@@ -265,7 +279,9 @@ class _Call:
         sequences = [list(sequence_deltas(engine, request, index)) for index in range(request.sampling.n)]
         sequences[0][0] = msgspec.structs.replace(sequences[0][0], cached_tokens=cached, queue_seconds=engine.queue_seconds)
         for sent, delta in enumerate(interleaved(sequences)):
-            await asyncio.sleep(faults.delay)
+            await asyncio.sleep(faults.pause if sent == faults.pause_after else faults.delay)
+            while engine.frozen:  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.01)
             if sent == faults.fail_after:
                 failure = wire.Failed(request.id, "internal", "the engine failed, as it was told")
                 await self.send({"type": "http.response.body", "body": wire.pack_frame(failure), "more_body": True})

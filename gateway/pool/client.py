@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import unquote
 
 import aiohttp
 import httpx
@@ -16,11 +18,14 @@ from httpx_aiohttp import AiohttpTransport
 
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady, from_engine
+from gateway.exchange import new_id
 
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
-"""Longest wait for an answer to a probe; the tokeniser's file may take longer, and has ``engine_seconds``."""
+"""Longest wait for an answer to a probe, after which another connection is tried."""
+TOKENIZER_SECONDS = 30.0
+"""Longest wait for the tokeniser's files: tens of megabytes, from an engine that may be busy."""
 KEEPALIVE_SECONDS = 2.0
 """Idle connections go before the engine's server closes them (5 s in uvicorn), so that no request meets a closed one."""
 
@@ -38,6 +43,14 @@ _tokenizer = msgspec.msgpack.Decoder(wire.TokenizerFiles)
 def open_transport() -> AiohttpTransport:
     """Connections to engines. aiohttp's cost far less than httpx's own; 0 means that their number is bounded by admission alone."""
     return AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=KEEPALIVE_SECONDS), trust_env=False)
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """An engine's answer to a probe."""
+
+    ready: bool
+    model: str | None
+    """The model that it serves or loads, where it says so."""
 
 
 class EngineToken:
@@ -71,7 +84,10 @@ class EngineToken:
 
 
 class EngineClient:
-    """Speaks to the pod at ``url``. Every method raises :class:`GatewayError` where the pod refuses or cannot be reached."""
+    """Speaks to the pod at ``url``. Every method raises :class:`GatewayError` where the pod refuses or cannot be reached.
+
+    Each call has an id of its own: the pod may still be working on, or aborting, an earlier attempt of the same request.
+    """
 
     def __init__(
         self,
@@ -92,13 +108,15 @@ class EngineClient:
         self._value_url = httpx.URL(f"{url}/value")
         self._generate_url = httpx.URL(f"{url}/generate")
 
-    async def ready(self) -> bool | None:
-        """Whether the pod takes requests; None where it does not say."""
+    async def ready(self) -> Readiness | None:
+        """Whether the pod takes requests; None where it does not answer."""
         request = self._get("/readyz", self._probe_timeout)
         try:
-            return (await self._fetch(request)).status_code == 200
+            answer = await self._fetch(request)
         except GatewayError:
             return None
+        name = answer.headers.get(wire.MODEL_HEADER)
+        return Readiness(answer.status_code == 200, None if name is None else unquote(name))
 
     async def info(self) -> wire.Info:
         """What the pod serves."""
@@ -106,22 +124,27 @@ class EngineClient:
 
     async def tokenizer(self) -> wire.TokenizerFiles:
         """The text side of its model."""
-        return _read(_tokenizer, await self._fetch(self._get("/tokenizer", self._timeout)))
+        try:
+            async with asyncio.timeout(TOKENIZER_SECONDS):
+                return _read(_tokenizer, await self._fetch(self._get("/tokenizer", self._timeout)))
+        except TimeoutError:
+            raise EngineSilent(f"The engine did not send its tokeniser within {TOKENIZER_SECONDS:g} s.") from None
 
     async def score(self, score: wire.Score) -> wire.Scored:
         """One sub-batch. Where it has no deadline, it gets the time after which the answer would be waited for no longer."""
-        if score.deadline is None:
-            score = msgspec.structs.replace(score, deadline=self._engine_seconds)
+        deadline = self._engine_seconds if score.deadline is None else score.deadline
+        score = msgspec.structs.replace(score, id=new_id(), deadline=deadline)
         return _read(_scored, await self._fetch(self._post(self._score_url, score)))
 
     async def value(self, value: wire.Value) -> wire.Valued:
         """One sub-batch of texts for the length model, with a deadline like a score's."""
-        if value.deadline is None:
-            value = msgspec.structs.replace(value, deadline=self._engine_seconds)
+        deadline = self._engine_seconds if value.deadline is None else value.deadline
+        value = msgspec.structs.replace(value, id=new_id(), deadline=deadline)
         return _read(_valued, await self._fetch(self._post(self._value_url, value)))
 
     async def generate(self, generate: wire.Generate) -> AsyncGenerator[list[wire.Delta], None]:
         """The deltas of all sequences, as many at a time as have arrived. Close the iterator to abort."""
+        generate = msgspec.structs.replace(generate, id=new_id())
         with _engine_errors():
             response = await self._transport.handle_async_request(self._post(self._generate_url, generate))
         try:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from engine import wire
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.replica import Replica, ServedModel
+from gateway.pool.silence import AwakeClock, watch_silence
 from gateway.telemetry import ReplicaSample, Telemetry
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
+
+TOKENIZER_TURN_SECONDS = 2.0
+"""One replica of a model is asked for the tokeniser at a time; after this time another one is asked as well."""
 
 
 class Pool:
@@ -28,17 +32,23 @@ class Pool:
         telemetry: Telemetry,
         *,
         probe_seconds: float,
-        lost_seconds: float,
+        silence_seconds: float,
+        startup_seconds: float,
+        clock: AwakeClock | None = None,
     ) -> None:
         """``sources`` by entry of the setting ``engines``; ``connect`` makes the replica at a URL that an entry led to."""
         self._sources = sources
         self._connect = connect
         self._probe_seconds = probe_seconds
-        self._lost_seconds = lost_seconds
+        self._silence_seconds = silence_seconds
+        self._startup_seconds = startup_seconds
+        self._clock = clock or AwakeClock()
+        self._telemetry = telemetry
         self._found: dict[str, Sequence[Endpoint]] = {}  # by entry, once it is known
         self._replicas: dict[str, Replica] = {}  # by URL
         self._served: dict[tuple[str, str], ServedModel] = {}  # by name and fingerprint
-        self._grouping = asyncio.Lock()  # so that two replicas of a model fetch its tokeniser once
+        self._learned: set[str] = set()  # entries that have led to a model
+        self._turns: dict[tuple[str, str], asyncio.Lock] = {}  # by name and fingerprint, while the tokeniser is fetched
         self._followers: list[asyncio.Task[None]] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         telemetry.watch_replicas(self._samples)
@@ -46,6 +56,8 @@ class Pool:
     def start(self) -> None:
         """Begin to watch."""
         self._followers = [asyncio.create_task(self._follow(entry, source)) for entry, source in self._sources.items()]
+        listening = watch_silence(self._clock, lambda: self._watchers, self._silence_seconds, self._silenced)
+        self._followers.append(asyncio.create_task(listening))
 
     async def stop(self) -> None:
         """Watch no longer."""
@@ -70,7 +82,8 @@ class Pool:
 
     def model(self, name: str | None) -> ServedModel:
         """The model called ``name``; None means the only one. Where its replicas disagree on the numbers (while a new version
-        is rolled out), the version that more ready replicas have. Raises :class:`ModelNotFound`, :class:`NotReady`."""
+        is rolled out), the version that more ready replicas have. Raises :class:`ModelNotFound`; :class:`NotReady` where the model
+        may be about to appear."""
         names = {served.name for served in self._served.values()}
         if name is None:
             if len(names) > 1:
@@ -78,15 +91,16 @@ class Pool:
             name = next(iter(names), None)
         if name in names:
             return max((m for m in self._served.values() if m.name == name), key=lambda m: (len(m.ready), len(m.replicas)))
-        if name is None or self._starting:
+        if not names or self._starting(name):
             raise NotReady("The engine has not started yet; try again soon.", retry_after=1)
         raise ModelNotFound(f"The model {name!r} does not exist; served here: {_listed(names)}.", param="model")
 
-    @property
-    def _starting(self) -> bool:
-        """Whether more models may come to light: an entry or a replica has yet to say what there is."""
-        grouped = sum(len(model.replicas) for model in self._served.values())
-        return len(self._found) < len(self._sources) or grouped < len(self._replicas)
+    def _starting(self, name: str | None) -> bool:
+        """Whether the model called ``name`` may be about to appear: an engine says that it is loading it, or the gateway has only
+        just started and an entry has not led to a model yet."""
+        if any(replica.expected == name for replica in self._replicas.values()):
+            return True
+        return self._clock.now() < self._startup_seconds and not self._learned.issuperset(self._sources)
 
     def _samples(self) -> Iterator[ReplicaSample]:
         names = {replica: model.name for model in self._served.values() for replica in model.replicas}
@@ -113,16 +127,17 @@ class Pool:
             self._replicas[url].draining = endpoint.draining
 
     def _forget(self, replica: Replica) -> None:
-        """It gets nothing more; what it is working on goes on. Its model is remembered."""
-        replica.draining = True
-        self._watchers.pop(replica).cancel()
+        """It gets nothing more; what it is working on goes on, and it is probed until that has ended. Its model is remembered."""
+        replica.draining = replica.gone = True
+        if not replica.in_flight:
+            self._watchers.pop(replica).cancel()
         for served in self._served.values():
             if replica in served.replicas:
                 served.replicas.remove(replica)
         logger.info("engine %s: gone", replica.client.url)
 
     async def _watch(self, replica: Replica) -> None:
-        while True:
+        while not replica.gone or replica.in_flight:
             try:
                 await self._look(replica)
             except TokenizerError as error:
@@ -133,17 +148,18 @@ class Pool:
                 replica.ready = False
                 logger.warning("engine %s: %s", replica.client.url, error)
             await asyncio.sleep(self._probe_seconds)
+        del self._watchers[replica]
 
     async def _look(self, replica: Replica) -> None:
         """Update what is known. A pod may come back as another model, so ``/info`` is read whenever it becomes ready."""
-        said = await replica.client.ready()
-        self._check_alive(replica, alive=said is not None)
-        ready = bool(said)
+        ready = await self._probe(replica)
         replica.problem = replica.problem if ready else None
         if ready and not replica.ready:
             info = await replica.client.info()
-            async with self._grouping:
-                served = await self._group(replica, info)
+            served = await self._served_as(info, replica)
+            if replica.gone:
+                return
+            served = self._group(replica, served)
             replica.problem = None
             replica.health.succeeded()  # it may be another process now
             replica.ready = True
@@ -153,27 +169,63 @@ class Pool:
             logger.warning("engine %s: not ready", replica.client.url)
         replica.ready = ready
 
-    def _check_alive(self, replica: Replica, *, alive: bool) -> None:
-        now = time.monotonic()
-        if alive:
-            replica.answered = now
-        elif now - replica.answered > self._lost_seconds and replica.in_flight:
-            logger.warning("engine %s: given up with %d requests", replica.client.url, replica.in_flight)
-            replica.give_up()
+    async def _probe(self, replica: Replica) -> bool:
+        """Whether the pod says that it takes requests. :func:`watch_silence` acts while the answer is outstanding."""
+        if replica.unanswered_since is None:
+            replica.unanswered_since = self._clock.now()
+        answer = await replica.client.ready()
+        if answer is None:
+            return False
+        replica.unanswered_since = None
+        replica.silent = False
+        replica.expected = answer.model
+        return answer.ready
 
-    async def _group(self, replica: Replica, info: wire.Info) -> ServedModel:
+    def _silenced(self, replica: Replica) -> None:
+        """It has left a probe unanswered for too long: its requests go elsewhere, and it gets none until it answers."""
+        if replica.ready or replica.in_flight:
+            self._telemetry.silences.inc()
+            logger.warning("engine %s: silent, given up with %d requests", replica.client.url, replica.in_flight)
+        replica.ready = False
+        replica.give_up()
+
+    async def _served_as(self, info: wire.Info, replica: Replica) -> ServedModel:
+        """The model that ``info`` describes, with its tokeniser from ``replica`` where it is not known yet."""
         key = (info.model, info.fingerprint)
         if key not in self._served:
-            files = await replica.client.tokenizer()
-            tokenizer = await asyncio.to_thread(Tokenizer.from_files, files)
-            self._served[key] = ServedModel(info, tokenizer, ChatTemplate(files.chat_template, files.special_tokens))
+            async with self._turn(key):
+                if key not in self._served:
+                    files = await replica.client.tokenizer()
+                    tokenizer = await asyncio.to_thread(Tokenizer.from_files, files)
+                    return ServedModel(info, tokenizer, ChatTemplate(files.chat_template, files.special_tokens))
+        return self._served[key]
+
+    @asynccontextmanager
+    async def _turn(self, key: tuple[str, str]) -> AsyncIterator[None]:
+        """Wait until no other replica of the model is asked for the tokeniser, or until one has been asked for too long."""
+        turn, held = self._turns.setdefault(key, asyncio.Lock()), False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TOKENIZER_TURN_SECONDS):
+                held = await turn.acquire()
+        try:
+            yield
+        finally:
+            if held:
+                turn.release()
+
+    def _group(self, replica: Replica, model: ServedModel) -> ServedModel:
+        """Make ``replica`` one of those that serve ``model``, or the equal model that is known already; returns that one."""
+        key = (model.info.model, model.info.fingerprint)
+        self._learned.add(replica.source)
+        self._turns.pop(key, None)
         for served in self._served.values():
             if replica in served.replicas:
                 served.replicas.remove(replica)
-        self._served[key].replicas.append(replica)
-        self._served[key].sources.add(replica.source)
+        model = self._served.setdefault(key, model)
+        model.replicas.append(replica)
+        model.sources.add(replica.source)
         self._served = {known: served for known, served in self._served.items() if self._remembered(served, replica)}
-        return self._served[key]
+        return model
 
     @staticmethod
     def _remembered(served: ServedModel, news: Replica) -> bool:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from engine import wire
-from gateway.errors import ContextExceeded, EngineLost, NotReady
+from gateway.errors import ContextExceeded, EngineSilent, NotReady
 from gateway.pool.client import EngineClient
 from gateway.pool.health import Health
 from gateway.text.chat_template import ChatTemplate
@@ -25,7 +25,7 @@ AFFINITY_BOUND = 1.25
 """A replica may have so many times the mean load, and one request more, before requests that prefer it go elsewhere: consistent
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
 
-State = Literal["ready", "half_open", "ejected", "draining", "unusable", "not_ready"]
+State = Literal["ready", "half_open", "ejected", "draining", "unusable", "silent", "not_ready"]
 
 
 @dataclass(eq=False)
@@ -40,14 +40,21 @@ class Replica:
     """By its own account, when last asked."""
     draining: bool = False
     """It is about to end, or is gone from where it was found: what runs there may finish."""
+    gone: bool = False
+    """Discovery lists it no longer; it is probed as long as it has requests."""
+    silent: bool = False
+    """It has left a probe unanswered for too long and has answered none since."""
     problem: str | None = None
     """Why its model cannot be used, where that is so although the pod is ready."""
     in_flight: int = 0
     """Requests of this gateway that the pod works on."""
     tokens: int = 0
     """Of those requests."""
-    answered: float = field(default_factory=time.monotonic)
-    """When it last answered a probe, by the monotonic clock."""
+    unanswered_since: float | None = None
+    """When the first probe was sent that it has not answered, by :class:`gateway.pool.silence.AwakeClock`; None where it has
+    answered all."""
+    expected: str | None = None
+    """The model that it says it is loading or serves; known before the model is loaded."""
     _waits: set[asyncio.Timeout] = field(default_factory=set)
 
     @property
@@ -62,13 +69,15 @@ class Replica:
             return "draining"
         if self.problem is not None:
             return "unusable"
+        if self.silent:
+            return "silent"
         if not self.ready:
             return "not_ready"
         return "ejected" if self.health.ejected else "half_open" if self.health.half_open else "ready"
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
-        """A wait for the pod. Raises :class:`EngineLost` when it has been given up."""
+        """A wait for the pod. Raises :class:`EngineSilent` when :meth:`give_up` is called."""
         try:
             async with asyncio.timeout(None) as wait:
                 self._waits.add(wait)
@@ -77,10 +86,11 @@ class Replica:
                 finally:
                     self._waits.discard(wait)
         except TimeoutError:
-            raise EngineLost("The engine does not answer any more; try again.", retryable=True) from None
+            message = "The engine does not answer any more; try again."
+            raise EngineSilent(message, retry_after=1, retryable=True) from None
 
     def give_up(self) -> None:
-        """End all waits: a machine that is gone closes no connections."""
+        """End all waits: a process that is stopped, or whose machine is gone, closes no connections."""
         for wait in self._waits:
             wait.reschedule(asyncio.get_running_loop().time())
 

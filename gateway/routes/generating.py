@@ -19,7 +19,7 @@ from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.schemas.usage import PromptTokensDetails, Usage
-from gateway.streams import DONE, EventStream, sse, while_connected
+from gateway.streams import DONE, Streams, sse, while_connected
 from gateway.telemetry import Telemetry
 
 
@@ -50,38 +50,35 @@ class Generator:
     dispatcher: Dispatcher
     quotas: Quotas
     telemetry: Telemetry
+    streams: Streams
 
     async def respond(
         self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, *, stream: bool, includes_usage: bool
     ) -> Response[Any]:
         """Raises :class:`GatewayError` for what goes wrong before the first event."""
-        exchange = Exchange.of(request)
-        exchange.account.prompt_tokens = sum(len(generation.request.prompt) for generation in generations)
+        account = Exchange.of(request).account
+        account.prompt_tokens = sum(len(generation.request.prompt) for generation in generations)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if stream:
-            events = self._events(generations, answer, lease, exchange, includes_usage=includes_usage)
-            return await EventStream.primed(events, request.receive)
-        async with while_connected(request.receive), aclosing(self._run(generations, lease, exchange.account)) as batches:
+            events = self._events(generations, answer, lease, account, includes_usage=includes_usage)
+            return await self.streams.begin(events, request)
+        async with while_connected(request.receive), aclosing(self._run(generations, lease, account)) as batches:
             choices = joined([piece async for batch in batches for piece in batch])
         return Response(answer.whole(sorted(choices, key=lambda piece: piece.index), usage_of(generations)))
 
     async def _events(
-        self, generations: list[Generation], answer: Answer, lease: Lease | None, exchange: Exchange, *, includes_usage: bool
+        self, generations: list[Generation], answer: Answer, lease: Lease | None, account: Account, *, includes_usage: bool
     ) -> AsyncGenerator[bytes, None]:
         opened = False
-        try:
-            async with aclosing(self._run(generations, lease, exchange.account)) as batches:
-                async for batch in batches:
-                    chunks = [answer.chunk(piece) for piece in joined(batch)]
-                    if not opened:
-                        opened = True
-                        indices = [sequence.index for generation in generations for sequence in generation.sequences]
-                        chunks = [opening for index in indices if (opening := answer.opening(index))] + chunks
-                    if chunks:
-                        yield b"".join(map(sse, chunks))
-        except Exception as error:
-            exchange.failed(error)
-            raise
+        async with aclosing(self._run(generations, lease, account)) as batches:
+            async for batch in batches:
+                chunks = [answer.chunk(piece) for piece in joined(batch)]
+                if not opened:
+                    opened = True
+                    indices = [sequence.index for generation in generations for sequence in generation.sequences]
+                    chunks = [opening for index in indices if (opening := answer.opening(index))] + chunks
+                if chunks:
+                    yield b"".join(map(sse, chunks))
         if includes_usage:
             yield sse(answer.closing(usage_of(generations)))
         yield DONE

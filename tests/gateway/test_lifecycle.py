@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
 
 from gateway.settings import Settings, SettingsError
-from tests.fakes import FakeEngine, served
+from tests.fakes import FakeEngine, ids, served
 from tests.processes import Program, wait_until
 
 STREAM = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True}
@@ -41,11 +43,11 @@ def start(engine: FakeEngine) -> Iterator[Callable[..., Program]]:
         program.close()
 
 
-def reading(gateway: Program, lines: list[str]) -> threading.Thread:
+def reading(gateway: Program, lines: list[str], body: dict[str, Any] = STREAM) -> threading.Thread:
     """Read a stream into ``lines``, as much as comes of it."""
 
     def read() -> None:
-        with suppress(httpx.TransportError), httpx.stream("POST", f"{gateway.url}/v1/completions", json=STREAM) as response:
+        with suppress(httpx.TransportError), httpx.stream("POST", f"{gateway.url}/v1/completions", json=body) as response:
             lines.extend(response.iter_lines())
 
     thread = threading.Thread(target=read, daemon=True)
@@ -90,6 +92,46 @@ def test_a_stream_that_takes_too_long_is_cut_off(engine: FakeEngine, start: Call
     gateway.process.send_signal(signal.SIGTERM)
     gateway.process.wait(10)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("keepalive", ["15", "0.2"])
+def test_open_requests_are_told_at_the_end_of_the_grace_period(engine: FakeEngine, start: Callable[..., Program], keepalive: str):
+    """A stream that has begun gets a last event; what has not begun gets a 503. With comments, a stream that waits has begun."""
+    gateway = start(drain_seconds="0.1", grace_seconds="2", keepalive_seconds=keepalive)
+    engine.faults.delay = 0.05
+    engine.says = ids("red") * 400
+    endless = STREAM | {"max_tokens": 400}
+    lines: list[str] = []
+    answers: list[httpx.Response] = []
+
+    def ask(body: dict[str, Any]) -> None:
+        answers.append(httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=20))
+
+    threads = [reading(gateway, lines, endless)]
+    wait_until(lambda: len(lines) > 4)
+    engine.faults.pause_after, engine.faults.pause = 0, 60
+    for body in (endless, endless | {"stream": False}):
+        threads.append(threading.Thread(target=ask, args=(body,)))
+        threads[-1].start()
+    wait_until(lambda: len(engine.generates) == 3)
+    time.sleep(0.5)
+    began = time.monotonic()
+    gateway.process.send_signal(signal.SIGTERM)
+    assert gateway.process.wait(10) == 0
+    assert time.monotonic() - began < 5
+    for thread in threads:
+        thread.join(5)
+    errors = [json.loads(lines[-2].removeprefix("data: "))]
+    for answer in answers:
+        streamed = answer.headers["content-type"].startswith("text/event-stream")
+        assert streamed == (keepalive == "0.2" and json.loads(answer.request.content)["stream"])
+        if not streamed:
+            assert answer.status_code == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.headers["x-request-id"]
+        errors.append(json.loads(answer.text.splitlines()[-2].removeprefix("data: ")) if streamed else answer.json())
+    assert [error["error"]["code"] for error in errors] == ["server_shutting_down"] * 3
+    wait_until(lambda: len(engine.left) == 3)
 
 
 def test_a_drain_must_fit_into_the_grace():

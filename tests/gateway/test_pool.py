@@ -36,14 +36,21 @@ class Told:
 
 
 @asynccontextmanager
-async def pool_of(*sources: Told) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
+async def pool_of(
+    *sources: Told, silence_seconds: float = 5, startup_seconds: float = 60
+) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
     transport, telemetry = open_transport(), Telemetry()
 
     def connect(url: str, entry: str) -> Replica:
         return Replica(EngineClient(url, transport, connect_seconds=1, engine_seconds=5), entry)
 
     pool = Pool(
-        {str(place): source for place, source in enumerate(sources)}, connect, telemetry, probe_seconds=0.02, lost_seconds=5
+        {str(place): source for place, source in enumerate(sources)},
+        connect,
+        telemetry,
+        probe_seconds=0.02,
+        silence_seconds=silence_seconds,
+        startup_seconds=startup_seconds,
     )
     pool.start()
     try:

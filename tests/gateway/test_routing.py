@@ -278,7 +278,7 @@ def test_a_token_that_is_away_stays_in_use(tmp_path: Path) -> None:
 def test_an_engine_that_falls_silent_is_given_up(start: Start) -> None:
     """It keeps its connections open and answers neither a probe nor a request; other engines do."""
     engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines, lost_seconds=0.1)
+    client = start(*engines, silence_seconds=0.1)
     engines[0].silent = True
     body = {"query": [1], "label_token_ids": [1]}
     for place in range(10):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int32]
 """Token ids or slot numbers, one dimension."""
 
+NOBODY = wire.Caller()
+
 EMPTY: Ints = np.empty(0, np.int32)
 
 PENDING = -1
@@ -131,9 +133,16 @@ class Request:
     prefix: Ints
     branches: list[Branch] = field(default_factory=list)
     """Not finished yet, in order."""
+    caller: wire.Caller = NOBODY
+    size: int = 0
+    """Tokens that came with it, each shared one once."""
     priority: int = 0
-    expires: float | None = None
+    received: float = 0.0
     """On the monotonic clock."""
+    first_computed: float | None = None
+    """Time of the first step that computes a part of it, on the same clock."""
+    expires: float | None = None
+    """On the same clock."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
     node: Node | None = None
     """How far into the prefix cache the prefix is held; None while the request waits."""
@@ -141,6 +150,10 @@ class Request:
     cached_tokens: int = 0
     computed_tokens: int = 0
     begun: bool = False
+    step: int = 0
+    """Number of the last step that computes a part of it; 0 before the first."""
+    taken: int = 0
+    """Slots that it took from the pool and holds: those of its branches, and of prefix tokens that it computed itself."""
 
     @property
     def on_length_model(self) -> bool:
@@ -161,6 +174,16 @@ class Request:
     def prefix_remaining(self) -> int:
         """Prefix tokens without a slot."""
         return len(self.prefix) - len(self.prefix_slots)
+
+    @property
+    def salt(self) -> str | None:
+        """The tree of the prefix cache that it uses; None: one of its own, of which nothing is kept."""
+        return self.caller.cache_salt if self.caller.keep_prefix else None
+
+    @property
+    def queue_seconds(self) -> float:
+        """Time from receipt to the first step that computes a part of it; 0 before that step."""
+        return 0.0 if self.first_computed is None else self.first_computed - self.received
 
     def may_run_ahead(self, branch: Branch) -> bool:  # noqa: ARG002
         """Whether the step after the one that draws the next token of ``branch`` may begin before that token is known."""
@@ -187,6 +210,9 @@ class ItemsRequest(Request):
         request = cls(
             id=message.id,
             prefix=np.array(message.prefix, np.int32),
+            caller=message.caller,
+            size=len(message.prefix) + sum(map(len, message.branches)),
+            received=now,
             priority=message.priority,
             expires=None if message.deadline is None else now + message.deadline,
             **own,
@@ -262,20 +288,23 @@ class GenerateRequest(Request):
         """A prompt whose own log-probabilities are asked for is computed by its first branch, the others share a prefix."""
         prompt = np.array(message.prompt, np.int32)
         whole = message.prompt_logprobs is not None
+        prefix, start = (EMPTY, prompt) if whole else (prompt[:-1], prompt[-1:])
         request = cls(
             id=message.id,
-            prefix=EMPTY if whole else prompt[:-1],
+            prefix=prefix,
+            caller=message.caller,
+            size=len(prefix) + message.sampling.n * len(start),
+            received=now,
             priority=message.priority,
             expires=None if message.deadline is None else now + message.deadline,
             message=message,
             prompt=prompt,
             guidance=effective(message),
         )
-        start = prompt if whole else prompt[-1:]
         request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
         if request.guidance is not None:
             request.candidates = top_k(message)
-            request.shadow = Shadow(id=message.id, prefix=request.prefix, owner=request)
+            request.shadow = Shadow(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
             for branch in request.branches:
                 branch.twin = Branch(request.shadow, branch.index, branch.tokens, twin=branch)
                 request.shadow.branches.append(branch.twin)
@@ -336,8 +365,9 @@ class Run:
 
     @property
     def completes(self) -> bool:
-        """Whether this run computes its branch's last token, whose hidden row is what the request is after."""
-        return self.branch is not None and self.branch.remaining == 0
+        """Whether this run computes its branch's last token, whose hidden row is what the request is after. A step may compute a
+        branch in several runs; only the last of them completes it."""
+        return self.branch is not None and len(self.context) == len(self.request.prefix) + len(self.branch.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,13 +13,16 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from engine import wire
 from engine.core import Batch, Branch, GenerateRequest, Request, ScoreRequest, ValueRequest
+from engine.fair_queue import MAX_WEIGHT, MIN_WEIGHT
 from engine.guidance.rules import problems as guidance_problems
+from engine.request_log import Ending, RequestLog
 from engine.runner.runner import Drawn, Flight, Result, Runner, Tally, join_logprobs
 from engine.scheduler import Scheduler
 
@@ -27,6 +30,22 @@ logger = logging.getLogger(__name__)
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
 """What a step may fail with that is not a fault of the program: out of memory, above all."""
+MAX_CALLER_CHARACTERS = 512
+"""Longest string in :class:`engine.wire.Caller`."""
+QUEUE_FULL = "The engine's queue is full."
+
+
+@dataclass(slots=True)
+class Refused:
+    """Requests that the engine did not accept, or gave up while they waited, by reason."""
+
+    invalid: int = 0
+    queue: int = 0
+    """The queue was full."""
+    wait: int = 0
+    """They would have waited too long."""
+    displaced: int = 0
+    """They gave up their place in a full queue to a tenant with fewer requests in it."""
 
 
 class Loop:
@@ -52,6 +71,8 @@ class Loop:
         self._flight: Flight | None = None
         """The step that is not settled yet."""
         self._clock = clock
+        self._log = RequestLog(clock)
+        self._refused = Refused()
         self._ended: list[wire.Reply] = []
         """Last words that wait for the next step."""
         self._steps = 0
@@ -83,7 +104,9 @@ class Loop:
         """Launch one step and settle one; returns what there is to tell."""
         replies, self._ended = self._ended, []
         late = self._scheduler.expire()
-        replies += [wire.Failed(request.id, "deadline", "The deadline passed before it was computed.") for request in late]
+        for request in late:
+            replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
+            self._note("expired", request)
         batch = self._scheduler.schedule()
         landing = self._flight
         try:
@@ -105,7 +128,7 @@ class Loop:
         return wire.Stats(
             running=len(scheduler.running),
             waiting=scheduler.waiting,
-            wait_seconds=scheduler.wait_seconds(),
+            wait_seconds=scheduler.longest_wait,
             slots_total=scheduler.pool.size,
             slots_free=scheduler.pool.free,
             slots_cached=scheduler.cache.evictable,
@@ -117,6 +140,11 @@ class Loop:
             guided_draws=self._tally.guided,
             decided_draws=self._tally.alone,
             replayed_passes=self._runner.replayed_passes,
+            tenants=scheduler.tenants,
+            refused_invalid=self._refused.invalid,
+            refused_queue=self._refused.queue,
+            refused_wait=self._refused.wait,
+            displaced=self._refused.displaced,
         )
 
     def _submit_score(self, message: wire.Score) -> None:
@@ -134,14 +162,49 @@ class Loop:
     def _refusal(self, message: wire.Score | wire.Generate | wire.Value) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
         if self._scheduler.get(message.id) is not None:
-            return wire.Failed(message.id, "invalid", "A request of this id is still running; ids must be unique.")
+            return self._invalid(message, "A request of this id is still running; ids must be unique.")
         problem = check(message, self.info)
         if problem is not None:
-            return wire.Failed(message.id, "invalid", problem)
-        wait = self._scheduler.wait_seconds(message.priority)
-        if self._scheduler.waiting >= self._max_waiting or wait > self._max_wait_seconds:
-            return wire.Failed(message.id, "overloaded", "The engine's queue is full.", retryable=True, retry_after=max(1.0, wait))
+            return self._invalid(message, problem)
+        wait = self._scheduler.wait_seconds(message.priority, message.caller.tenant)
+        if wait > self._max_wait_seconds:
+            self._refused.wait += 1
+            return self._overloaded(message, "wait", wait)
+        if self._scheduler.waiting >= self._max_waiting and not self._displace(message.caller):
+            self._refused.queue += 1
+            return self._overloaded(message, "queue_full", wait)
         return None
+
+    def _invalid(self, message: wire.Score | wire.Generate | wire.Value, problem: str) -> wire.Failed:
+        """The refusal of a faulty message. Its strings may be of any length, so that the log gets their beginnings."""
+        self._refused.invalid += 1
+        caller = wire.Caller(message.caller.request_id[:MAX_CALLER_CHARACTERS], message.caller.tenant[:MAX_CALLER_CHARACTERS])
+        self._log.write("refused", caller, message.id[:MAX_CALLER_CHARACTERS], code="invalid")
+        return wire.Failed(message.id, "invalid", problem)
+
+    def _overloaded(self, message: wire.Score | wire.Generate | wire.Value, reason: str, wait: float) -> wire.Failed:
+        self._log.write("refused", message.caller, message.id, code="overloaded", reason=reason, wait_seconds=round(wait, 3))
+        return wire.Failed(message.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait))
+
+    def _displace(self, caller: wire.Caller) -> bool:
+        """Make a place in the full queue for ``caller``, at the cost of the tenant with most requests in it."""
+        displaced = self._scheduler.displace(caller)
+        if displaced is None:
+            return False
+        self._refused.displaced += 1
+        wait = self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)
+        self._ended.append(wire.Failed(displaced.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait)))
+        self._note("displaced", displaced, code="overloaded")
+        return True
+
+    def _note(self, ending: Ending, request: Request, **fields: str) -> None:
+        """A line in the log about a request that was accepted."""
+        if not self._log.writes(ending):
+            return
+        waited = request.first_computed is None
+        queued = self._clock() - request.received if waited else request.queue_seconds
+        times = {"queue_seconds": round(queued, 3), "computed_tokens": request.computed_tokens}
+        self._log.write(ending, request.caller, request.id, **fields, **times)
 
     def _abort(self, request_id: str) -> None:
         request = self._scheduler.get(request_id)
@@ -154,6 +217,7 @@ class Loop:
         else:
             self._ended.append(wire.Failed(request.id, "aborted", "The caller ended the request."))
         self._scheduler.remove(request)
+        self._note("aborted", request)
 
     def _launch(self, batch: Batch) -> Flight:
         self._steps += 1
@@ -192,7 +256,10 @@ class Loop:
             self._scheduler.finish(branch)
             if not request.branches:
                 self._count_cached(request)
-                yield wire.Scored(request.id, request.results, request.cached_tokens, request.computed_tokens)
+                self._note("finished", request)
+                yield wire.Scored(
+                    request.id, request.results, request.cached_tokens, request.computed_tokens, request.queue_seconds
+                )
         for branch, z in result.valued:
             if self._open(branch):
                 yield from self._settle_value(branch, z)
@@ -211,7 +278,8 @@ class Loop:
         request.results[branch.index] = z
         self._scheduler.finish(branch)
         if not request.branches:
-            yield wire.Valued(request.id, request.results, request.cached_tokens, request.computed_tokens)
+            self._note("finished", request)
+            yield wire.Valued(request.id, request.results, request.cached_tokens, request.computed_tokens, request.queue_seconds)
 
     def _open(self, branch: Branch) -> bool:
         """Whether anyone still waits for results of ``branch``; with overlap a step may have computed more than was needed."""
@@ -229,6 +297,8 @@ class Loop:
             finish = self._finish_reason(request, branch, drawn.token)
         if finish is not None:
             self._scheduler.finish(branch)
+            if not request.branches:
+                self._note("finished", request)
         pieces, branch.prompt_logprobs = branch.prompt_logprobs, []
         return wire.Delta(
             id=request.id,
@@ -239,6 +309,7 @@ class Loop:
             finish=finish,
             prompt_logprobs=join_logprobs(pieces) if pieces else None,
             cached_tokens=request.cached_tokens if first else 0,
+            queue_seconds=request.queue_seconds if first else 0.0,
         )
 
     def _tell(self, branch: Branch, delta: wire.Delta) -> Iterator[wire.Delta]:
@@ -266,7 +337,10 @@ class Loop:
         logger.exception("a step of %d tokens failed", batch.tokens)
         code: wire.ErrorCode = "out_of_memory" if memory else "internal"
         message = "The engine ran out of memory in this step." if memory else "The engine failed in this step."
-        return [wire.Failed(request.id, code, message, retryable=True) for request in self._scheduler.fail(batch)]
+        failed = self._scheduler.fail(batch)
+        for request in failed:
+            self._note("failed", request, code=code)
+        return [wire.Failed(request.id, code, message, retryable=True) for request in failed]
 
 
 def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
@@ -285,6 +359,9 @@ def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
 
 def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> str | None:
     """What is wrong with ``message`` for a model like ``info``, for the caller to read; None if nothing is."""
+    problem = _caller_problem(message.caller)
+    if problem is not None:
+        return problem
     asks_for_guidance = isinstance(message, wire.Value) or (isinstance(message, wire.Generate) and message.guidance is not None)
     if asks_for_guidance and "guide" not in info.capabilities:
         return "This engine has no length model."
@@ -292,6 +369,16 @@ def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> 
         return next(itertools.chain(_generate_problems(message, info), guidance_problems(message, info)), None)
     labels = _label_problems(message, info) if isinstance(message, wire.Score) else ()
     return next(itertools.chain(labels, _branch_problems(message, info)), None)
+
+
+def _caller_problem(caller: wire.Caller) -> str | None:
+    if not MIN_WEIGHT <= caller.weight <= MAX_WEIGHT:  # not a number is neither
+        return f"weight is {caller.weight}; between {MIN_WEIGHT:g} and {MAX_WEIGHT:g} is allowed."
+    for name in ("request_id", "tenant", "cache_salt"):
+        length = len(getattr(caller, name))
+        if length > MAX_CALLER_CHARACTERS:
+            return f"{name} has {length} characters; at most {MAX_CALLER_CHARACTERS} are allowed."
+    return None
 
 
 def _label_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:

@@ -13,7 +13,8 @@ from engine import wire
 GAUGES = {
     "yardstick_engine_requests_running": ("Requests being worked on.", "running"),
     "yardstick_engine_requests_waiting": ("Requests in the queue.", "waiting"),
-    "yardstick_engine_wait_seconds": ("How long a new request would probably be queued.", "wait_seconds"),
+    "yardstick_engine_wait_seconds": ("How long a request of the tenant that waits longest would be queued.", "wait_seconds"),
+    "yardstick_engine_tenants": ("Tenants with a request that has not ended.", "tenants"),
     "yardstick_engine_slots": ("Slots for keys and values, one a token.", "slots_total"),
     "yardstick_engine_slots_free": ("Slots that hold nothing.", "slots_free"),
     "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),
@@ -33,6 +34,15 @@ COUNTERS = {
 }
 
 
+REFUSALS = {
+    "invalid": "refused_invalid",
+    "queue_full": "refused_queue",
+    "wait": "refused_wait",
+    "displaced": "displaced",
+}
+"""By the label ``reason``."""
+
+
 class StatsCollector(Collector):
     """One snapshot as metrics."""
 
@@ -44,6 +54,11 @@ class StatsCollector(Collector):
             yield GaugeMetricFamily(name, text, value=getattr(self._stats, field))
         for name, (text, field) in COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(self._stats, field))
+        text = "Requests refused, or displaced from a full queue."
+        refused = CounterMetricFamily("yardstick_engine_refused", text, labels=["reason"])
+        for reason, field in REFUSALS.items():
+            refused.add_metric([reason], getattr(self._stats, field))
+        yield refused
 
 
 class _Silence(Collector):

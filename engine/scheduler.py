@@ -1,10 +1,23 @@
 """Who runs next: one token budget a step, shared by scoring and decoding.
 
-Running requests come first, in order of admission: each decoding branch gets its one token, prompts and items get what the
-budget leaves. Then waiting requests are admitted by priority and arrival. A running request that finds no free slot takes them
-from the prefix cache, then from whoever was admitted last; what was taken is computed again later. A waiting request takes from
-the cache only. So the oldest request always gets on, and nothing waits for ever. Neither kind of work starves the other: every
-sequence being generated gets its token in every step, and prompts and items get at least a :data:`PREFILL_SHARE` of the budget.
+Within a tenant, running requests come first, in order of admission: each decoding branch gets its one token, prompts and items get
+what the budget leaves. Then waiting requests are admitted by :func:`~engine.fair_queue.rank`: by arrival, moved by priority. A
+running request that finds no free slot takes them from the prefix cache, then from whoever was admitted last; what was taken is
+computed again later. A waiting request takes from the cache only. So the oldest request always gets on, and nothing waits for ever.
+Neither kind of work starves the other: every sequence being generated gets its token in every step, and prompts and items get at
+least a :data:`PREFILL_SHARE` of the budget.
+
+Between tenants, what is scarce is divided by weight:
+
+- *Tokens of a step*: :mod:`engine.fair_queue` divides what decoding leaves. What a tenant cannot use goes to the others.
+- *The length of a step*: while the engine is contended, steps have a :data:`CONTENDED_SHARE` of the budget, because a request
+  that arrives waits for the step in progress, and a flood of requests fills every step.
+- *Places among the running, and slots*: a tenant takes them from requests of tenants that have more for their weight
+  (:mod:`engine.preemption`). Under contention a tenant also leaves room for the others (:data:`DYNAMIC_THRESHOLD`), so that most
+  requests find room without preempting any.
+- *Places in the queue*: where it is full, see :meth:`Scheduler.displace`.
+
+With one tenant none of this applies.
 
 A step may be scheduled while the one before is still being computed. Branches whose result is on its way then wait, or, where
 running ahead is asked for and the token being drawn does not matter to the scheduler, go on from a token not known yet. Slots are
@@ -17,6 +30,8 @@ brings the length model up to its newest token; the slot of the token to be draw
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,12 +39,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine import wire
 from engine.backlog import Backlog
 from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Ints, Lookahead, Request, Run
+from engine.fair_queue import FairQueue, Flow
 from engine.memory.prefix_cache import PrefixCache
 from engine.memory.slots import SlotPool
+from engine.preemption import Preemption
 
 PREFILL_SHARE = 0.25
+CONTENDED_SHARE = 0.25
+"""Part of the budget that a step has while several tenants share the engine."""
+DYNAMIC_THRESHOLD = 8
+"""While several tenants share the engine, a tenant gets another place, or more slots for a waiting request, only where it has less
+than this many times what is free. Source: Choudhury and Hahne 1998, "Dynamic queue length thresholds for shared-memory packet
+switches"; 8 leaves a ninth free beside one flood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +61,7 @@ class Budget:
     """What bounds a step."""
 
     tokens: int
-    """Tokens a step, decoding branches included."""
+    """Tokens a step, decoding branches included; a :data:`CONTENDED_SHARE` of it while several tenants share the engine."""
     running: int
     """Requests admitted at once."""
 
@@ -69,16 +93,21 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
-        self._waiting: list[tuple[int, int, Request]] = []
-        """A heap; entries of requests that have ended are skipped."""
+        self._queue = FairQueue(len(self.lanes), clock)
+        self._preemption = Preemption(self._queue, self._running)
+        self._steps = 0
+        self._closed_above = math.inf
+        """Of this step: tenants that hold as many slots for their weight admit nothing, because one that holds no more found too
+        few for its next request."""
         self._expiring: list[tuple[float, int, Request]] = []
         self._backlog = Backlog(clock)
 
     def add(self, request: Request) -> None:
         """Queue a request that has been checked; its id is not in use."""
         self._requests[request.id] = request
+        self._queue.join(request)
+        self._queue.wait(request)
         self._backlog.enter(request)
-        self._enqueue(request)
         if request.expires is not None:
             heapq.heappush(self._expiring, (request.expires, request.arrival, request))
 
@@ -106,9 +135,34 @@ class Scheduler:
         """How many are not admitted."""
         return len(self._requests) - len(self._running)
 
-    def wait_seconds(self, priority: int = 0) -> float:
-        """How long a new request of this priority would probably wait until it is begun."""
-        return self._backlog.seconds(priority)
+    @property
+    def tenants(self) -> int:
+        """How many have a request that has not ended."""
+        return len(self._queue.flows)
+
+    def wait_seconds(self, priority: int = 0, tenant: str = "") -> float:
+        """How long a new request of this tenant and priority would probably wait until it is begun."""
+        return self._backlog.seconds(priority, tenant)
+
+    @property
+    def longest_wait(self) -> float:
+        """The same at priority 0 of the tenant for which it is longest."""
+        return self._backlog.longest()
+
+    def displace(self, caller: wire.Caller) -> Request | None:
+        """Forget a waiting request, so that one of ``caller`` can take its place in a full queue; returns it.
+
+        It is the newest one of the tenant with most waiting for its weight. None where ``caller`` would then have as many.
+        """
+        longest = max(self._queue.flows.values(), key=lambda flow: len(flow.waiting) / flow.weight, default=None)
+        own = self._queue.flows.get(caller.tenant)
+        waiting = 0 if own is None else len(own.waiting)
+        if longest is None or (waiting + 1) / caller.weight >= len(longest.waiting) / longest.weight:
+            return None
+        displaced = longest.newest_waiting
+        if displaced is not None:
+            self.remove(displaced)
+        return displaced
 
     def expire(self) -> list[Request]:
         """Forget the requests whose deadline passed before they were computed; returns them. Generations that have begun go on."""
@@ -123,16 +177,24 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step; empty only when there is nothing to do."""
         batch = Batch()
-        reserved = sum(request.reserve for request in self._running.values())
-        most = max(self._budget.tokens, reserved + int(PREFILL_SHARE * self._budget.tokens))
+        self._steps += 1
+        self._closed_above = math.inf
+        contended, shared = self._queue.contended(), self._queue.shared
+        tokens = max(1, int(CONTENDED_SHARE * self._budget.tokens)) if contended else self._budget.tokens
+        reserved = self._queue.reserve()
+        most = max(tokens, reserved + max(1, int(PREFILL_SHARE * tokens)))
+        granted = self._queue.grant(most - reserved)
+        if shared:
+            for flow in granted:
+                self._make_way(batch, flow)
         for request in self.running:
-            if request.id in self._running:
-                reserved -= request.reserve
-                self._compute(batch, request, most - batch.load - reserved, may_preempt=True)
-        while self._waiting and batch.load < most and len(self._running) < self._budget.running:
-            _, _, request = heapq.heappop(self._waiting)
-            if self._requests.get(request.id) is request and not self._admit(batch, request, most):
-                break
+            if request.id in self._running and request.step != self._steps:
+                self._go_on(batch, request)
+        if shared:
+            for flow in granted:
+                self._admit_waiting(batch, flow, most, contended=contended)
+        self._use_rest(batch, most, contended=contended)
+        self._queue.settle(most)
         self._backlog.turn()
         return batch
 
@@ -155,12 +217,14 @@ class Scheduler:
         """The draw was decided without the length model, which has computed nothing for it: what was pending still is."""
         pending = len(lookahead.pending.tokens) if lookahead.pending else 0
         self._lane(lookahead.branch.request).pool.release(lookahead.branch.slots.drop(pending + 1))
+        self._take(lookahead.branch.request, -pending - 1)
 
     def remove(self, request: Request) -> None:
         """Forget a request and take back what it holds."""
         del self._requests[request.id]
         self._backlog.leave(request, begun=False)
         self._let_go(request)
+        self._queue.leave(request)
 
     def fail(self, batch: Batch) -> list[Request]:
         """A step failed: forget its requests, and what it was to have put into the prefix cache.
@@ -179,23 +243,98 @@ class Scheduler:
         """Where ``request``, or half of one, has its slots."""
         return self.lanes[request.on_length_model]
 
-    def _enqueue(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+    def _go_on(self, batch: Batch, request: Request) -> None:
+        """Compute a running request: its decoding branches, and of the rest what its tenant's share leaves."""
+        flow, reserve = self._queue.of(request), request.reserve
+        room = flow.room + reserve
+        flow.room = room - self._serve(batch, request, room, may_preempt=True)
 
-    def _admit(self, batch: Batch, request: Request, most: int) -> bool:
-        """Start a waiting request if anything of it fits into a step of at most ``most`` tokens."""
+    def _serve(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> int:
+        """Compute up to ``room`` tokens of a request; returns how many."""
+        before = batch.load
+        self._compute(batch, request, room, may_preempt=may_preempt)
+        spent = batch.load - before
+        if spent:
+            request.step = self._steps
+            self._queue.of(request).spent += spent
+        return spent
+
+    def _admit_waiting(self, batch: Batch, flow: Flow, most: int, *, contended: bool) -> None:
+        """Start waiting requests of a tenant while its share lasts, and there are places and slots."""
+        while flow.waiting and flow.room > 0 and batch.load < most:
+            if not self._has_room(flow, contended=contended):
+                flow.blocked = True
+                return
+            if not self._admit(batch, flow, min(flow.room, most - batch.load)):
+                self._closed_above = min(self._closed_above, flow.holding)
+                return
+
+    def _has_room(self, flow: Flow, *, contended: bool) -> bool:
+        """Whether there is a place among the running for a tenant, and it leaves enough of places and slots to others."""
+        free = self._budget.running - len(self._running)
+        if not contended or free <= 0:
+            return free > 0
+        available = [lane.pool.free + lane.cache.evictable for lane in self.lanes]
+        shares = zip((len(flow.running), *flow.held), (free, *available), strict=True)
+        return flow.holding < self._closed_above and all(own == 0 or own < DYNAMIC_THRESHOLD * left for own, left in shares)
+
+    def _use_rest(self, batch: Batch, most: int, *, contended: bool) -> None:
+        """Give what is left of the step to whoever can use it, those furthest behind first."""
+        flows = self._queue.by_virtual() if batch.load < most else ()
+        for flow in flows:
+            flow.room = most - batch.load
+            if self._queue.shared:
+                for request in list(flow.running.values()):
+                    guided = len(request.halves) > 1  # such a request comes once a step: each pass has one place for its draws
+                    if batch.load < most and not (guided and request.step == self._steps):
+                        self._serve(batch, request, most - batch.load, may_preempt=False)
+            flow.room = most - batch.load
+            self._admit_waiting(batch, flow, most, contended=contended)
+
+    def _admit(self, batch: Batch, flow: Flow, room: int) -> bool:
+        """Start the first waiting request of a tenant if anything of it fits into ``room`` tokens."""
+        request = self._queue.start(flow)
         self._running[request.id] = request
         for half in request.halves:
-            half.node = self._lane(half).cache.root
-        before = batch.load
-        self._compute(batch, request, most - before, may_preempt=False)
-        if batch.load == before:
+            half.node = self._lane(half).cache.enter(half.salt)
+        spent = self._serve(batch, request, room, may_preempt=False)
+        if not spent:
             self._preempt(request)
             return False
+        flow.room -= spent
         for half in request.halves:
             half.begun = True
+        if request.first_computed is None:
+            request.first_computed = self._clock()
         self._backlog.leave(request, begun=True)
         return True
+
+    def _make_way(self, batch: Batch, flow: Flow) -> None:
+        """Where a tenant with a share of the step lacks a place or slots for its next request, take them from tenants that have
+        more for their weight, and admit the request ahead of the running ones, which would take those slots."""
+        if not flow.waiting:
+            return
+        if len(self._running) >= self._budget.running:
+            victim = self._preemption.for_place(flow, self._steps)
+            victims = [] if victim is None else [victim]
+        else:
+            request = flow.waiting[0][2]
+            found = [self._victims_for_slots(flow, half) for half in request.halves]
+            victims = [] if None in found else list(dict.fromkeys(itertools.chain.from_iterable(filter(None, found))))
+        for victim in victims:
+            self._preempt(victim)
+        if victims:
+            self._admit(batch, flow, flow.room)
+
+    def _victims_for_slots(self, flow: Flow, half: Request) -> list[Request] | None:
+        """Whom to preempt so that a waiting request can begin on its model, beside the branches that decode; None where the tenant
+        may not take enough."""
+        pool, cache = self._lane(half)
+        known = cache.match(half.salt, half.prefix)
+        need = min(flow.room, half.principal.size - known)
+        decoding = sum(len(request.branches) for request in self._running.values() if request.reserve)
+        lacking = need + decoding - (pool.free + max(0, cache.evictable - known))
+        return self._preemption.for_waiting(flow, int(half.on_length_model), need, lacking, self._steps)
 
     def _compute(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Put up to ``room`` tokens of ``request`` into the step, and at least one of each sequence that is being generated."""
@@ -241,6 +380,7 @@ class Scheduler:
         self._enter(batch, branch, slots)
         start = len(twin.slots)
         twin.slots.extend(ahead)
+        self._take(twin.request, len(ahead))
         prefix = np.concatenate([twin.request.prefix_slots.view, twin.slots.view[:-1]])
         pending = Run(twin.request, twin, twin.tokens.view[start:], prefix) if len(ahead) > 1 else None
         batch.look_ahead(branch, Lookahead(twin, prefix, pending, int(ahead[-1])), request.candidates)
@@ -250,6 +390,7 @@ class Scheduler:
         """Compute the next tokens of ``branch`` into ``slots``."""
         start = len(branch.slots)
         branch.slots.extend(slots)
+        self._take(branch.request, len(slots))
         context = np.concatenate([branch.request.prefix_slots.view, branch.slots.view])
         batch.add(Run(branch.request, branch, branch.tokens.view[start : start + len(slots)], context))
         branch.request.computed_tokens += len(slots)
@@ -278,6 +419,7 @@ class Scheduler:
         tokens = request.prefix[start : start + count]
         request.node = cache.extend(request.node, tokens, slots)
         request.prefix_slots.extend(slots)
+        self._take(request, count)
         batch.add(Run(request, None, tokens, request.prefix_slots.view))
         request.computed_tokens += count
 
@@ -288,18 +430,16 @@ class Scheduler:
             if cache.evict(count - pool.free):
                 continue
             if not (may_preempt and self._preempt_behind(request, branch)):
+                self._queue.of(request).blocked = True
                 return EMPTY
         return pool.allocate(count)
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
-        """Take the slots of whoever comes last on this model, if that is not ``branch`` itself. Nobody behind it is in this step
-        yet."""
-        for last in reversed(self._running.values()):
-            if last is request.principal:
-                break
-            if any(half.on_length_model == request.on_length_model for half in last.halves):
-                self._preempt(last)
-                return True
+        """Take slots of this model from another request or, where none can give any, from a later branch of ``request``."""
+        victim = self._preemption.for_running(request.principal, int(request.on_length_model), self._steps)
+        if victim is not None:
+            self._preempt(victim)
+            return True
         for other in reversed(request.branches):
             if other is branch:
                 return False
@@ -314,7 +454,7 @@ class Scheduler:
         for half in request.halves:
             if not half.begun:
                 half.cached_tokens = 0
-        self._enqueue(request)
+        self._queue.wait(request)
 
     def _let_go(self, request: Request) -> None:
         """Take back all slots and the place among the running."""
@@ -325,19 +465,28 @@ class Scheduler:
                 self._lane(half).cache.release(half.node)
                 half.node = None
             half.prefix_slots.clear()
+            self._take(half, -half.taken)
         self._running.pop(request.id, None)
+        self._queue.stop(request)
+
+    def _take(self, request: Request, count: int) -> None:
+        """Note that ``request``, or half of one, took so many slots from the pool, or gave them back."""
+        request.taken += count
+        self._queue.of(request).held[request.on_length_model] += count
 
     def _keep(self, branch: Branch) -> None:
-        """Leave what was computed of a generation to the prefix cache."""
+        """Leave what was computed of a generation to the prefix cache, unless nothing of the request is kept."""
         pool, cache = self._lane(branch.request)
         kept = 0
-        if branch.request.node is not None:
+        self._take(branch.request, -len(branch.slots))
+        if branch.request.node is not None and branch.request.salt is not None:
             kept = min(len(branch.tokens), len(branch.slots))  # a step in flight may be drawing one token more
             cache.adopt(branch.request.node, branch.tokens.view[:kept], branch.slots.view[:kept])
         pool.release(branch.slots.view[kept:])
         branch.slots.clear()
 
     def _strip(self, branch: Branch) -> None:
+        self._take(branch.request, -len(branch.slots))
         self._lane(branch.request).pool.release(branch.slots.view)
         branch.slots.clear()
         if not len(branch.outputs):

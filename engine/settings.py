@@ -39,13 +39,14 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Slots: tokens whose keys and values are kept at once, by each model. None: as many as a quarter of the free memory holds, up
     to 131,072; on a GPU as many as four fifths of its free memory hold."""
     token_budget: int | None = None
-    """Tokens computed in one step. None: 2,048 on a CPU, 8,192 on a GPU."""
+    """Tokens computed in one step; a quarter of it while several tenants share the engine, which keeps the step short that a new
+    request waits for. None: 2,048 on a CPU, 8,192 on a GPU."""
     max_running: int = 256
     """Requests worked on at once."""
     max_waiting: int = 4096
-    """Requests queued before new ones are refused."""
+    """Requests queued before new ones are refused, or displace those of the tenant with most in the queue."""
     max_wait_seconds: float = 30.0
-    """Longest time that a request would probably be queued for; where it is longer, new ones are refused."""
+    """Longest time that a request of a tenant would probably be queued for; where it is longer, new ones are refused."""
     stall_seconds: float = 120.0
     """Longest time that a step may take, before the engine is not ready. It holds for a loop that computes: one that stands still
     is noticed after two seconds. A first step of 2,048 tokens through 7 billion float32 parameters takes about as long on four

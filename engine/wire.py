@@ -132,7 +132,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     tenant: str = ""
     """The flow of the engine's fair queue: an opaque id of the API key, never a secret. Empty: the gateway asks for no keys."""
     weight: float = 1.0
-    """Share of the engine relative to other tenants; greater than 0."""
+    """Share of the engine relative to other tenants; 0.001 to 1000."""
     cache_salt: str = ""
     """Namespace in the prefix cache: only requests with an equal salt share cached tokens."""
     keep_prefix: bool = True
@@ -147,7 +147,9 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     branches: list[list[int]]
     labels: list[int]
     priority: int = 0
-    """Lower runs earlier; equal priorities run in order of arrival."""
+    """Lower runs earlier among the requests of one tenant; equal priorities run in order of arrival. A priority never moves a
+    request ahead of another tenant's requests. Requests age: one of priority p is served like one of priority 0 that came p times
+    5 seconds later (:data:`engine.fair_queue.AGING_SECONDS`). Priorities beyond -10 and 10 count as these."""
     deadline: float | None = None
     """Seconds from receipt after which nobody wants the answer; what is not computed by then is dropped."""
     caller: Caller = Caller()
@@ -177,6 +179,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     tokens_per_delta: int = 1
     """Of each sequence, but for the last message of it: a caller that reads nothing before the end saves both sides work."""
     priority: int = 0
+    """As in :class:`Score`."""
     deadline: float | None = None
     """Seconds from receipt after which it need not begin."""
     caller: Caller = Caller()
@@ -329,7 +332,17 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     replayed_passes: int = 0
     """Of the length model, those whose launches were captured in a CUDA graph."""
     wait_seconds: float = 0.0
-    """How long a new request would probably wait until it is begun."""
+    """How long a new request would probably wait until it is begun, of the tenant for which that is longest."""
+    tenants: int = 0
+    """Those with a request that has not ended."""
+    refused_invalid: int = 0
+    """Requests refused because they were faulty."""
+    refused_queue: int = 0
+    """Requests refused because the queue was full."""
+    refused_wait: int = 0
+    """Requests refused because they would have waited too long."""
+    displaced: int = 0
+    """Waiting requests that lost their place in a full queue to a tenant with fewer requests in it."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container
 
 from engine.core import Batch, Branch, GenerateRequest, Ints, Lookahead, Request
+from engine.fair_queue import rank
 from engine.scheduler import Lane, Scheduler
 
 
@@ -69,6 +71,27 @@ def check(scheduler: Scheduler) -> None:
         for half in request.halves[1:]:
             assert [branch.twin for branch in half.branches] == request.branches
             assert all(len(branch.slots) <= len(branch.tokens) + 1 for branch in half.branches)
+    check_flows(scheduler)
+
+
+def check_flows(scheduler: Scheduler) -> None:
+    """Each request is in the flow of its tenant, once, and what a flow counts is what its requests have."""
+    flows = scheduler._queue.flows
+    assert set(flows) == {request.caller.tenant for request in scheduler.requests}, "idle tenants have no state"
+    running = {request.id for request in scheduler.running}
+    for tenant, flow in flows.items():
+        own = {request.id: request for request in scheduler.requests if request.caller.tenant == tenant}
+        waiting = [request for _, _, request in flow.waiting]
+        assert waiting == sorted(waiting, key=lambda request: (rank(request), request.arrival))
+        assert {request.id for request in waiting} == own.keys() - running
+        assert list(flow.running) == [request.id for request in scheduler.running if request.id in own]
+        assert flow.waiting_tokens == sum(request.size for request in waiting)
+        for lane in range(len(scheduler.lanes)):
+            halves = [half for request in own.values() for half in request.halves if half.on_length_model == lane]
+            for half in halves:
+                branches = sum(len(branch.slots) for branch in half.branches)
+                assert branches <= half.taken <= branches + len(half.prefix_slots)
+            assert flow.held[lane] == sum(half.taken for half in halves)
 
 
 def _check_lane(lane: Lane, halves: list[Request]) -> None:
@@ -80,17 +103,24 @@ def _check_lane(lane: Lane, halves: list[Request]) -> None:
     assert sorted(owned) == list(range(lane.pool.size))
 
     references = {id(node): 0 for node in nodes}
+    roots: dict[str | None, list[Request]] = defaultdict(list)
     for half in halves:
         node, held = half.node, []
-        while node is not None and node is not cache.root:
+        while node is not None and node.parent is not None:
             references[id(node)] += 1
             held.append(node.slots.tolist())
             node = node.parent
         if half.node is not None:
+            roots[node.salt].append(half)
             assert [slot for slots in reversed(held) for slot in slots] == half.prefix_slots.view.tolist()
     for node in nodes:
         assert node.references == references[id(node)]
         assert len(node.tokens) == len(node.slots) > 0
         assert node.parent.children[int(node.tokens[0])] is node
         assert all(node.references >= child.references for child in node.children.values())
+    for root in cache.roots:
+        assert root.references == (0 if root is cache.root else 1 if root.salt is None else len(roots[root.salt]))
+        assert root.children or root.references or root is cache.root, "a tree without tokens and requests is dropped"
+    for salt, requests in roots.items():
+        assert all(half.salt == salt for half in requests), "a request is in the tree of its salt"
     assert cache.evictable == sum(len(node.tokens) for node in nodes if not node.references)

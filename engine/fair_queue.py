@@ -1,0 +1,270 @@
+"""Weighted fair queueing between tenants, and the order of requests within a tenant.
+
+A flow is all that one tenant has at the engine: its waiting and its running requests. It exists from its first request to the end
+of its last one. Flows that want more than there is share the tokens of each step in proportion to their weights; what one flow
+does not want goes to the others.
+
+Method: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with quanta of tokens for packets. The virtual time of a flow
+is the number of tokens computed for it, divided by its weight; quanta go to the flow with the smallest virtual time. Counting
+tokens that were computed, decoded ones included, follows the Virtual Token Counter ("Fairness in Serving Large Language Models",
+Sheng et al., OSDI 2024, arXiv 2401.00588).
+
+Invariants:
+
+- A flow that wants a token gets at least ``weight / sum of weights`` of a step, to within one quantum, or all that it wants.
+- Nobody saves up credit: a flow that returns, or that could not use its share, goes on at the virtual time of the system.
+- Debt is bounded: no flow is further ahead of the system than one step of its own.
+- A flow without requests has no state, except its virtual time where it left in debt: of the last :data:`REMEMBERED` flows, so
+  that leaving between two requests does not pay.
+- With one flow there is nothing to divide, and nothing is counted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.core import Request
+
+AGING_SECONDS = 5.0
+"""A request of priority p is served like one of priority 0 that came p times this later."""
+MAX_PRIORITY = 10
+"""Priorities beyond this, up or down, count as this: no request overtakes one that came 100 s before it."""
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
+QUANTA = 8
+"""A step's share of prompt tokens is dealt out in so many parts."""
+CONTENDED_SECONDS = 10.0
+"""Time for which the engine stays ready for a second tenant after one has left; a tenant often sends one request after another."""
+REMEMBERED = 1024
+
+
+def clamped(priority: int) -> int:
+    """``priority`` within :data:`MAX_PRIORITY`."""
+    return min(max(priority, -MAX_PRIORITY), MAX_PRIORITY)
+
+
+def rank(request: Request) -> float:
+    """Place of a request in its tenant's order, lowest first.
+
+    It never changes, and yet requests age: each second, newer requests have a rank that is higher by one.
+    """
+    return request.received + AGING_SECONDS * clamped(request.priority)
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """The requests of one tenant."""
+
+    tenant: str
+    number: int
+    """Of the flow, in order of creation."""
+    held: list[int]
+    """[lane] slots that its running requests took from the pool."""
+    weight: float = 1.0
+    """That of its latest request."""
+    virtual: float = 0.0
+    waiting: list[tuple[float, int, Request]] = field(default_factory=list)
+    """By rank and arrival."""
+    waiting_tokens: int = 0
+    """Tokens of the waiting requests, before anything is found in the prefix cache."""
+    running: dict[str, Request] = field(default_factory=dict)
+    """In order of admission."""
+    reserved: int = 0
+    """Of this step: tokens for its branches that decode."""
+    granted: int = 0
+    """Of this step: its share of the other tokens."""
+    room: int = 0
+    """What is left of that share."""
+    spent: int = 0
+    """Of this step: tokens computed for it."""
+    blocked: bool = False
+    """In this step it lacked slots, or a place among the running."""
+
+    def demand(self, limit: int) -> int:
+        """Tokens that it could use in a step beside its decoding branches, counted up to ``limit``."""
+        total = self.waiting_tokens
+        for request in self.running.values():
+            if total >= limit:
+                return limit
+            total += _prompt_remaining(request, limit - total)
+        return min(total, limit)
+
+    @property
+    def holding(self) -> float:
+        """Slots that it holds, relative to its weight."""
+        return sum(self.held) / self.weight
+
+    @property
+    def oldest(self) -> Request | None:
+        """The running request that was admitted first: no other flow takes its slots or its place."""
+        return next(iter(self.running.values()), None)
+
+    @property
+    def newest_waiting(self) -> Request | None:
+        """The last waiting request that has not begun; those that have begun were preempted, and go on later."""
+        return next((request for _, _, request in reversed(self.waiting) if not request.begun), None)
+
+
+class FairQueue:
+    """All flows. It divides tokens and keeps orders; the scheduler does what it says."""
+
+    def __init__(self, lanes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """``lanes``: models with slots of their own."""
+        self.flows: dict[str, Flow] = {}
+        """By tenant."""
+        self._lanes = lanes
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._virtual = 0.0
+        """Of the system: the smallest virtual time among the flows that wanted tokens in the last step."""
+        self._debts: OrderedDict[str, float] = OrderedDict()
+        """Virtual times of flows that have left ahead of the system."""
+        self._contended_until = 0.0
+        self._satisfied = True
+        """Whether the step has room for all that is wanted."""
+
+    def of(self, request: Request) -> Flow:
+        """The flow of a request that has not ended."""
+        return self.flows[request.caller.tenant]
+
+    @property
+    def shared(self) -> bool:
+        """Whether there is more than one flow."""
+        return len(self.flows) > 1
+
+    def contended(self) -> bool:
+        """Whether several flows share the engine, or did within the last :data:`CONTENDED_SECONDS`."""
+        if len(self.flows) > 1:
+            self._contended_until = self._clock() + CONTENDED_SECONDS
+            return True
+        return self._contended_until > 0 and self._clock() < self._contended_until
+
+    def join(self, request: Request) -> Flow:
+        """The flow of a new request; made where there is none."""
+        tenant = request.caller.tenant
+        flow = self.flows.get(tenant)
+        if flow is None:
+            virtual = max(self._virtual, self._debts.pop(tenant, 0.0))
+            flow = self.flows[tenant] = Flow(tenant, next(self._numbers), [0] * self._lanes, virtual=virtual)
+        flow.weight = request.caller.weight
+        return flow
+
+    def wait(self, request: Request) -> None:
+        """Put a request among the waiting of its flow."""
+        flow = self.of(request)
+        insort(flow.waiting, (rank(request), request.arrival, request))
+        flow.waiting_tokens += request.size
+
+    def start(self, flow: Flow) -> Request:
+        """Move the first waiting request of a flow to its running ones."""
+        _, _, request = flow.waiting.pop(0)
+        flow.waiting_tokens -= request.size
+        flow.running[request.id] = request
+        return request
+
+    def stop(self, request: Request) -> None:
+        """The request runs no longer, if it did."""
+        self.of(request).running.pop(request.id, None)
+
+    def leave(self, request: Request) -> None:
+        """The request has ended; it does not run."""
+        flow = self.of(request)
+        place = bisect_left(flow.waiting, (rank(request), request.arrival))
+        if place < len(flow.waiting) and flow.waiting[place][2] is request:
+            del flow.waiting[place]
+            flow.waiting_tokens -= request.size
+        if not flow.waiting and not flow.running:
+            self._drop(flow)
+
+    def reserve(self) -> int:
+        """Begin a step: note what each flow's decoding branches need; returns the sum."""
+        for flow in self.flows.values():
+            flow.reserved = sum(request.reserve for request in flow.running.values())
+        return sum(flow.reserved for flow in self.flows.values())
+
+    def grant(self, room: int) -> list[Flow]:
+        """Divide the step's ``room`` beside decoding branches into shares, :attr:`Flow.room`.
+
+        Returns the flows that have one, those furthest behind first.
+        """
+        if not self.shared:
+            for flow in self.flows.values():
+                flow.granted = flow.room = room
+            return list(self.flows.values())
+        heap = []
+        for flow in self.flows.values():
+            flow.virtual = max(flow.virtual, self._virtual)
+            flow.granted = flow.spent = 0
+            flow.blocked = False
+            heap.append((flow.virtual + flow.reserved / flow.weight, flow.holding, flow.number, flow))
+        heapq.heapify(heap)
+        served = self._deal(heap, room)
+        for flow in self.flows.values():
+            flow.room = flow.granted
+        if served:
+            self._virtual = min(flow.virtual for flow in served)
+        return served
+
+    def settle(self, most: int) -> None:
+        """End a step of at most ``most`` tokens: charge each flow what was computed for it. A share that a flow could not use for
+        want of slots or places is charged too, so that it is not saved up."""
+        if not self.shared:
+            return
+        for flow in self.flows.values():
+            used = max(flow.spent, flow.reserved + flow.granted) if flow.blocked else flow.spent
+            if used:
+                flow.virtual = min(flow.virtual + used / flow.weight, self._virtual + most / flow.weight)
+        if self._satisfied:
+            self._virtual = max(flow.virtual for flow in self.flows.values())
+
+    def by_virtual(self) -> list[Flow]:
+        """All flows, those furthest behind first, with what they have spent in this step."""
+        return sorted(self.flows.values(), key=lambda flow: flow.virtual + flow.spent / flow.weight)
+
+    def _deal(self, heap: list[tuple[float, float, int, Flow]], room: int) -> list[Flow]:
+        quantum, wanted = max(1, room // QUANTA), {}
+        limit = room
+        while heap and room > 0:
+            virtual, holding, number, flow = heapq.heappop(heap)
+            if flow not in wanted:
+                demand = flow.demand(limit)
+                if demand <= 0:
+                    continue
+                wanted[flow] = demand
+            share = min(quantum, wanted[flow] - flow.granted, room)
+            flow.granted += share
+            room -= share
+            if flow.granted < wanted[flow]:
+                heapq.heappush(heap, (virtual + share / flow.weight, holding, number, flow))
+        self._satisfied = not heap
+        return list(wanted)
+
+    def _drop(self, flow: Flow) -> None:
+        del self.flows[flow.tenant]
+        if not self.shared:
+            # One flow alone has nobody to be fair to: the count starts again, and debts are forgiven.
+            self._virtual = 0.0
+            self._debts.clear()
+            for other in self.flows.values():
+                other.virtual = 0.0
+        elif flow.virtual > self._virtual:
+            self._debts[flow.tenant] = flow.virtual
+            if len(self._debts) > REMEMBERED:
+                self._debts.popitem(last=False)
+
+
+def _prompt_remaining(request: Request, limit: int) -> int:
+    """Tokens of a running request that are neither computed nor reserved for decoding, counted at least up to ``limit``."""
+    total, limit = 0, limit + request.reserve
+    for half in request.halves:
+        total += half.prefix_remaining
+        for branch in half.branches:
+            if total >= limit:
+                break
+            total += branch.remaining
+    return max(0, total - request.reserve)

@@ -1,0 +1,102 @@
+"""Which requests lose their place or their slots to others. This module chooses; the scheduler preempts.
+
+A request that was preempted goes back to the queue of its tenant, at its old rank. Three rules keep tenants from taking the same
+things from each other for ever:
+
+- A tenant takes something only where the other still has as much of it, relative to its weight, as the tenant has afterwards. So
+  the other may not take it back.
+- No tenant takes anything from the oldest running request of another one, which so gets on.
+- The exception is a running request that is the oldest of its tenant and finds nothing else to take: it takes from requests that
+  were admitted after it. So the request that was admitted first gets on whatever the others do.
+
+Requests that are already in the step being scheduled are never chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.core import Request
+from engine.fair_queue import FairQueue, Flow
+
+
+class Preemption:
+    """Chooses among the running requests."""
+
+    def __init__(self, queue: FairQueue, running: dict[str, Request]) -> None:
+        """``running``: of all tenants, in order of admission; the scheduler's own."""
+        self._queue = queue
+        self._running = running
+
+    def for_place(self, flow: Flow, step: int) -> Request | None:
+        """Who gives up a place among the running to a waiting request of ``flow``."""
+        most = max(self._others(flow), key=lambda other: len(other.running) / other.weight, default=None)
+        if most is None or (len(flow.running) + 1) / flow.weight >= len(most.running) / most.weight:
+            return None
+        return next(_preemptible(most, step), None)
+
+    def for_waiting(self, flow: Flow, lane: int, need: int, lacking: int, step: int) -> list[Request] | None:
+        """Who gives up ``lacking`` slots of a lane to a waiting request of ``flow`` that begins with ``need``; the newest of the
+        tenant that holds most at each point first. None where the tenant may not take so many."""
+        most = (flow.held[lane] + need) / flow.weight
+        held = {other: other.held[lane] for other in self._others(flow)}
+        candidates = {other: _preemptible(other, step) for other in held}
+        chosen: list[Request] = []
+        while lacking > 0:
+            fullest = max(held, key=lambda other: held[other] / other.weight, default=None)
+            if fullest is None or held[fullest] / fullest.weight <= most:
+                return None
+            victim = next(candidates[fullest], None)
+            if victim is None:
+                del held[fullest]
+            elif freed := _taken(victim, lane):
+                held[fullest] -= freed
+                lacking -= freed
+                chosen.append(victim)
+        return chosen
+
+    def for_running(self, request: Request, lane: int, step: int) -> Request | None:
+        """Who gives up slots of a lane to a running request: the newest request of its own tenant, or of another one that holds
+        more for its weight than its own. With one tenant that is the request that was admitted last."""
+        flow = self._queue.of(request)
+        own = _last_behind(request, flow.running, lane, step)
+        if not self._queue.shared:
+            return own
+        other = self._fullest(flow, lane, step)
+        if other is None and own is None and request is flow.oldest:
+            return _last_behind(request, self._running, lane, step)
+        return other or own
+
+    def _fullest(self, flow: Flow, lane: int, step: int) -> Request | None:
+        """The newest request of the tenant that holds most slots for its weight, more than ``flow``."""
+        most, newest = flow.held[lane] / flow.weight, None
+        for other in self._others(flow):
+            if other.held[lane] / other.weight > most:
+                found = next((each for each in _preemptible(other, step) if _taken(each, lane)), None)
+                if found is not None:
+                    most, newest = other.held[lane] / other.weight, found
+        return newest
+
+    def _others(self, flow: Flow) -> Iterator[Flow]:
+        return (other for other in self._queue.flows.values() if other is not flow)
+
+
+def _preemptible(flow: Flow, step: int) -> Iterator[Request]:
+    """Running requests that other tenants may preempt, the newest first."""
+    oldest = flow.oldest
+    return (request for request in reversed(flow.running.values()) if request is not oldest and request.step != step)
+
+
+def _last_behind(request: Request, running: dict[str, Request], lane: int, step: int) -> Request | None:
+    """The last of ``running`` on a lane, where it was admitted after ``request``."""
+    for last in reversed(running.values()):
+        if last is request:
+            return None
+        if last.step != step and any(half.on_length_model == lane for half in last.halves):
+            return last
+    return None
+
+
+def _taken(request: Request, lane: int) -> int:
+    """Slots of a lane that a request took from the pool and holds."""
+    return sum(half.taken for half in request.halves if half.on_length_model == lane)

@@ -17,6 +17,10 @@ from gateway.auth import KeyRing, RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
+from gateway.edge.cors import Origins
+from gateway.edge.local import LocalGuard
+from gateway.edge.protocol import protocol_factory
+from gateway.edge.refusal import answer_refusal
 from gateway.errors import ClientGone, GatewayError, from_status
 from gateway.exchange import Exchange, exchange
 from gateway.length.valuer import Valuer
@@ -50,7 +54,7 @@ _LEFT = "client disconnected prematurely"
 """What the framework says when a request is broken off."""
 
 
-def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycle: Lifecycle | None = None) -> Litestar:
+def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycle: Lifecycle | None = None) -> Gateway:
     """The gateway. ``cache`` None: the embedded one. Raises :class:`SettingsError` for a bad file of keys."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry()
@@ -72,6 +76,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
     valuer = Valuer(dispatcher, split_tokens=settings.split_tokens)
     generator = Generator(dispatcher, quotas, telemetry)
     keys = KeyRing(settings.api_keys_file) if settings.api_keys_file else None
+    origins = Origins(settings.cors_origins)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -98,15 +103,18 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
             length_route(pool, valuer, quotas, telemetry),
             *model_routes(pool),
         ],
-        middleware=[*([RequireKey(keys)] if keys else []), Admission(settings.max_in_flight)],
+        middleware=[*([RequireKey(keys)] if keys else []), Admission(settings, telemetry)],
     )
     return Gateway(
         telemetry,
         lifecycle,
+        protocol=protocol_factory(settings, telemetry),
+        guard=None if keys else LocalGuard(settings.allowed_hosts, origins, telemetry),
         route_handlers=[v1, *health_routes(pool, telemetry, lifecycle), asset_route()],
         lifespan=[lifespan],
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},
+        cors_config=origins.config(),
         openapi_config=openapi_config(),
         plugins=[DocumentedStructs()],
         logging_config=None,
@@ -137,17 +145,32 @@ def _read_token(file: Path) -> EngineToken:
 class Gateway(Litestar):
     """Every request is an exchange, also one that no route takes."""
 
-    def __init__(self, telemetry: Telemetry, lifecycle: Lifecycle, **options: Any) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        lifecycle: Lifecycle,
+        *,
+        protocol: Callable[..., asyncio.Protocol],
+        guard: LocalGuard | None,
+        **options: Any,
+    ) -> None:
+        """``protocol`` makes a connection's protocol, for ``uvicorn.Config(http=…)``; ``guard`` None: keys protect the server."""
         super().__init__(**options)
+        self.protocol = protocol
         self._telemetry = telemetry
         self._lifecycle = lifecycle
+        self._guard = guard
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application."""
-        if scope["type"] == "http":
-            await exchange(super().__call__, self._telemetry, self._lifecycle, scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await super().__call__(scope, receive, send)
+            return
+        refusal = self._guard.refusal(scope) if self._guard else None
+        app = super().__call__ if refusal is None else answer_refusal(refusal)
+        if scope["method"] == "HEAD":  # the server sends no body where its own scope says HEAD
+            scope = scope | {"method": "GET"}
+        await exchange(app, self._telemetry, self._lifecycle, scope, receive, send)
 
 
 def _answer_error(_: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,7 +18,6 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
-from gateway.http import Protocol
 from gateway.lifecycle import Lifecycle
 from gateway.logs.writer import LineWriter, LogHandler
 from gateway.settings import Settings, SettingsError, load_settings
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 1.0
 """Of the grace period, time for errors to reach the clients of requests that did not end in it."""
+_OTHER_FILES = 2048
+"""Open files besides connections of clients: connections to engines and Redis above all."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,10 +60,11 @@ def serve(settings: Settings, log: LineWriter) -> int:
     """Serve with ``settings``; returns the exit status. Raises :class:`SettingsError`."""
     lifecycle = Lifecycle()
     serve_on_seconds = max(1.0, settings.grace_seconds - settings.drain_seconds)
+    app = create_app(settings, lifecycle=lifecycle, log=log)
     config = uvicorn.Config(
-        create_app(settings, lifecycle=lifecycle, log=log),
+        app,
         loop="uvloop",
-        http=Protocol,
+        http=app.protocol,  # type: ignore[arg-type]
         proxy_headers=False,  # nobody asks where a client is
         lifespan="on",
         access_log=False,
@@ -71,7 +74,9 @@ def serve(settings: Settings, log: LineWriter) -> int:
     )
     last_words_seconds = min(LAST_WORDS_SECONDS, serve_on_seconds / 2)
     server = _Server(config, lifecycle, settings.drain_seconds, serve_on_seconds - last_words_seconds)
+    _raise_file_limit(settings.max_connections)
     with bind(settings.host, settings.port) as listener:
+        watch_peers(listener, settings.write_seconds)
         host, port = listener.getsockname()[:2]
         logger.info("listening at http://%s:%s", f"[{host}]" if ":" in host else host, port)
         with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly end
@@ -127,6 +132,31 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
         raise SettingsError(f"cannot listen on port {port} of {host}: {reason}; choose another with --port or --host") from None
+
+
+def watch_peers(listener: socket.socket, silent_seconds: float) -> None:
+    """Let the kernel end accepted connections whose peer vanished: one that acknowledges nothing for ``silent_seconds``, or answers
+    no probe. Accepted sockets inherit these options from ``listener`` on Linux."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 30),
+        ("TCP_KEEPINTVL", 10),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", silent_seconds * 1e3),
+    ):
+        if (option := getattr(socket, name, None)) is not None:
+            listener.setsockopt(socket.IPPROTO_TCP, option, max(1, round(value)))
+
+
+def _raise_file_limit(connections: int) -> None:
+    """Allow as many open files as ``connections`` need, or as many as the system lets us."""
+    needed = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        logger.warning("the limit of %d open files is too low for YARDSTICK_MAX_CONNECTIONS=%d; raise ulimit -n", hard, connections)
 
 
 if __name__ == "__main__":

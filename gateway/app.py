@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,10 @@ from gateway.auth import RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
+from gateway.edge.cors import Origins
+from gateway.edge.local import LocalGuard
+from gateway.edge.protocol import protocol_factory
+from gateway.edge.refusal import answer_refusal
 from gateway.errors import ClientGone, GatewayError, from_status
 from gateway.exchange import Exchange, exchange
 from gateway.keyring import KeyRing
@@ -55,7 +60,7 @@ _LEFT = "client disconnected prematurely"
 
 def create_app(
     settings: Settings, *, cache: ResultCache | None = None, lifecycle: Lifecycle | None = None, log: LineWriter | None = None
-) -> Litestar:
+) -> Gateway:
     """The gateway. ``cache`` None: the embedded one. ``log`` None: no access log. Raises :class:`SettingsError` for a bad file of
     keys."""
     lifecycle = lifecycle or Lifecycle()
@@ -79,6 +84,7 @@ def create_app(
     valuer = Valuer(dispatcher, split_tokens=settings.split_tokens)
     generator = Generator(dispatcher, quotas, telemetry, Streams(settings.keepalive_seconds))
     keys = _key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
+    origins = Origins(settings.cors_origins)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -106,17 +112,20 @@ def create_app(
             length_route(pool, valuer, quotas, telemetry),
             *model_routes(pool),
         ],
-        middleware=[*([RequireKey(keys)] if keys else []), Admission(settings.max_in_flight)],
+        middleware=[*([RequireKey(keys)] if keys else []), Admission(settings, telemetry)],
         security=KEY if keys else NO_KEY,
     )
     return Gateway(
         telemetry,
         lifecycle,
-        _access_log(settings, log, telemetry),
+        log=_access_log(settings, log, telemetry),
+        protocol=protocol_factory(settings, telemetry),
+        guard=None if keys else LocalGuard(settings.allowed_hosts, origins, telemetry),
         route_handlers=[v1, *health_routes(pool, telemetry, lifecycle), asset_route()],
         lifespan=[lifespan],
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},
+        cors_config=origins.config(),
         openapi_config=openapi_config(),
         plugins=[DocumentedStructs()],
         logging_config=None,
@@ -159,18 +168,35 @@ def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry
 class Gateway(Litestar):
     """Every request is an exchange, also one that no route takes."""
 
-    def __init__(self, telemetry: Telemetry, lifecycle: Lifecycle, log: AccessLog | None, **options: Any) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        lifecycle: Lifecycle,
+        *,
+        log: AccessLog | None,
+        protocol: Callable[..., asyncio.Protocol],
+        guard: LocalGuard | None,
+        **options: Any,
+    ) -> None:
+        """``protocol`` makes a connection's protocol, for ``uvicorn.Config(http=…)``; ``guard`` None: keys protect the server;
+        ``log`` None: requests are not logged."""
         super().__init__(**options)
+        self.protocol = protocol
         self._telemetry = telemetry
         self._lifecycle = lifecycle
         self._log = log
+        self._guard = guard
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application."""
-        if scope["type"] == "http":
-            await exchange(super().__call__, self._telemetry, self._lifecycle, self._log, scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await super().__call__(scope, receive, send)
+            return
+        refusal = self._guard.refusal(scope) if self._guard else None
+        app = super().__call__ if refusal is None else answer_refusal(refusal)
+        if scope["method"] == "HEAD":  # the server sends no body where its own scope says HEAD
+            scope = scope | {"method": "GET"}
+        await exchange(app, self._telemetry, self._lifecycle, self._log, scope, receive, send)
 
 
 def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:

@@ -7,10 +7,16 @@
     │   └── ContextExceeded     400  a prompt is longer than the model's context
     ├── Unauthorized            401  an API key is missing or unknown
     │   └── KeyExpired          401  an API key was good until now
+    ├── Forbidden               403  a web page of another origin sent this to a server without keys
     ├── NotFound                404  no such path
     │   └── ModelNotFound       404  no engine serves this model
     ├── MethodNotAllowed        405
+    ├── RequestTimeout          408  headers or body did not arrive in time
     ├── BodyTooLarge            413
+    ├── UnsupportedMediaType    415  the body is not JSON
+    │   └── UnsupportedEncoding 415  the body has a content coding that is not read here
+    ├── Misdirected             421  the Host header names another server
+    ├── HeadersTooLarge         431
     ├── Overloaded              429  gateway or engine is full; comes with Retry-After
     ├── RateLimited             429  a key has used up one of its limits; comes with Retry-After where waiting helps
     ├── ClientGone              499  nobody reads the answer
@@ -110,6 +116,12 @@ class KeyExpired(Unauthorized):
     code = "api_key_expired"
 
 
+class Forbidden(GatewayError):
+    status = 403
+    type = "permission_error"
+    code = "origin_not_allowed"
+
+
 class NotFound(GatewayError):
     status = 404
     type = "invalid_request_error"
@@ -126,10 +138,43 @@ class MethodNotAllowed(GatewayError):
     code = "method_not_allowed"
 
 
+class RequestTimeout(GatewayError):
+    status = 408
+    type = "timeout_error"
+    code = "request_timeout"
+
+
 class BodyTooLarge(GatewayError):
     status = 413
     type = "invalid_request_error"
     code = "request_too_large"
+
+
+class UnsupportedMediaType(GatewayError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class UnsupportedEncoding(UnsupportedMediaType):
+    code = "unsupported_content_encoding"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The content codings that are read, as RFC 9110 15.5.16 asks."""
+        return {"accept-encoding": "gzip, deflate"}
+
+
+class Misdirected(GatewayError):
+    status = 421
+    type = "invalid_request_error"
+    code = "host_not_allowed"
+
+
+class HeadersTooLarge(GatewayError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class Overloaded(GatewayError):

@@ -50,7 +50,38 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_body_bytes: Positive = 32 << 20
     """Longest request body, in bytes."""
     max_in_flight: Positive = 1024
-    """Requests to ``/v1`` that are worked on at a time; more are answered 429."""
+    """Requests to ``/v1`` whose body is complete and that are worked on at a time; more are answered 429. With keys, one key gets
+    at most four times the room that the others leave free."""
+    max_uploads: Positive = 512
+    """Requests to ``/v1`` whose body is still arriving; more are answered 429. Shared between keys like ``max_in_flight``."""
+    max_bytes_in_flight: Positive = 256 << 20
+    """Bytes of the bodies of all requests in progress, inflated; what would exceed them is answered 429. Shared between keys like
+    ``max_in_flight``. At least ``max_body_bytes``."""
+    max_connections: Positive = 4096
+    """Open connections. Beyond them the one that has waited longest for a request is closed; if none waits, the new one is
+    answered 429."""
+    max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 64 << 10
+    """Longest request line and headers together, in bytes; longer ones are answered 431."""
+    max_headers: Positive = 128
+    """Headers of a request; more are answered 431."""
+    header_seconds: Seconds = 10.0
+    """Longest time for the request line and headers, from their first byte, before the answer is 408; and for that byte on a new
+    connection, before it is closed."""
+    idle_seconds: Seconds = 75.0
+    """Time after which a connection without a further request is closed. Longer than the idle time of clients and proxies, so that
+    they do not reuse a connection that is being closed."""
+    body_seconds: Seconds = 30.0
+    """Time for a body, before the time that its bytes may take at ``body_bytes_per_second``; then the answer is 408."""
+    body_bytes_per_second: Positive = 16 << 10
+    """Least rate of a body, on average and after the first ``body_seconds``."""
+    write_seconds: Seconds = 30.0
+    """Time in which a client must read something of what waits to be sent; then its connection is closed and its work cancelled."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Without keys: names in the ``Host`` header that are accepted besides ``localhost`` and loopback addresses; others get 421.
+    Separated by commas in the environment."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call this server, such as ``https://app.example``, or ``*`` for all; separated by commas in the
+    environment."""
     drain_seconds: NotNegative = 0.0
     """After SIGTERM, time in which the gateway is not ready but still serves, so that whoever sends it requests can notice."""
     grace_seconds: Seconds = 30.0
@@ -122,6 +153,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.api_keys_file is None and not is_loopback(self.host):
             problem = f"{self.host} can be reached from other machines and no API keys are set"
             raise SettingsError(_remedy("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1"))
+        if self.max_bytes_in_flight < self.max_body_bytes:
+            problem = f"{self.max_bytes_in_flight} bytes are less than one body of {self.max_body_bytes}"
+            raise SettingsError(_remedy("max_bytes_in_flight", problem, f"make it larger, or {PREFIX}MAX_BODY_BYTES smaller"))
+        for origin in self.cors_origins:
+            _check_origin(origin)
         if self.drain_seconds >= self.grace_seconds:
             problem = f"{self.drain_seconds:g} s leave nothing of the {self.grace_seconds:g} s that it has to end in"
             raise SettingsError(_remedy("drain_seconds", problem, f"make {PREFIX}GRACE_SECONDS longer"))
@@ -141,7 +177,7 @@ def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> S
         if name not in known:
             choices = ", ".join(PREFIX + field.upper() for field in known)
             raise SettingsError(f"{variable}: there is no such setting; unset it, or use one of {choices}")
-        given[name] = [url.strip() for url in text.split(",") if url.strip()] if name == "engines" else text
+        given[name] = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else text
     given |= {name: value for name, value in flags.items() if value is not None}
     types = get_type_hints(Settings, include_extras=True)
     return Settings(**{"engines": ()} | {name: _convert(name, value, types[name]) for name, value in given.items()})
@@ -172,6 +208,14 @@ def _check_entry(entry: str) -> None:
         raise SettingsError(_remedy("engines", f"{entry!r} is not a URL of an engine", str(error))) from None
 
 
+def _check_origin(origin: str) -> None:
+    """An origin as browsers send it (RFC 6454 7.1)."""
+    parts = urlsplit(origin)
+    known = parts.scheme in ("http", "https") and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}"
+    if origin != "*" and (not known or "*" in origin):
+        raise SettingsError(_remedy("cors_origins", f"{origin!r} is not an origin", "write it like https://app.example:8443, or *"))
+
+
 def _check_redis_url(url: str) -> None:
     """The message does not repeat the URL, which may hold a password."""
     likeness = "write it like redis://HOST:6379/0, rediss://USER@HOST or redis+cluster://HOST"
@@ -192,6 +236,7 @@ def _remedy(name: str, problem: str, remedy: str) -> str:
     return f"{PREFIX}{name.upper()}{f' ({flag})' if flag else ''}: {problem}; {remedy}"
 
 
+_LISTS = ("engines", "allowed_hosts", "cors_origins")
 _FLAGS = {
     "engines": "--engine",
     "host": "--host",

@@ -81,7 +81,29 @@ class Telemetry:
         self._settlements_lost = self._counter("settlements_lost", "Ended requests whose place and tokens Redis was not told of.")
         self._key_reloads = self._counter("key_reloads", "Changes of the key file, by result: loaded, revoked or broken.", "result")
 
+        self._rejected = self._counter(
+            "rejected_requests", "Requests and connections refused by the HTTP edge, by reason.", "reason"
+        )
+        self._open_connections = Gauge("yardstick_open_connections", "Open connections of clients.", registry=self._registry)
+        self._bytes_in_flight = Gauge(
+            "yardstick_bytes_in_flight", "Bytes of the bodies of requests in progress.", registry=self._registry
+        )
+        self._uploads = Gauge("yardstick_uploads", "Requests whose body is arriving.", registry=self._registry)
+
         self._children()
+
+    def rejected(self, reason: str) -> None:
+        """A request or a connection was refused before a route saw it; docs/http.md lists the reasons."""
+        self._rejected.labels(reason).inc()
+
+    def watch_connections(self, read: Callable[[], int]) -> None:
+        """Report the open connections that ``read`` gives."""
+        self._open_connections.set_function(read)
+
+    def watch_bodies(self, read_bytes: Callable[[], int], read_uploads: Callable[[], int]) -> None:
+        """Report the bytes of bodies, and the uploads in progress, that the functions give."""
+        self._bytes_in_flight.set_function(read_bytes)
+        self._uploads.set_function(read_uploads)
 
     def answered(self, route: str, status: int, first_seconds: float, seconds: float) -> None:
         """A request to ``route`` (a template, not a path) is over."""

@@ -110,7 +110,7 @@ def bodies(count: int, *, fresh: bool) -> Iterator[bytes]:
 
 async def send(program: Program, requests: Iterator[bytes], hits: int) -> None:
     """Send all over a few connections. Fails unless every answer had ``hits`` results at hand."""
-    headers = {"authorization": f"Bearer {KEY}"}
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     async with aiohttp.ClientSession(headers=headers) as session:
 
         async def worker() -> None:

@@ -1,29 +1,64 @@
-"""Admission: how much the gateway takes on at a time."""
+"""Admission: bounds the requests to ``/v1`` that a gateway works on, and the bytes of their bodies, fairly between keys."""
 
 from __future__ import annotations
+
+from typing import Any, Self
 
 from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.edge.body import BodyReader
 from gateway.errors import Overloaded
+from gateway.exchange import Exchange
+from gateway.limits.fair import FairRoom
+from gateway.settings import Settings
+from gateway.telemetry import Telemetry
 
 
 class Admission(ASGIMiddleware):
-    """Answers 429 while ``max_in_flight`` requests are being worked on, so that memory stays bounded and waits stay short."""
+    """Reads the body, and passes the request on once it is complete. Answers 429 where too much is in progress already.
+
+    A request counts as in flight from the time when its body is complete; before, it counts as an upload. Each kind of room is
+    shared between keys by :class:`FairRoom`, so it stands behind :class:`~gateway.auth.RequireKey`.
+    """
 
     scopes = (ScopeType.HTTP,)
 
-    def __init__(self, max_in_flight: int) -> None:
-        self._max_in_flight = max_in_flight
-        self.in_flight = 0
+    def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
+        self._requests = FairRoom(settings.max_in_flight)
+        self._bodies = BodyReader(settings, telemetry)
+        self._telemetry = telemetry
+
+    def __deepcopy__(self, _: object) -> Self:
+        """The framework copies routers with all that is in them, but there is one admission."""
+        return self
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """Count the request until its answer is sent."""
-        if self.in_flight >= self._max_in_flight:
-            raise Overloaded("The server has as much to do as it can; try again soon.", retry_after=1)
-        self.in_flight += 1
-        try:
-            await next_app(scope, receive, send)
-        finally:
-            self.in_flight -= 1
+        """Count the request until its answer is sent. Raises what :meth:`BodyReader.read` raises, and :class:`Overloaded`."""
+        key = Exchange.in_scope(scope).key
+        tenant = None if key is None else key.id
+        with self._bodies.hold(tenant) as hold:
+            if scope["method"] == "POST":  # type: ignore[typeddict-item]
+                receive = _replay(await self._bodies.read(scope, receive, hold), receive)
+            if not self._requests.take(tenant):
+                self._telemetry.rejected("in_flight")
+                raise Overloaded("The server has as much to do as it can; try again soon.", retry_after=1)
+            try:
+                await next_app(scope, receive, send)
+            finally:
+                self._requests.give(tenant)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """An ASGI ``receive`` that gives ``body``, which has been read already, and then goes on with ``receive``."""
+    kept: bytes | None = body
+
+    async def replayed() -> Any:
+        nonlocal kept
+        if kept is None:
+            return await receive()
+        given, kept = kept, None
+        return {"type": "http.request", "body": given, "more_body": False}
+
+    return replayed

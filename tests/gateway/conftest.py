@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from gateway.app import create_app
-from gateway.http import Protocol
 from gateway.redis.link import Link
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop
@@ -35,7 +34,8 @@ def gateways() -> Iterator[Start]:
             for engine in engines:
                 engine.url = serve(engine)
             options = {"engines": tuple(engine.url for engine in engines), "probe_seconds": 0.05, "wait_seconds": 0.1} | settings
-            client = stack.enter_context(httpx.Client(base_url=serve(create_app(Settings(**options)), Protocol), timeout=20))
+            app = create_app(Settings(**options))
+            client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=20))
             if wait:
                 wait_for(lambda: metric(client, "yardstick_engines_ready") == len(engines))
             return client

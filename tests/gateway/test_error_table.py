@@ -135,13 +135,18 @@ def test_bodies_that_are_no_requests(shared: httpx.Client, content: bytes, words
     assert words in told(answer)["message"]
 
 
-@pytest.mark.parametrize(
-    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
-)
-def test_json_is_read_whatever_its_content_type(shared: httpx.Client, content_type: str | None) -> None:
+@pytest.mark.parametrize("content_type", [None, "application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"])
+def test_content_types_of_json(shared: httpx.Client, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
     answer = shared.post("/v1/completions", content=json.dumps({"prompt": "a", "max_tokens": 1}), headers=headers)
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_content_types_that_are_not_json(shared: httpx.Client, content_type: str) -> None:
+    answer = shared.post("/v1/completions", content=json.dumps({"prompt": "a"}), headers={"content-type": content_type})
+    assert (answer.status_code, told(answer)["code"]) == (415, "unsupported_media_type")
+    assert "curl" in told(answer)["message"]
 
 
 def test_paths_and_methods_that_do_not_exist(shared: httpx.Client) -> None:

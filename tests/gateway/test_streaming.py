@@ -144,7 +144,7 @@ def test_a_prompt_that_fails_ends_its_neighbours(client: httpx.Client, engine: F
 def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: FakeEngine, stream: bool, prompts: int) -> None:
     engine.faults.delay = 0.05
     body = json.dumps({"prompt": ["x"] * prompts, "max_tokens": 1000, "ignore_eos": True, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
         connection.sendall(head + body)
         wait_for(lambda: len(engine.generates) == prompts)
@@ -167,6 +167,6 @@ def test_another_replica_takes_over_before_the_first_token(start: Start) -> None
 
 def test_a_request_that_is_broken_off_is_no_fault(client: httpx.Client) -> None:
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt":')
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"prompt":')
     wait_for(lambda: metric(client, 'yardstick_requests_total{route="/v1/completions",status="499"}') == 1)
     assert metric(client, "yardstick_requests_in_flight") == 1

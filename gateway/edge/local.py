@@ -1,0 +1,88 @@
+"""Servers without keys: protects them from web pages in a browser on the same machine.
+
+Such a server listens on loopback only, but a web page that the user visits can reach it: through a name that its owner points to
+127.0.0.1 (DNS rebinding; the ``Host`` header shows it), or with requests whose answers it cannot read (CSRF; ``Origin`` and
+``Sec-Fetch-Site`` show it). With keys, a page would need a key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from functools import lru_cache
+
+from litestar.types import HTTPScope
+
+from gateway.edge.cors import Origins
+from gateway.errors import Forbidden, GatewayError, Misdirected, UnsupportedMediaType
+from gateway.telemetry import Telemetry
+
+
+class LocalGuard:
+    """Checks requests to a server without keys."""
+
+    def __init__(self, allowed_hosts: Sequence[str], origins: Origins, telemetry: Telemetry) -> None:
+        self._names = {"localhost", *(name.lower() for name in allowed_hosts)}
+        self._origins = origins
+        self._telemetry = telemetry
+        self._is_allowed_host = lru_cache(256)(self._check_host)
+
+    def refusal(self, scope: HTTPScope) -> GatewayError | None:
+        """Why the request is not answered; None where it is."""
+        host = origin = site = mode = kind = b""
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value
+            elif name == b"content-type":
+                kind = value
+            elif name == b"origin":
+                origin = value
+            elif name == b"sec-fetch-site":
+                site = value
+            elif name == b"sec-fetch-mode":
+                mode = value
+        if host and not self._is_allowed_host(host):
+            return self._count("host", Misdirected(_HOST))
+        if (origin or site) and not self._is_allowed_page(scope["method"], host, origin, site, mode):
+            return self._count("origin", Forbidden(_ORIGIN))
+        if kind and scope["method"] == "POST" and not _is_json(kind):
+            return self._count("content_type", UnsupportedMediaType(_KIND))
+        return None
+
+    def _count(self, reason: str, error: GatewayError) -> GatewayError:
+        self._telemetry.rejected(reason)
+        return error
+
+    def _check_host(self, header: bytes) -> bool:
+        """Whether ``header``, with or without a port, names this machine or an allowed host."""
+        text = header.decode("latin-1").lower()
+        name = text[1 : text.find("]")] if text.startswith("[") else text.partition(":")[0]
+        if name in self._names:
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+    def _is_allowed_page(self, method: str, host: bytes, origin: bytes, site: bytes, mode: bytes) -> bool:
+        if origin:
+            return origin.partition(b"://")[2].lower() == host.lower() or self._origins.allow(origin.decode("latin-1"))
+        followed_a_link = method in ("GET", "HEAD") and mode == b"navigate"
+        return followed_a_link or site in (b"same-origin", b"none")
+
+
+@lru_cache(256)
+def _is_json(kind: bytes) -> bool:
+    essence = kind.partition(b";")[0].strip().lower()
+    return essence == b"application/json" or (essence.startswith(b"application/") and essence.endswith(b"+json"))
+
+
+_HOST = (
+    "The Host header names neither this machine nor an allowed host. Use http://127.0.0.1 or http://localhost, or add the name to "
+    "YARDSTICK_ALLOWED_HOSTS."
+)
+_ORIGIN = (
+    "A web page of another origin sent this request, and this server has no keys. Add the origin to YARDSTICK_CORS_ORIGINS if the "
+    "page is yours."
+)
+_KIND = "The Content-Type must be application/json; with curl, add -H 'Content-Type: application/json'."

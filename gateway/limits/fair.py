@@ -1,0 +1,46 @@
+"""Room that tenants share, with dynamic thresholds."""
+
+from __future__ import annotations
+
+ALPHA = 4.0
+"""One busy tenant alone may use four fifths of the room; of n busy tenants each gets 4/(1 + 4n), and 1/(1 + 4n) stays free."""
+
+
+class FairRoom:
+    """Room for ``capacity`` units, of which a tenant may hold at most ``alpha`` times what is still free.
+
+    So the fewer tenants are busy, the more each may hold, and a newcomer finds room without anything being taken from anybody.
+    Source: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE/ACM
+    Transactions on Networking 6 (2), 1998.
+    """
+
+    def __init__(self, capacity: int, alpha: float = ALPHA) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._alpha = alpha
+        self._held: dict[str, int] = {}
+
+    def take(self, tenant: str | None, amount: int = 1, weight: float = 1.0) -> bool:
+        """Take ``amount`` units for ``tenant`` and return True; or take nothing and return False. ``weight`` scales its threshold.
+        Tenant None, as on a server without keys, is alone and may use all room."""
+        free = self.capacity - self.used
+        if amount > free:
+            return False
+        if tenant is not None:
+            held = self._held.get(tenant, 0) + amount
+            if held > self._alpha * weight * free:
+                return False
+            self._held[tenant] = held
+        self.used += amount
+        return True
+
+    def give(self, tenant: str | None, amount: int = 1) -> None:
+        """Give back ``amount`` units that ``tenant`` took."""
+        self.used -= amount
+        if tenant is not None:
+            held = self._held[tenant] - amount
+            assert held >= 0, "a tenant gives back no more than it holds"
+            if held:
+                self._held[tenant] = held
+            else:
+                del self._held[tenant]  # keys come and go

@@ -145,19 +145,7 @@ def test_each_request_is_one_line(engine: FakeEngine, start: Callable[..., Gatew
 def test_the_time_in_the_queue_of_an_engine_is_told(
     engine: FakeEngine, start: Callable[..., Gateway], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fake engine's first delta says that the request was queued for 1.5 s."""
-    import msgspec
-
-    from tests import fakes
-
-    deltas = fakes.sequence_deltas
-
-    def queued(*arguments: Any) -> Iterator[Any]:
-        first, *rest = deltas(*arguments)
-        yield msgspec.structs.replace(first, queue_seconds=1.5)
-        yield from rest
-
-    monkeypatch.setattr(fakes, "sequence_deltas", queued)
+    engine.queue_seconds = 1.5
     with (tmp_path / "log").open("wb") as stderr:
         gateway = start(stderr, access_log="json")
     for stream in (False, True):

@@ -263,15 +263,18 @@ def test_reading_a_large_file_leaves_the_interpreter_to_others() -> None:
     digests = (hashlib.sha256(str(place).encode()).hexdigest() for place in range(15_000))
     content = json.dumps({"keys": [{"name": f"k{place}", "sha256": digest} for place, digest in enumerate(digests)]}).encode()
     assert MAX_FILE_BYTES / 2 < len(content) < MAX_FILE_BYTES
-    reading = threading.Thread(target=parse_keys, args=[content])
-    gaps, last = [], time.perf_counter()
-    reading.start()
-    while reading.is_alive():
+    assert min(longest_gap_beside(lambda: parse_keys(content)) for _ in range(3)) < 0.02, "a busy machine has its part in a gap"
+
+
+def longest_gap_beside(work: Callable[[], object]) -> float:
+    """Longest time that this thread could not run while another did ``work``."""
+    working = threading.Thread(target=work)
+    working.start()
+    longest, last = 0.0, time.perf_counter()
+    while working.is_alive():
         now = time.perf_counter()
-        gaps.append(now - last)
-        last = now
-    gaps.sort()
-    assert gaps[-3] < 0.03, "but for two accidents of a busy machine"
+        longest, last = max(longest, now - last), now
+    return longest
 
 
 def test_the_server_follows_links_as_kubernetes_changes_them(

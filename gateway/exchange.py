@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +19,8 @@ from gateway.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from gateway.auth import ApiKey
+
+Outcome = Literal["ok", "client_gone", "error", "shutdown"]
 
 _KEY = "yardstick.exchange"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -60,8 +61,8 @@ class Exchange:
     key: ApiKey | None = None
     """Whose request it is, where keys are asked for."""
     account: Account = field(default_factory=Account)
-    outcome: str = "ok"
-    """How the answer ended after it had begun: ``ok``, ``error``, ``client_gone`` or ``shutdown``."""
+    outcome: Outcome = "ok"
+    """How a stream ended after it had begun; of other answers the status says it, unless this is "shutdown"."""
     error: str | None = None
     """Code of the error that was answered, or its type where it has no code."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
@@ -77,11 +78,6 @@ class Exchange:
         """The exchange that ``scope`` belongs to."""
         exchange: Exchange = scope[_KEY]  # type: ignore[literal-required]
         return exchange
-
-    @property
-    def broke(self) -> bool:
-        """Whether a stream ended with an error although its status is that of a success."""
-        return self.status < 400 and self.outcome in ("error", "shutdown")
 
     def failed(self, error: Exception) -> None:
         """Note an error that is answered, or that ends an answer which has begun."""
@@ -112,20 +108,15 @@ async def exchange(
             message["headers"] = [*message["headers"], (b"x-request-id", state.id), *state.headers, *last]
         await send(message)
 
-    telemetry.in_flight.inc()
+    telemetry.in_flight += 1
     try:
         await app(scope, receive, send_marked)
-    except asyncio.CancelledError:
-        state.outcome = "shutdown"
-        raise
     finally:
-        telemetry.in_flight.dec()
+        telemetry.in_flight -= 1
         for call in state.at_end:
             call()
         now = time.perf_counter()
         route = scope.get("path_template", "none")
         telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)
-        if state.broke:
-            telemetry.broke(route, state.outcome)
         if log is not None:
             log.ended(state, route, now - state.began)

@@ -40,9 +40,13 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.in_flight = Gauge("yardstick_requests_in_flight", "Requests being worked on.", registry=self._registry)
+        self.in_flight = 0
+        """Requests being worked on. A plain number: it changes twice a request, and is read when the metrics are."""
+        gauge = Gauge("yardstick_requests_in_flight", "Requests being worked on.", registry=self._registry)
+        gauge.set_function(lambda: self.in_flight)
         self.waiting = Gauge("yardstick_requests_waiting", "Requests that wait for an engine to be ready.", registry=self._registry)
         self.ejections = self._counter("engine_ejections", "Engines left alone for a while, because they kept failing.")
+        self.broken_streams = self._counter("broken_streams", "Streams that ended with an error after they had begun.", "code")
         self.resumptions = self._counter("resumed_sequences", "Generated sequences that went on at another engine.")
         self._retries = self._counter("engine_retries", "Requests sent to another engine, by the failure of the first.", "code")
         self._sub_batches = Histogram(
@@ -51,7 +55,6 @@ class Telemetry:
         self._requests = self._counter("requests", "Requests answered.", "route", "status")
         self._seconds = self._histogram("request_seconds", "From a request to the end of its answer.")
         self._first_seconds = self._histogram("first_byte_seconds", "From a request to the start of its answer.")
-        self._broken = self._counter("broken_streams", "Streams that ended with an error after status 200.", "route", "outcome")
         self._tokens = self._counter("tokens", "Tokens of answers.", "model", "kind")
         self._items = self._counter("items", "Items scored, by the source of the result.", "model", "source")
         self._guided = self._counter(
@@ -77,10 +80,6 @@ class Telemetry:
         requests.inc()
         first.observe(first_seconds)
         whole.observe(seconds)
-
-    def broke(self, route: str, outcome: str) -> None:
-        """A stream from ``route`` ended with an error event; ``outcome`` is ``error`` or ``shutdown``."""
-        self._broken.labels(route, outcome).inc()
 
     def scored(self, account: Account) -> None:
         """A score request was answered."""

@@ -127,7 +127,7 @@ async def exchange(
             message["headers"] = [*message["headers"], (b"x-request-id", state.id), *state.headers, *last]
         await send(message)
 
-    telemetry.in_flight.inc()
+    telemetry.in_flight += 1
     try:
         await app(scope, receive, send_marked)
     except asyncio.CancelledError:
@@ -137,7 +137,7 @@ async def exchange(
         state.failed(error := ShuttingDown())
         await _answer(error, send_marked)
     finally:
-        telemetry.in_flight.dec()
+        telemetry.in_flight -= 1
         for call in state.at_end:
             call()
         now = time.perf_counter()

@@ -51,7 +51,10 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.in_flight = Gauge("yardstick_requests_in_flight", "Requests being worked on.", registry=self._registry)
+        self.in_flight = 0
+        """Requests being worked on. A plain number: it changes twice a request, and is read when the metrics are."""
+        gauge = Gauge("yardstick_requests_in_flight", "Requests being worked on.", registry=self._registry)
+        gauge.set_function(lambda: self.in_flight)
         self.waiting = Gauge("yardstick_requests_waiting", "Requests that wait for an engine to be ready.", registry=self._registry)
         self.ejections = self._counter("engine_ejections", "Engines left alone for a while, because they kept failing.")
         self.silences = self._counter("engine_silences", "Engines that left a probe unanswered for too long.")

@@ -1,9 +1,10 @@
 """CPU time that a score request costs the gateway's process: ``python -m benchmarks gateway``.
 
 A fake engine answers from a process of its own, and Redis is one too, so what is measured is the gateway alone: HTTP, JSON, keys,
-limits, cache, hop. Prompts are token ids, so that nothing is tokenised; what tokenising the same prompts as text costs is a line of
-its own. CPU time is comparable on a machine that others use as well, up to caches and clock. Each figure is the median of rounds,
-with all variants of a round one after the other. The last line is JSON.
+limits, cache, hop, log. Prompts are token ids, so that nothing is tokenised; what tokenising the same prompts as text costs is a
+line of its own. The floor is the same server with one hop to the engine and nothing else (``benchmarks/gateway/floor.py``); figures
+divided by it are comparable between machines. CPU time is comparable on a machine that others use as well, up to caches and clock.
+Each figure is the median of rounds, with all variants of a round one after the other. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -55,6 +58,7 @@ VARIANTS = (
     Variant("Redis", redis=True, keys=False),
     Variant("Redis, key with limits", redis=True, keys=True),
 )
+FLOOR = "floor"
 
 
 def _serve(pipe: multiprocessing.connection.Connection, make: Callable[[], Callable[..., Any]]) -> None:
@@ -90,9 +94,31 @@ def gateway(engine: str, variant: Variant, redis: RedisServer, keys: Path) -> It
     flags += ["--api-keys-file", str(keys)] if variant.keys else []
     flags += ["--redis-url", redis.url] if variant.redis else []
     program = Program("gateway", *flags, YARDSTICK_REDIS_SECONDS="2")  # this machine is busy, and every hit must be one
+    with drained(program):
+        yield program
+
+
+@contextmanager
+def floor(engine: str) -> Iterator[Program]:
+    """The floor as a process."""
+    program = Program("benchmarks.gateway.floor", "--engine", engine)
+    with drained(program):
+        yield program
+
+
+@contextmanager
+def drained(program: Program) -> Iterator[None]:
+    """``program``, ready, while its stderr is read: a log that nobody reads costs less."""
+    stderr = program.process.stderr
+    assert stderr is not None
+    reader = threading.Thread(target=lambda: deque(stderr, maxlen=0), daemon=True)
     try:
-        yield program.wait_ready()
+        program.wait_ready()
+        reader.start()
+        yield
     finally:
+        program.process.kill()
+        reader.join()
         program.close()
 
 
@@ -108,8 +134,8 @@ def bodies(count: int, *, fresh: bool) -> Iterator[bytes]:
     return (one() if fresh else same for _ in range(count))
 
 
-async def send(program: Program, requests: Iterator[bytes], hits: int) -> None:
-    """Send all over a few connections. Fails unless every answer had ``hits`` results at hand."""
+async def send(program: Program, requests: Iterator[bytes], hits: int | None) -> None:
+    """Send all over a few connections. Fails unless every answer had ``hits`` results at hand; None: it does not say."""
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     async with aiohttp.ClientSession(headers=headers) as session:
 
@@ -117,7 +143,7 @@ async def send(program: Program, requests: Iterator[bytes], hits: int) -> None:
             for body in requests:
                 async with session.post(f"{program.url}/v1/score", data=body) as answer:
                     found = answer.headers.get("x-yardstick-cache")
-                    if answer.status != 200 or found != f"{hits}/{ITEMS}":
+                    if answer.status != 200 or found != (None if hits is None else f"{hits}/{ITEMS}"):
                         raise SystemExit(f"answer {answer.status}, cache {found}: {(await answer.text())[:300]}")
                     await answer.read()
 
@@ -133,6 +159,14 @@ def milliseconds(program: Program, count: int, *, hit: bool) -> float:
         requests = iter(list(requests))
     before = cpu_seconds(program.process.pid)
     asyncio.run(send(program, requests, ITEMS if hit else 0))
+    return (cpu_seconds(program.process.pid) - before) / count * 1e3
+
+
+def floor_milliseconds(program: Program, count: int) -> float:
+    """CPU milliseconds of the floor for each of ``count`` requests."""
+    requests = iter(list(bodies(count, fresh=True)))
+    before = cpu_seconds(program.process.pid)
+    asyncio.run(send(program, requests, None))
     return (cpu_seconds(program.process.pid) - before) / count * 1e3
 
 
@@ -161,20 +195,31 @@ def main(arguments: Sequence[str]) -> int:
         keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **LIMITS}]}))
         url = stack.enter_context(serving(FakeEngine))
         programs = {variant: stack.enter_context(gateway(url, variant, redis, keys)) for variant in VARIANTS}
+        bare = stack.enter_context(floor(url))
+        floor_milliseconds(bare, 200)
         for variant, program in programs.items():
             if options.pause:
                 print(f"{variant.name}: process {program.process.pid}", file=sys.stderr)
             milliseconds(program, 200, hit=True)
         time.sleep(options.pause)
         for _ in range(options.rounds):
+            results.setdefault(FLOOR, []).append(floor_milliseconds(bare, options.requests))
             for variant, program in programs.items():
                 for hit in (True, False):
                     name = f"{'hit' if hit else 'miss'}, {variant.name}"
                     results.setdefault(name, []).append(milliseconds(program, options.requests, hit=hit))
     results["tokenising, reported apart"] = [tokenising_milliseconds(50) for _ in range(options.rounds)]
-    print(f"CPU milliseconds a request of {ITEMS} items ({QUERY} + {ITEM} tokens): median (least - most)")
-    for name, values in results.items():
-        print(f"  {name:<32} {statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})")
     summary = {name: round(statistics.median(values), 4) for name, values in results.items()}
-    print(json.dumps({"unit": "ms CPU a request", "python": sys.version.split()[0], "cores": os.cpu_count(), **summary}))
+    # of each round by itself: a clock that changes between rounds changes both
+    ratios = {
+        name: round(statistics.median(value / least for value, least in zip(values, results[FLOOR], strict=True)), 3)
+        for name, values in results.items()
+        if name != FLOOR
+    }
+    print(f"CPU milliseconds a request of {ITEMS} items ({QUERY} + {ITEM} tokens): median (least - most), times the floor")
+    for name, values in results.items():
+        ratio = f"{ratios[name]:.2f}" if name in ratios else ""
+        print(f"  {name:<32} {statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})  {ratio}")
+    machine = {"unit": "ms CPU a request", "python": sys.version.split()[0], "cores": os.cpu_count()}
+    print(json.dumps({**machine, **summary, "ratios": ratios}))
     return 0

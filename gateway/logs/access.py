@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -104,8 +104,10 @@ class AccessLog:
 
 def outcome_of(exchange: Exchange) -> str:
     """How the request ended."""
+    if exchange.outcome == "error" and exchange.status < 400:
+        return "broken_stream"
     if exchange.outcome != "ok":
-        return "broken_stream" if exchange.broke else exchange.outcome
+        return exchange.outcome
     if exchange.status < 400:
         return "ok"
     if exchange.status == 499:
@@ -114,25 +116,42 @@ def outcome_of(exchange: Exchange) -> str:
 
 
 def as_json(line: AccessLine) -> bytes:
-    """One JSON object."""
-    _round(line)
-    return _encoder.encode(line) + b"\n"
-
-
-def as_text(line: AccessLine) -> bytes:
-    """``name=value`` pairs, values in quotes where they hold other characters than those of ids and paths."""
-    _round(line)
-    pairs = [f"{line.time:%Y-%m-%dT%H:%M:%S}.{line.time.microsecond // 1000:03d}Z access"]
-    for name in AccessLine.__struct_fields__[1:]:
-        value = getattr(line, name)
-        if value:
-            pairs.append(f"{name}={value if not isinstance(value, str) or _PLAIN.fullmatch(value) else json.dumps(value)}")
-    return " ".join(pairs).encode() + b"\n"
-
-
-def _round(line: AccessLine) -> None:
-    """Times to the microsecond."""
+    """One JSON object, times to the microsecond."""
     line.queue_seconds = round(line.queue_seconds, 6)
     line.total_seconds = round(line.total_seconds, 6)
     if line.first_byte_seconds is not None:
         line.first_byte_seconds = round(line.first_byte_seconds, 6)
+    return _encoder.encode(line) + b"\n"
+
+
+def as_text(line: AccessLine) -> bytes:
+    """``name=value`` pairs. Written out, because a loop over the fields takes five times as long."""
+    text = f"{line.time.isoformat(timespec='milliseconds')[:23]}Z access id={line.id}"
+    if line.key:
+        text += f" key={_quoted(line.key)}"
+    if line.model:
+        text += f" model={_quoted(line.model)}"
+    text += f" endpoint={line.endpoint} status={line.status} outcome={line.outcome}"
+    if line.error:
+        text += f" error={line.error}"
+    if line.prompt_tokens:
+        text += f" prompt_tokens={line.prompt_tokens}"
+    if line.cached_tokens:
+        text += f" cached_tokens={line.cached_tokens}"
+    if line.completion_tokens:
+        text += f" completion_tokens={line.completion_tokens}"
+    if line.items:
+        text += f" items={line.items}"
+    if line.cache_hits:
+        text += f" cache_hits={line.cache_hits}"
+    if line.queue_seconds:
+        text += f" queue_seconds={line.queue_seconds:.6f}"
+    if line.first_byte_seconds is not None:
+        text += f" first_byte_seconds={line.first_byte_seconds:.6f}"
+    return f"{text} total_seconds={line.total_seconds:.6f}\n".encode()
+
+
+@lru_cache
+def _quoted(name: str) -> str:
+    """``name``, in quotes where it has other characters than those of ids and paths."""
+    return name if _PLAIN.fullmatch(name) else json.dumps(name)

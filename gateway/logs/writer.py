@@ -18,8 +18,8 @@ from typing import Self
 
 MAX_LINES = 8192
 """Lines in the queue at most, some 700 bytes each."""
-BATCH_LINES = 1024
-"""Lines that are encoded in one go, without a pause for other threads: about 1 ms."""
+BATCH_LINES = 128
+"""Lines that are encoded in one go, without a pause for the event loop: less than 1 ms."""
 BATCH_SECONDS = 0.1
 """Time between the first line of a batch and its write. One wake-up for each line would cost more than the line."""
 CLOSE_SECONDS = 2.0

@@ -74,8 +74,9 @@ class BodyDecoder(Generic[T]):
             except msgspec.ValidationError as error:
                 if not _UNKNOWN.match(str(error)):
                     raise
-        request = self._lenient.decode(body)
-        ignored = self._unsupported(request)
+        given = self._lenient.decode(body)
+        ignored = self._unsupported(given)
+        request = self._kind(**{name: getattr(given, name) for name in self._kind.__struct_fields__})
         if searched:
             ignored += islice(self._search(body), MAX_IGNORED)
         return request, ignored[:MAX_IGNORED]

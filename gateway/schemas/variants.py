@@ -15,7 +15,7 @@ def variant(kind: type[msgspec.Struct], extras: tuple[str, ...] = (), *, strict:
     """A subclass of ``kind`` to decode into.
 
     Each name of ``extras`` is a field with the raw JSON of the value, or ``UNSET``. ``strict``: unknown fields are errors, in
-    nested structs too. Pickling an instance gives an instance of ``kind``, without the extras.
+    nested structs too. Pickling an instance gives an instance of ``kind``.
     """
     if kind.__struct_config__.forbid_unknown_fields:
         return kind

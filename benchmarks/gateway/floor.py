@@ -1,4 +1,6 @@
-"""The least that a gateway can be, for the benchmark: the server and one hop to an engine. ``python -m benchmarks.gateway.floor --help``
+"""The least that a gateway can be, for the benchmark: the server and one hop to an engine.
+
+Run it with ``python -m benchmarks.gateway.floor --help``.
 
 uvicorn with the gateway's protocol, and an ASGI application that decodes a score request, sends it to an engine as one msgpack
 message, decodes the answer and encodes it as JSON. No routing, keys, cache, limits, metrics or log.

@@ -15,7 +15,7 @@ import msgspec
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.pool.client import EngineClient
-from gateway.pool.replica import Replica, ServedModel
+from gateway.pool.replica import Replica, ServedModel, Wait
 from gateway.pool.waiting import WaitingRoom
 from gateway.telemetry import Telemetry
 
@@ -83,9 +83,8 @@ class Dispatcher:
         while True:
             replica = await self._choose(model, tokens, affinity, tries, caller)
             try:
-                with replica.busy(tokens):
-                    async with replica.patience():
-                        answer = await ask(replica.client)
+                with replica.busy(tokens), replica.wait():
+                    answer = await ask(replica.client)
             except GatewayError as error:
                 self._judge(error, replica)
                 self.check_retry(error, model, tries)
@@ -104,7 +103,8 @@ class Dispatcher:
             try:
                 with replica.busy(tokens):
                     async with aclosing(replica.client.generate(generate)) as batches:
-                        while (batch := await _next(replica, batches)) is not None:
+                        wait = replica.wait()
+                        while (batch := await _next(wait, batches)) is not None:
                             if not started:
                                 started = True
                                 replica.health.succeeded()
@@ -159,9 +159,9 @@ class Dispatcher:
             logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)
 
 
-async def _next(replica: Replica, batches: AsyncGenerator[list[wire.Delta], None]) -> list[wire.Delta] | None:
-    """The next batch, None after the last. Only the wait for it is in the hands of ``replica``, not what is done with it."""
-    async with replica.patience():
+async def _next(wait: Wait, batches: AsyncGenerator[list[wire.Delta], None]) -> list[wire.Delta] | None:
+    """The next batch, None after the last. Only the wait for it may be ended, not what is done with it."""
+    with wait:
         return await anext(batches, None)
 
 

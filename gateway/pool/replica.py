@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from types import TracebackType
+from typing import Any, Literal
 
 from engine import wire
 from gateway.errors import ContextExceeded, EngineSilent, NotReady
@@ -26,6 +27,43 @@ AFFINITY_BOUND = 1.25
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
 
 State = Literal["ready", "half_open", "ejected", "draining", "unusable", "silent", "not_ready"]
+
+
+class Wait:
+    """A block in which a task waits for a pod. Raises :class:`EngineSilent` from it after :meth:`end`.
+
+    A stream enters one for every message: it takes 1 µs, where :func:`asyncio.timeout` takes 8.
+    """
+
+    __slots__ = ("_cancelling", "_ended", "_task", "_waits")
+
+    def __init__(self, waits: set[Wait]) -> None:
+        """``waits`` has it while the task is in the block."""
+        self._waits = waits
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
+        self._ended = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._cancelling = self._task.cancelling()
+        self._waits.add(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._waits.discard(self)
+        if not self._ended:
+            return
+        assert self._task is not None
+        if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:  # and nobody else cancelled it
+            message = "The engine does not answer any more; try again."
+            raise EngineSilent(message, retry_after=1, retryable=True) from None
+
+    def end(self) -> None:
+        """Cancel what the task waits for."""
+        if self._task is not None and not self._ended:
+            self._ended = True
+            self._task.cancel()
 
 
 @dataclass(eq=False)
@@ -55,7 +93,7 @@ class Replica:
     answered all."""
     expected: str | None = None
     """The model that it says it is loading or serves; known before the model is loaded."""
-    _waits: set[asyncio.Timeout] = field(default_factory=set)
+    _waits: set[Wait] = field(default_factory=set)
 
     @property
     def takes_work(self) -> bool:
@@ -75,24 +113,14 @@ class Replica:
             return "not_ready"
         return "ejected" if self.health.ejected else "half_open" if self.health.half_open else "ready"
 
-    @asynccontextmanager
-    async def patience(self) -> AsyncIterator[None]:
-        """A wait for the pod. Raises :class:`EngineSilent` when :meth:`give_up` is called."""
-        try:
-            async with asyncio.timeout(None) as wait:
-                self._waits.add(wait)
-                try:
-                    yield
-                finally:
-                    self._waits.discard(wait)
-        except TimeoutError:
-            message = "The engine does not answer any more; try again."
-            raise EngineSilent(message, retry_after=1, retryable=True) from None
+    def wait(self) -> Wait:
+        """A wait for the pod, to be used with ``with``, also more than once."""
+        return Wait(self._waits)
 
     def give_up(self) -> None:
         """End all waits: a process that is stopped, or whose machine is gone, closes no connections."""
-        for wait in self._waits:
-            wait.reschedule(asyncio.get_running_loop().time())
+        for wait in list(self._waits):
+            wait.end()
 
     @contextmanager
     def busy(self, tokens: int) -> Iterator[None]:

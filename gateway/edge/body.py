@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from litestar.types import Receive, Scope
 
@@ -95,7 +95,7 @@ class BodyReader:
                 return message["body"]
             raise _gone()
         if not self._uploads.take(hold.tenant):
-            self._refuse("uploads", Overloaded("Too many request bodies are being sent; try again soon.", retry_after=1))
+            raise self._counted("uploads", Overloaded("Too many request bodies are being sent; try again soon.", retry_after=1))
         try:
             return await self._read_parts(receive, hold, inflater)
         finally:
@@ -104,26 +104,27 @@ class BodyReader:
     async def _read_parts(self, receive: Receive, hold: Hold, inflater: Inflater | None) -> bytes:
         seconds, rate = self._settings.body_seconds, self._settings.body_bytes_per_second
         began, received, more = asyncio.get_running_loop().time(), 0, True
-        body = io.BytesIO()  # getvalue() does not copy
         try:
-            async with asyncio.timeout_at(began + seconds) as limit:
-                while more:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        raise _gone()
-                    data, more = message["body"], message["more_body"]
-                    received += len(data)
-                    if inflater is None:
-                        self._append(body, data, hold)
-                    else:
-                        await self._inflate(body, data, hold, inflater)
-                    limit.reschedule(began + seconds + received / rate)
+            # closed before an error leaves, whose traceback may outlive the request
+            with io.BytesIO() as body:
+                async with asyncio.timeout_at(began + seconds) as limit:
+                    while more:
+                        message = await receive()
+                        if message["type"] != "http.request":
+                            raise _gone()
+                        data, more = message["body"], message["more_body"]
+                        received += len(data)
+                        if inflater is None:
+                            self._append(body, data, hold)
+                        else:
+                            await self._inflate(body, data, hold, inflater)
+                        limit.reschedule(began + seconds + received / rate)
+                if inflater is not None:
+                    inflater.end()
+                return body.getvalue()  # does not copy
         except TimeoutError:
             words = f"The request's body did not arrive within {seconds:g} s, or came slower than {rate} bytes/s after that."
-            self._refuse("body_timeout", RequestTimeout(words))
-        if inflater is not None:
-            inflater.end()
-        return body.getvalue()
+            raise self._counted("body_timeout", RequestTimeout(words)) from None
 
     async def _inflate(self, body: io.BytesIO, data: bytes, hold: Hold, inflater: Inflater) -> None:
         for piece in inflater.feed(data):
@@ -145,11 +146,11 @@ class BodyReader:
 
     def _check_size(self, size: int) -> None:
         if size > self._settings.max_body_bytes:
-            self._refuse("body_size", from_status(413, ""))
+            raise self._counted("body_size", from_status(413, ""))
 
-    def _refuse(self, reason: str, error: GatewayError) -> NoReturn:
+    def _counted(self, reason: str, error: GatewayError) -> GatewayError:
         self._telemetry.rejected(reason)
-        raise error
+        return error
 
 
 def _gone() -> ClientGone:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import os
 import resource
 import signal
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 1.0
 """Of the grace period, time for errors to reach the clients of requests that did not end in it."""
+_SEND_BUFFER = 256 * 1024
+"""Bytes that the kernel holds for a client that does not read; unset, it lets them grow to megabytes."""
 _OTHER_FILES = 2048
 """Open files besides connections of clients: connections to engines and Redis above all."""
 
@@ -76,7 +79,7 @@ def serve(settings: Settings, log: LineWriter) -> int:
     server = _Server(config, lifecycle, settings.drain_seconds, serve_on_seconds - last_words_seconds)
     _raise_file_limit(settings.max_connections)
     with bind(settings.host, settings.port) as listener:
-        watch_peers(listener, settings.write_seconds)
+        bound_connections(listener, settings.write_seconds)
         host, port = listener.getsockname()[:2]
         logger.info("listening at http://%s:%s", f"[{host}]" if ":" in host else host, port)
         with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly end
@@ -134,18 +137,16 @@ def bind(host: str, port: int) -> socket.socket:
         raise SettingsError(f"cannot listen on port {port} of {host}: {reason}; choose another with --port or --host") from None
 
 
-def watch_peers(listener: socket.socket, silent_seconds: float) -> None:
-    """Let the kernel end accepted connections whose peer vanished: one that acknowledges nothing for ``silent_seconds``, or answers
-    no probe. Accepted sockets inherit these options from ``listener`` on Linux."""
+def bound_connections(listener: socket.socket, write_seconds: float) -> None:
+    """Let the kernel end connections whose peer has vanished, and hold little for each. Accepted sockets inherit these options from
+    ``listener`` on Linux."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 30),
-        ("TCP_KEEPINTVL", 10),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", silent_seconds * 1e3),
-    ):
+    # the protocol ends connections of clients that do not read; the kernel knows of the last bytes, which it holds itself
+    options = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": math.ceil(2000 * write_seconds)}
+    for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:
-            listener.setsockopt(socket.IPPROTO_TCP, option, max(1, round(value)))
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _raise_file_limit(connections: int) -> None:

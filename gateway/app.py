@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from litestar import Litestar, Request, Response, Router
 from litestar.exceptions import HTTPException, ValidationException
+from litestar.types import HTTPScope
 
 from gateway.auth import RequireKey
 from gateway.cache.base import ResultCache
@@ -120,7 +121,7 @@ def create_app(
         lifecycle,
         log=_access_log(settings, log, telemetry),
         protocol=protocol_factory(settings, telemetry),
-        guard=None if keys else LocalGuard(settings.allowed_hosts, origins, telemetry),
+        check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
         route_handlers=[v1, *health_routes(pool, telemetry, lifecycle), asset_route()],
         lifespan=[lifespan],
         request_max_body_size=settings.max_body_bytes,
@@ -175,24 +176,24 @@ class Gateway(Litestar):
         *,
         log: AccessLog | None,
         protocol: Callable[..., asyncio.Protocol],
-        guard: LocalGuard | None,
+        check: Callable[[HTTPScope], GatewayError | None],
         **options: Any,
     ) -> None:
-        """``protocol`` makes a connection's protocol, for ``uvicorn.Config(http=…)``; ``guard`` None: keys protect the server;
+        """``protocol`` makes a connection's protocol, for ``uvicorn.Config(http=…)``; ``check`` says why a request is refused;
         ``log`` None: requests are not logged."""
         super().__init__(**options)
         self.protocol = protocol
         self._telemetry = telemetry
         self._lifecycle = lifecycle
         self._log = log
-        self._guard = guard
+        self._check = check
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """The ASGI application."""
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        refusal = self._guard.refusal(scope) if self._guard else None
+        refusal = self._check(scope)
         app = super().__call__ if refusal is None else answer_refusal(refusal)
         if scope["method"] == "HEAD":  # the server sends no body where its own scope says HEAD
             scope = scope | {"method": "GET"}

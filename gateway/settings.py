@@ -52,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_in_flight: Positive = 1024
     """Requests to ``/v1`` whose body is complete and that are worked on at a time; more are answered 429. With keys, one key gets
     at most four times the room that the others leave free."""
-    max_uploads: Positive = 512
+    max_uploads: Positive = 2048
     """Requests to ``/v1`` whose body is still arriving; more are answered 429. Shared between keys like ``max_in_flight``."""
     max_bytes_in_flight: Positive = 256 << 20
     """Bytes of the bodies of all requests in progress, inflated; what would exceed them is answered 429. Shared between keys like

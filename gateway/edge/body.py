@@ -1,23 +1,22 @@
-"""Reads request bodies: bounded in bytes, in time, and in what all of them together hold."""
+"""Reads request bodies: bounded in bytes, each by itself and all of them together."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from litestar.types import Receive, Scope
 
 from gateway.edge.inflate import Inflater
-from gateway.errors import ClientGone, GatewayError, Overloaded, RequestTimeout, from_status
+from gateway.errors import ClientGone, GatewayError, Overloaded, from_status
 from gateway.limits.fair import FairRoom
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
 ARRIVING = "yardstick.arriving"
 """The key of the :class:`Arriving` in a scope. Where there is none, the body counts as incomplete."""
-_IDENTITY = (b"", b"identity")
 
 
 class Arriving(Protocol):
@@ -71,7 +70,7 @@ class BodyReader:
         return Hold(self._bytes, tenant, self._telemetry)
 
     async def read(self, scope: Scope, receive: Receive, hold: Hold) -> bytes:
-        """The whole body, inflated. ``hold`` grows with it.
+        """The whole body, inflated. ``hold`` grows with it. The protocol bounds the time.
 
         Raises :class:`BodyTooLarge`, :class:`Overloaded`, :class:`RequestTimeout`, :class:`UnsupportedEncoding`,
         :class:`InvalidRequest`, :class:`ClientGone`.
@@ -83,47 +82,43 @@ class BodyReader:
             elif name == b"content-encoding":
                 coding = b", ".join((coding, value)) if coding else value
         self._check_size(length)
-        inflater = None if coding.strip().lower() in _IDENTITY else self._inflater(coding)
-        if inflater is None:
-            hold.grow_to(length)
+        if coding and coding.strip().lower() != b"identity":
+            return await self._read_upload(receive, hold, self._inflater(coding))
+        hold.grow_to(length)
         arriving: Arriving | None = scope.get(ARRIVING)  # type: ignore[assignment]
-        if inflater is None and arriving is not None and not arriving.more_body:
-            message = await receive()
-            if message["type"] == "http.request":
-                self._check_size(len(message["body"]))
-                hold.grow_to(len(message["body"]))  # a chunked body has no length
-                return message["body"]
-            raise _gone()
-        if not self._uploads.take(hold.tenant):
-            self._refuse("uploads", Overloaded("Too many request bodies are being sent; try again soon.", retry_after=1))
-        try:
-            return await self._read_parts(receive, hold, inflater)
-        finally:
-            self._uploads.give(hold.tenant)
+        if arriving is None or arriving.more_body:
+            return await self._read_upload(receive, hold, None)
+        body, _ = await self._receive(receive)
+        self._check_size(len(body))
+        hold.grow_to(len(body))  # a chunked body has no length
+        return body
 
-    async def _read_parts(self, receive: Receive, hold: Hold, inflater: Inflater | None) -> bytes:
-        seconds, rate = self._settings.body_seconds, self._settings.body_bytes_per_second
-        began, received, more = asyncio.get_running_loop().time(), 0, True
-        body = io.BytesIO()  # getvalue() does not copy
+    async def _read_upload(self, receive: Receive, hold: Hold, inflater: Inflater | None) -> bytes:
+        """Read a body that may take long to arrive or to inflate."""
+        if not self._uploads.take(hold.tenant):
+            raise self._counted("uploads", Overloaded("Too many request bodies are being sent; try again soon.", retry_after=1))
         try:
-            async with asyncio.timeout_at(began + seconds) as limit:
+            # closed before an error leaves, whose traceback may outlive the request
+            with io.BytesIO() as body:
+                more = True
                 while more:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        raise _gone()
-                    data, more = message["body"], message["more_body"]
-                    received += len(data)
+                    data, more = await self._receive(receive)
                     if inflater is None:
                         self._append(body, data, hold)
                     else:
                         await self._inflate(body, data, hold, inflater)
-                    limit.reschedule(began + seconds + received / rate)
-        except TimeoutError:
-            words = f"The request's body did not arrive within {seconds:g} s, or came slower than {rate} bytes/s after that."
-            self._refuse("body_timeout", RequestTimeout(words))
-        if inflater is not None:
-            inflater.end()
-        return body.getvalue()
+                if inflater is not None:
+                    inflater.end()
+                return body.getvalue()  # does not copy
+        finally:
+            self._uploads.give(hold.tenant)
+
+    async def _receive(self, receive: Receive) -> tuple[bytes, bool]:
+        """The next part of the body, and whether more follows."""
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone("The client left before its request was read.")
+        return message["body"], message["more_body"]
 
     async def _inflate(self, body: io.BytesIO, data: bytes, hold: Hold, inflater: Inflater) -> None:
         for piece in inflater.feed(data):
@@ -145,12 +140,8 @@ class BodyReader:
 
     def _check_size(self, size: int) -> None:
         if size > self._settings.max_body_bytes:
-            self._refuse("body_size", from_status(413, ""))
+            raise self._counted("body_size", from_status(413, ""))
 
-    def _refuse(self, reason: str, error: GatewayError) -> NoReturn:
+    def _counted(self, reason: str, error: GatewayError) -> GatewayError:
         self._telemetry.rejected(reason)
-        raise error
-
-
-def _gone() -> ClientGone:
-    return ClientGone("The client left before its request was read.")
+        return error

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from litestar.config.cors import CORSConfig
+from litestar.types import HTTPScope
+
+from gateway.errors import Forbidden, GatewayError
 
 _METHODS = ["GET", "POST", "OPTIONS"]
 _LIMITS = [f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens", "items") for what in ("limit", "remaining", "reset")]
 EXPOSED = ["x-request-id", "x-yardstick-cache", "x-yardstick-ignored", *_LIMITS, "retry-after", "retry-after-ms", "x-should-retry"]
 """Headers of answers that scripts of other origins may read, besides those that the Fetch standard always lets them read."""
+_FORBIDDEN = "Web pages of this origin may not call this server. Add the origin to YARDSTICK_CORS_ORIGINS if the page is yours."
 
 
 class Origins:
@@ -21,6 +25,14 @@ class Origins:
     def allow(self, origin: str) -> bool:
         """Whether pages of ``origin`` may call."""
         return origin in self._origins or "*" in self._origins
+
+    def refusal(self, scope: HTTPScope) -> GatewayError | None:
+        """Why a preflight request is refused; None for others. Requests themselves are answered: browsers keep the answers of
+        other origins from their pages."""
+        if scope["method"] != "OPTIONS" or not self._origins:
+            return None
+        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        return None if origin is None or self.allow(origin.decode("latin-1")) else Forbidden(_FORBIDDEN)
 
     def config(self) -> CORSConfig | None:
         """The framework's configuration; None where no origin is allowed. Preflight requests need no key."""

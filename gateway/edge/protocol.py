@@ -74,7 +74,7 @@ class Cycle(RequestResponseCycle):
     """One request and its response."""
 
     failure: GatewayError | None = None
-    """Why the rest of the body cannot be read."""
+    """Why the rest of the body will not be read."""
 
     def fail(self, error: GatewayError) -> None:
         """Raise ``error`` from ``receive``, and close after the response."""
@@ -83,7 +83,7 @@ class Cycle(RequestResponseCycle):
         self.message_event.set()
 
     def receive(self) -> Coroutine[Any, Any, Any]:
-        """The ASGI ``receive``. Raises :class:`InvalidRequest` where the body is not valid HTTP."""
+        """The ASGI ``receive``. Raises :class:`InvalidRequest` where the body is not valid HTTP, and :class:`RequestTimeout`."""
         return super().receive() if self.failure is None else self._raise(self.failure)
 
     def send(self, message: Any) -> Coroutine[Any, Any, None]:
@@ -116,6 +116,8 @@ class Protocol(HttpToolsProtocol):
         self._room = settings.max_header_bytes
         """Bytes that may be parsed without looking at them in pieces. Before the head is complete, the rest of its bound."""
         self._hosts = 0
+        self._body_began = 0.0
+        self._body_bytes = 0
         self._chunked = False
         self._overhead = 0
         """Bytes of the chunked body beyond its data and the normal overhead of its chunks."""
@@ -154,10 +156,19 @@ class Protocol(HttpToolsProtocol):
             self._refuse(RequestTimeout(f"The request's headers did not arrive within {limit:g} s."), "header_timeout")
         elif self._phase is _WAITING:
             self.transport.close()
+        elif self._phase is _WORKING:
+            self._check_body(now)
         elif self.transport.get_write_buffer_size():
             self._deadline = now + LINGER_SECONDS
         else:
             self.transport.abort()
+
+    def _check_body(self, now: float) -> None:
+        seconds, rate = self._settings.body_seconds, self._settings.body_bytes_per_second
+        self._deadline = self._body_began + seconds + self._body_bytes / rate
+        if now >= self._deadline:
+            words = f"The request's body did not arrive within {seconds:g} s, or came slower than {rate} bytes/s after that."
+            self._body_failed(RequestTimeout(words), "body_timeout")
 
     def evict(self) -> None:
         """Close, to make room for another connection."""
@@ -280,7 +291,7 @@ class Protocol(HttpToolsProtocol):
             self._overhead += len(part)
             self._feed(part)
         if self._overhead > MAX_OVERHEAD and not self._dropping:
-            self._body_failed(InvalidRequest("The chunked body has long extensions or trailers; send plain chunks."))
+            self._body_failed(InvalidRequest("The chunked body has long extensions or trailers; send plain chunks."), "parse")
         if self._backlog and not self._dropping:
             self.transport.hold()
             self.loop.call_soon(self._feed_slice)
@@ -310,13 +321,15 @@ class Protocol(HttpToolsProtocol):
         if self._phase is not _WORKING:
             self._refuse(refusal, "headers" if refusal.status == HeadersTooLarge.status else "parse")
         elif self.cycle.more_body and not isinstance(cause, _Pipelined):
-            self._body_failed(refusal)
+            self._body_failed(refusal, "parse")
         else:  # the next request came too early
             self._dropping = True
             self.cycle.keep_alive = False
 
-    def _body_failed(self, error: GatewayError) -> None:
-        self._connections.telemetry.rejected("parse")
+    def _body_failed(self, error: GatewayError, reason: str) -> None:
+        """The application gets ``error`` in place of the rest of the body."""
+        self._connections.telemetry.rejected(reason)
+        self._deadline = inf
         self._dropping = True
         self.cycle.fail(error)
 
@@ -356,7 +369,9 @@ class Protocol(HttpToolsProtocol):
             raise InvalidRequest("A request needs exactly one Host header.")
         self._describe(self.parser.get_method())
         self._phase = _WORKING
-        self._deadline = inf
+        self._body_began = self.loop.time()
+        self._body_bytes = 0
+        self._deadline = self._body_began + self._settings.body_seconds
         self._room = -1 if self._chunked else sys.maxsize
         self._overhead = 0
         self.headers = []  # trailers are counted here, apart from the headers
@@ -398,6 +413,7 @@ class Protocol(HttpToolsProtocol):
         if cycle.response_complete:
             return
         self._overhead -= len(body)
+        self._body_bytes += len(body)
         cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
@@ -406,6 +422,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is complete."""
         if self._phase is _WORKING and not self.cycle.response_complete:
+            self._deadline = inf
             self.cycle.more_body = False
             self.cycle.message_event.set()
 

@@ -1,0 +1,554 @@
+"""Hostile and careless HTTP: each attack against a gateway process, by raw sockets where no client library sends the like."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import shutil
+import socket
+import subprocess
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import pytest
+
+from tests.attacks.conftest import StartGateway
+from tests.attacks.raw import Answer, connected, parse, read_answer, read_to_end, request
+from tests.attacks.watch import Watch, metric_of, tree_mib
+from tests.fakes import FakeEngine, ids
+from tests.processes import Program, wait_until
+
+SCORE = json.dumps({"query": [1], "items": [[2]], "label_token_ids": [1]}).encode()
+ENDLESS = {"prompt": [1], "max_tokens": 300, "ignore_eos": True}
+SECONDS = 1.0
+"""Every time limit of the gateway under attack."""
+
+
+@pytest.fixture(scope="module")
+def gateway(start_gateway: StartGateway) -> Program:
+    return start_gateway(
+        header_seconds=SECONDS, body_seconds=SECONDS, body_bytes_per_second=20_000, write_seconds=SECONDS, idle_seconds=2 * SECONDS
+    )
+
+
+@contextmanager
+def slow(engine: FakeEngine, delay: float = 0.05) -> Iterator[None]:
+    """``engine`` waits before each message."""
+    engine.faults.delay = delay
+    try:
+        yield
+    finally:
+        engine.faults.delay = 0
+
+
+def post(gateway: Program, body: bytes, **headers: str) -> httpx.Response:
+    return gateway.client.post("/v1/score", content=body, headers={"content-type": "application/json", **headers})
+
+
+# --- upgrades
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_that_offers_http2(gateway: Program) -> None:
+    command = [
+        "curl",
+        "-sS",
+        "--http2",
+        "-m",
+        "10",
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+        SCORE.decode(),
+        "-w",
+        " %{http_code}",
+    ]
+    answer = subprocess.run([*command, f"{gateway.url}/v1/score"], capture_output=True, check=True, text=True).stdout
+    assert answer.endswith(" 200"), answer
+    large = json.dumps({"query": [1] * 60_000, "items": [[2]], "label_token_ids": [1]})
+    command[command.index("-d") + 1] = "@-"
+    answer = subprocess.run([*command, f"{gateway.url}/v1/score"], input=large, capture_output=True, check=True, text=True).stdout
+    assert "context" in answer, "the whole body was read"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"},
+        {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_key": "x", "sec_websocket_version": "13"},
+        {"connection": "keep-alive, Upgrade", "upgrade": "something/1"},
+    ],
+    ids=["Java's HttpClient", "websocket", "unknown"],
+)
+@pytest.mark.parametrize("pieces", ["one packet", "two packets", "many packets"])
+def test_an_upgrade_is_ignored_and_the_body_is_read(gateway: Program, headers: dict[str, str], pieces: str) -> None:
+    whole = request("/v1/score", SCORE, user_agent="Java-http-client/21", **headers)
+    head = len(whole) - len(SCORE)
+    size = {"one packet": len(whole), "two packets": head, "many packets": 37}[pieces]
+    with connected(gateway) as connection:
+        for _ in range(2):  # the connection is kept
+            for start in range(0, len(whole), size):
+                connection.sendall(whole[start : start + size])
+                time.sleep(0.02)
+            answer = read_answer(connection)
+            assert (answer.status, answer.rest) == (200, b""), answer
+            assert "upgrade" not in answer.headers
+        connection.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+
+
+def test_an_upgrade_with_a_chunked_body_or_none(gateway: Program) -> None:
+    upgrade = "connection: upgrade, close\r\nupgrade: h2c\r\nhost: localhost\r\n"
+    with connected(gateway) as connection:
+        connection.sendall(f"POST /v1/score HTTP/1.1\r\n{upgrade}transfer-encoding: chunked\r\n\r\n{len(SCORE):x}\r\n".encode())
+        connection.sendall(SCORE + b"\r\n0\r\n\r\n")
+        answer = parse(read_to_end(connection))
+        assert (answer.status, answer.rest, answer.headers["connection"]) == (200, b"", "close")
+    with connected(gateway) as connection:
+        connection.sendall(f"GET /v1/models HTTP/1.1\r\n{upgrade}\r\n".encode())
+        answer = parse(read_to_end(connection))
+        assert (answer.status, answer.rest) == (200, b"")
+
+
+def test_connect_is_refused(gateway: Program) -> None:
+    with connected(gateway) as connection:
+        connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost:80\r\n\r\n")
+        answer = parse(read_to_end(connection))
+        assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+
+
+# --- pipelining
+
+
+@pytest.mark.parametrize("packets", [1, 2])
+def test_a_pipelining_client_that_leaves_stops_the_engine(gateway: Program, engine: FakeEngine, packets: int) -> None:
+    first, second = request("/v1/completions", json.dumps(ENDLESS).encode()), request("/v1/score", SCORE)
+    with slow(engine):
+        before = len(engine.generates), len(engine.left)
+        with connected(gateway) as connection:
+            connection.sendall(first + second if packets == 1 else first)
+            wait_until(lambda: len(engine.generates) > before[0])
+            if packets == 2:
+                connection.sendall(second * 100)
+                time.sleep(0.2)
+            assert len(engine.left) == before[1]
+        wait_until(lambda: len(engine.left) > before[1], 1)
+
+
+@pytest.mark.parametrize("packets", [1, 2])
+def test_the_first_of_pipelined_requests_is_answered_and_the_connection_closed(
+    gateway: Program, engine: FakeEngine, packets: int
+) -> None:
+    scores = len(engine.scores)
+    body = json.dumps({"query": [packets, 7], "items": [[2]], "label_token_ids": [1]}).encode()
+    with slow(engine, 0.3), connected(gateway) as connection:
+        connection.sendall(request("/v1/score", body) * (10 if packets == 1 else 1))
+        time.sleep(0.1)
+        connection.sendall(request("/v1/score", body) * 50)
+        answer = parse(read_to_end(connection))
+    assert (answer.status, answer.headers["connection"], answer.rest) == (200, "close", b"")
+    assert len(engine.scores) == scores + 1
+
+
+def test_pipelined_bytes_are_not_kept(gateway: Program, engine: FakeEngine) -> None:
+    body = json.dumps(ENDLESS).encode()
+    with slow(engine, 0.01), Watch(gateway) as watch, connected(gateway) as connection:
+        connection.sendall(request("/v1/completions", body))
+        with suppress(OSError):
+            for _ in range(200):
+                connection.sendall(b"x" * 1_000_000)
+    assert watch.grown_mib < 20
+    assert watch.slowest_livez < 1
+    wait_until(lambda: not engine.running, 2)
+
+
+# --- HEAD
+
+
+@pytest.mark.parametrize(
+    "path", ["/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/fake", "/schema", "/schema/openapi.json"]
+)
+def test_head_answers_like_get(gateway: Program, path: str) -> None:
+    with connected(gateway) as connection:
+        connection.sendall(request(path, method="HEAD", connection="close"))
+        received = read_to_end(connection)
+    head, _, body = received.partition(b"\r\n\r\n")
+    got = gateway.client.get(path)
+    assert (body, head.split()[1]) == (b"", b"200")
+    headers = parse(head + b"\r\n\r\n").headers
+    changing = {"date", "x-request-id", "connection", *(["content-length"] if path == "/metrics" else [])}
+    assert {name: headers[name] for name in headers.keys() - changing} == {
+        name: got.headers[name] for name in got.headers.keys() - changing
+    }
+    assert int(headers["content-length"]) > 0
+
+
+def test_head_is_no_operation_of_its_own(gateway: Program) -> None:
+    paths = gateway.client.get("/schema/openapi.json").json()["paths"]
+    assert not [path for path, operations in paths.items() if "head" in operations]
+    assert gateway.client.head("/v1/score").status_code == 405
+    assert gateway.client.head("/nowhere").status_code == 404
+
+
+# --- content codings
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("coding", "encode"), [("gzip", gzip.compress), ("X-GZIP", gzip.compress), ("deflate", zlib.compress)])
+def test_compressed_bodies_are_read(gateway: Program, coding: str, encode, chunked: bool) -> None:
+    large = json.dumps({"query": [1, 2], "items": [[i % 300] for i in range(2000)], "label_token_ids": [1]}).encode()
+    for body in (SCORE, large):
+        packed = encode(body)
+        pieces = (bytes([byte]) for byte in packed) if chunked and body is SCORE else iter([packed[:5], packed[5:]])
+        headers = {"content-encoding": coding, "content-type": "application/json"}
+        answer = gateway.client.post("/v1/score", content=pieces if chunked else packed, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["scores"] == post(gateway, body).json()["scores"]
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "status", "words"),
+    [
+        ("br", SCORE, 415, "gzip, deflate"),
+        ("gzip, gzip", gzip.compress(gzip.compress(SCORE)), 415, "gzip, deflate"),
+        ("gzip", SCORE, 400, "not valid"),
+        ("gzip", gzip.compress(SCORE)[:-9], 400, "too early"),
+        ("gzip", gzip.compress(SCORE) + b"more", 400, "one compressed stream"),
+        ("gzip", gzip.compress(SCORE) + gzip.compress(b"") * 10_000, 400, "one compressed stream"),
+        ("gzip", gzip.compress(SCORE)[:-8] + b"\0" * 8, 400, "not valid"),
+        ("gzip", b"", 400, "too early"),
+        ("deflate", gzip.compress(SCORE), 400, "not valid"),
+    ],
+)
+def test_compressed_bodies_that_are_refused(gateway: Program, coding: str, body: bytes, status: int, words: str) -> None:
+    answer = post(gateway, body, **{"content-encoding": coding})
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert (answer.headers.get("accept-encoding") == "gzip, deflate") == (status == 415)
+
+
+def test_a_compression_bomb_costs_neither_time_nor_memory(gateway: Program) -> None:
+    packer = zlib.compressobj(wbits=31)
+    block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)  # after a full flush, blocks can be repeated
+    bomb = block + block[10:] * 1023  # 1 GiB in 1 MB; the header is ten bytes long
+    assert len(zlib.decompressobj(wbits=31).decompress(bomb, 3 << 20)) == 3 << 20
+    with Watch(gateway) as watch:
+        began = time.monotonic()
+        answers = [post(gateway, bomb, **{"content-encoding": "gzip"}) for _ in range(5)]
+        took = time.monotonic() - began
+    assert [answer.status_code for answer in answers] == [413] * 5
+    assert took < 5
+    assert watch.grown_mib < 100
+    assert watch.slowest_livez < 0.5
+
+
+# --- requests that are not HTTP
+
+POST = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+BROKEN = {
+    "no request": b"NONSENSE\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/0.9": b"GET /livez\r\n\r\n",
+    "another version": b"GET /livez HTTP/3.0\r\nhost: localhost\r\n\r\n",
+    "version 2 by text": b"GET /livez HTTP/2.0\r\nhost: localhost\r\n\r\n",
+    "no host": b"GET /livez HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET /livez HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n",
+    "a target that is no path": b"GET localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "a path beyond ASCII": b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "a space before the colon": b"GET /livez HTTP/1.1\r\nhost : localhost\r\n\r\n",
+    "a folded header": b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: a\r\n b\r\n\r\n",
+    "line feeds alone": b"GET /livez HTTP/1.1\nhost: localhost\n\n",
+    "a NUL in a header": b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: a\0b\r\n\r\n",
+    "a length and chunks": POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and a length": POST + b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
+    "a list of lengths": POST + b"content-length: 5, 5\r\n\r\nhello",
+    "a signed length": POST + b"content-length: +5\r\n\r\nhello",
+    "a length beyond 64 bits": POST + b"content-length: 99999999999999999999\r\n\r\n",
+    "an unknown transfer coding": POST + b"transfer-encoding: gzip\r\n\r\n",
+    "chunked twice": POST + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "a bad chunk size": CHUNKED + b"zz\r\nhello\r\n0\r\n\r\n",
+    "a chunk longer than its size": CHUNKED + b"2\r\nhello\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN.keys())
+def test_what_is_not_http_is_told_so_and_counted(gateway: Program, sent: bytes) -> None:
+    counted = metric_of(gateway, 'yardstick_rejected_requests_total{reason="parse"}')
+    with connected(gateway) as connection:
+        connection.sendall(sent)
+        answer = parse(read_to_end(connection))
+    assert (answer.status, answer.error["type"], answer.rest) == (400, "invalid_request_error", b"")
+    assert answer.headers["connection"] == "close"
+    assert metric_of(gateway, 'yardstick_rejected_requests_total{reason="parse"}') == counted + 1
+
+
+def test_a_chunk_that_breaks_later_is_a_400_of_the_route(gateway: Program) -> None:
+    route = 'yardstick_requests_total{route="/v1/score",status="400"}'
+    counted = metric_of(gateway, route)
+    with connected(gateway) as connection:
+        connection.sendall(POST + b"transfer-encoding: chunked\r\nx-request-id: mine\r\n\r\n1\r\n{\r\n")
+        time.sleep(0.2)
+        connection.sendall(b"nonsense")
+        answer = parse(read_to_end(connection))
+    assert (answer.status, answer.headers["x-request-id"], answer.headers["connection"]) == (400, "mine", "close")
+    assert answer.error["message"].startswith("This is not a valid HTTP/1.1 request")
+    assert metric_of(gateway, route) == counted + 1
+
+
+# --- sizes
+
+
+def test_the_bound_on_headers_is_exact(gateway: Program) -> None:
+    fixed = len(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: \r\n\r\n")
+    for length, status in ((65536, 200), (65537, 431)):
+        sent = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: %b\r\n\r\n" % (b"y" * (length - fixed))
+        assert len(sent) == length
+        for size in (length, 1000):
+            with connected(gateway) as connection, suppress(OSError):
+                for start in range(0, length, size):
+                    connection.sendall(sent[start : start + size])
+                answer = read_answer(connection)
+                assert answer.status == status
+                if status == 431:
+                    assert answer.error["code"] == "headers_too_large"
+                    assert answer.headers["connection"] == "close"
+
+
+FLOODS = {
+    "many headers": (b"GET /livez HTTP/1.1\r\nhost: localhost\r\n", b"x: %b\r\n" % (b"y" * 10_000)),
+    "one header": (b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: ", b"y" * 100_000),
+    "a header's name": (b"GET /livez HTTP/1.1\r\nhost: localhost\r\n", b"y" * 100_000),
+    "the path": (b"GET /", b"y" * 100_000),
+}
+
+
+@pytest.mark.parametrize(("start", "more"), FLOODS.values(), ids=FLOODS.keys())
+def test_200_mb_of_headers_are_not_kept(gateway: Program, start: bytes, more: bytes) -> None:
+    idle = tree_mib(gateway.process.pid)
+    with Watch(gateway) as watch, connected(gateway) as connection:
+        received = flood(connection, start, more, 200_000_000)
+        time.sleep(0.2)
+    assert parse(received).status == 431
+    assert watch.peak_mib - idle < 5
+    assert watch.slowest_livez < 1
+
+
+def flood(connection: socket.socket, start: bytes, more: bytes, size: int) -> bytes:
+    """Send up to ``size`` bytes and return what comes back, even if the other side has closed before the end."""
+    with suppress(OSError):
+        connection.sendall(start)
+        for _ in range(size // len(more)):
+            connection.sendall(more)
+    return read_to_end(connection)
+
+
+def test_too_many_headers(gateway: Program) -> None:
+    for count, status in ((127, 200), (128, 431)):
+        with connected(gateway) as connection:
+            headers = b"".join(b"x-%d: y\r\n" % index for index in range(count))
+            connection.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n")
+            assert read_answer(connection).status == status
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [
+        (CHUNKED + b"1;x=", b"y" * 100_000),
+        (CHUNKED + b"1\r\n{\r\n0\r\nx: ", b"y" * 100_000),
+        (CHUNKED + b"1\r\n{\r\n0\r\n", b"x: %b\r\n" % (b"y" * 10_000)),
+        (CHUNKED, b"1;x=%b\r\n{\r\n" % (b"y" * 1000)),
+    ],
+    ids=["an extension", "a trailer", "trailers", "extensions"],
+)
+def test_what_a_chunked_body_carries_besides_data_is_bounded(gateway: Program, start: bytes, more: bytes) -> None:
+    with Watch(gateway) as watch, connected(gateway) as connection:
+        received = flood(connection, start, more, 50_000_000)
+    assert parse(received).status in (400, 431)
+    assert watch.grown_mib < 5
+    assert watch.slowest_livez < 1
+
+
+def test_tiny_chunks_are_read_and_do_not_block(gateway: Program) -> None:
+    body = b" " * 200_000 + SCORE
+    sent = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    with Watch(gateway) as watch:
+        for _ in range(3):
+            with connected(gateway) as connection:
+                connection.sendall(CHUNKED + sent)
+                assert read_answer(connection).status == 200
+    assert watch.slowest_livez < 0.5
+    assert watch.grown_mib < 10
+
+
+def test_a_body_that_is_refused_early_does_not_reset_the_connection(gateway: Program) -> None:
+    """The client sends everything before it reads: it still gets the answer."""
+    with connected(gateway) as connection:
+        connection.sendall(request("/v1/score", b"x" * (33 << 20)))
+        answer = parse(read_to_end(connection))
+    assert (answer.status, answer.error["code"], answer.headers["connection"]) == (413, "request_too_large", "close")
+
+
+def test_a_refused_body_is_not_asked_for(gateway: Program) -> None:
+    for length, status in ((1 << 40, b"413"), (10, b"100")):
+        with connected(gateway) as connection:
+            connection.sendall(POST + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % length)
+            assert connection.recv(1000).split()[1] == status
+
+
+# --- times
+
+
+def seconds_until_closed(connection: socket.socket) -> tuple[float, bytes]:
+    began = time.monotonic()
+    return time.monotonic() - began, read_to_end(connection)
+
+
+@pytest.mark.parametrize("sent", [b"G", b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: "])
+def test_headers_that_do_not_come(gateway: Program, sent: bytes) -> None:
+    with connected(gateway) as connection:
+        began = time.monotonic()
+        connection.sendall(sent)
+        answer = parse(read_to_end(connection))
+        took = time.monotonic() - began
+    assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+    assert SECONDS <= took < SECONDS + 2
+
+
+def test_headers_that_come_byte_by_byte(gateway: Program) -> None:
+    with connected(gateway) as connection:
+        began = time.monotonic()
+        with suppress(OSError):
+            for byte in itertools.cycle(b"a"):
+                connection.sendall(bytes([byte]))
+                time.sleep(0.05)
+                assert time.monotonic() - began < SECONDS + 3
+    assert time.monotonic() - began >= SECONDS
+
+
+def test_connections_without_a_request_are_closed(gateway: Program) -> None:
+    with connected(gateway) as silent, connected(gateway) as used:
+        began = time.monotonic()
+        used.sendall(request("/livez", method="GET"))
+        assert read_answer(used).status == 200
+        assert read_to_end(silent) == b""
+        assert SECONDS <= time.monotonic() - began < SECONDS + 1.5
+        assert read_to_end(used) == b""
+        assert 2 * SECONDS <= time.monotonic() - began < 2 * SECONDS + 2
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
+    route = 'yardstick_requests_total{route="/v1/score",status="408"}'
+    counted = metric_of(gateway, route)
+    with connected(gateway) as connection:
+        began = time.monotonic()
+        connection.sendall(CHUNKED + b"1\r\n{\r\n" if chunked else request("/v1/score", b"{", content_length="100"))
+        answer = parse(read_to_end(connection))
+        took = time.monotonic() - began
+    assert (answer.status, answer.error["code"], answer.headers["connection"]) == (408, "request_timeout", "close")
+    assert SECONDS <= took < SECONDS + 2
+    assert metric_of(gateway, route) == counted + 1
+
+
+def test_a_body_may_be_slow_but_not_too_slow(gateway: Program) -> None:
+    body = b" " * 60_000 + SCORE
+    for size, status in ((3000, 200), (500, 408)):  # each twentieth of a second
+        with connected(gateway) as connection:
+            connection.sendall(request("/v1/score", b"", content_length=str(len(body))))
+            with suppress(OSError):
+                for start in range(0, len(body), size):
+                    connection.sendall(body[start : start + size])
+                    time.sleep(0.05)
+            assert parse(read_to_end(connection) if status == 408 else received(connection)).status == status
+
+
+def received(connection: socket.socket) -> bytes:
+    answer = read_answer(connection)
+    return b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (answer.status, len(answer.body)) + answer.body
+
+
+def test_a_stream_that_is_not_read_ends_with_its_work(gateway: Program, engine: FakeEngine) -> None:
+    body = json.dumps({**ENDLESS, "max_tokens": 1000, "logprobs": 20, "stream": True}).encode()  # ten seconds, 10 MB
+    left = len(engine.left)
+    with slow(engine, 0.01), connected(gateway, receive_buffer=4096) as connection:
+        connection.sendall(request("/v1/completions", body))
+        wait_until(lambda: len(engine.left) > left, 8)
+        wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 2, 3)
+
+
+def test_an_answer_that_is_not_read_ends_with_its_connection(gateway: Program, engine: FakeEngine) -> None:
+    body = json.dumps({**ENDLESS, "prompt": [[index] for index in range(8)], "max_tokens": 250, "logprobs": 20}).encode()
+    route = 'yardstick_requests_total{route="/v1/completions",status="200"}'
+    answered = metric_of(gateway, route)
+    with connected(gateway, receive_buffer=4096) as connection:
+        connection.sendall(request("/v1/completions", body))
+        wait_until(lambda: metric_of(gateway, route) > answered, 20)
+        wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 1, 8)
+
+
+# --- connections
+
+
+def test_idle_connections_cost_little(start_gateway: StartGateway) -> None:
+    gateway = start_gateway(header_seconds=60)
+    before = tree_mib(gateway.process.pid)
+    with ExitStack() as stack:
+        for index in range(900):
+            connection = stack.enter_context(connected(gateway))
+            connection.sendall([b"", b"GET /livez HTTP/1.1\r\nhost: loc", request("/livez", method="GET")][index % 3])
+        wait_until(lambda: metric_of(gateway, "yardstick_open_connections") >= 900)
+        assert gateway.client.get("/livez").elapsed.total_seconds() < 1
+        grown = tree_mib(gateway.process.pid) - before
+    assert grown < 30, "less than 30 KiB a connection"
+    wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 2)
+
+
+def test_many_connections_lock_nobody_out(start_gateway: StartGateway, engine: FakeEngine) -> None:
+    gateway = start_gateway(max_connections=8)
+    with ExitStack() as stack:
+        loris = [stack.enter_context(connected(gateway)) for _ in range(30)]
+        for connection in loris:
+            connection.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: ")
+        for _ in range(5):
+            assert httpx.get(f"{gateway.url}/livez").status_code == 200
+        assert metric_of(gateway, "yardstick_open_connections") <= 8
+        with slow(engine):
+            for connection in loris:
+                connection.close()
+            work = request("/v1/completions", json.dumps(ENDLESS).encode())
+            running = len(engine.running)
+            gateway.client.close()
+            gateway.client = httpx.Client(base_url=gateway.url, timeout=20)
+            for _ in range(8):
+                stack.enter_context(connected(gateway)).sendall(work)
+            wait_until(lambda: len(engine.running) == running + 8)
+            with connected(gateway) as refused:
+                refused.sendall(request("/livez", method="GET"))
+                answer: Answer = parse(read_to_end(refused))
+            assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (429, "overloaded", "1")
+    wait_until(lambda: not engine.running, 5)
+    assert gateway.client.get("/livez").status_code == 200
+
+
+def test_big_events_reach_a_slow_reader(gateway: Program, engine: FakeEngine) -> None:
+    """A reader that is slow but reads is not cut off."""
+    engine.says, engine.tokens_per_delta = ids("red blue ") * 40, 50
+    try:
+        body = json.dumps({"prompt": [1], "max_tokens": 120, "logprobs": 20, "n": 4}).encode()
+        with connected(gateway, receive_buffer=4096) as connection:
+            connection.sendall(request("/v1/completions", body, connection="close"))
+            whole = b""
+            while part := connection.recv(2048):
+                whole += part
+                time.sleep(0.005)
+        assert len(json.loads(parse(whole).body)["choices"]) == 4
+    finally:
+        engine.says, engine.tokens_per_delta = None, 1

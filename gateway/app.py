@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,10 +40,13 @@ from gateway.routes.generating import Generator
 from gateway.routes.health import health_routes
 from gateway.routes.length import length_route
 from gateway.routes.models import model_routes
+from gateway.routes.reading import Reader
 from gateway.routes.score import score_route
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
 from gateway.telemetry import Telemetry
+from gateway.text.bounds import Bounds
+from gateway.text.workers import Capacity, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +60,13 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
     telemetry = Telemetry()
     transport = open_transport()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
+    workers = Workers(_text_capacity(settings), telemetry)
+    reader = Reader(workers, _bounds(settings), telemetry, text_seconds=settings.text_seconds, job_mib=settings.text_job_mib)
     pool = Pool(
         sources,
         _connector(settings, transport),
         telemetry,
+        workers,
         probe_seconds=settings.probe_seconds,
         lost_seconds=settings.lost_seconds,
     )
@@ -75,6 +82,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        workers.start()
         pool.start()
         following = asyncio.create_task(keys.follow(telemetry)) if keys else None
         if share:
@@ -85,6 +93,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
             if following:
                 following.cancel()
             await pool.stop()
+            await workers.stop()
             if share:
                 await share.stop()
             await transport.aclose()
@@ -92,10 +101,10 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
     v1 = Router(
         path="",
         route_handlers=[
-            score_route(pool, scorer, quotas, telemetry),
-            completion_route(pool, generator),
-            chat_route(pool, generator),
-            length_route(pool, valuer, quotas, telemetry),
+            score_route(pool, reader, scorer, quotas, telemetry),
+            completion_route(pool, reader, generator),
+            chat_route(pool, reader, generator),
+            length_route(pool, reader, valuer, quotas, telemetry),
             *model_routes(pool),
         ],
         middleware=[*([RequireKey(keys)] if keys else []), Admission(settings.max_in_flight)],
@@ -111,6 +120,15 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
         plugins=[DocumentedStructs()],
         logging_config=None,
     )
+
+
+def _text_capacity(settings: Settings) -> Capacity:
+    workers = settings.text_workers or max(2, os.cpu_count() or 2)
+    return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes)
+
+
+def _bounds(settings: Settings) -> Bounds:
+    return Bounds(**{name: getattr(settings, name) for name in Bounds.__struct_fields__})
 
 
 def _connector(settings: Settings, transport: httpx.AsyncBaseTransport) -> Callable[[str, str], Replica]:

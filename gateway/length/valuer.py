@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from collections.abc import Sequence
 
 import msgspec
 
@@ -15,7 +16,7 @@ from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.scoring.scorer import SUB_BATCHES_PER_REPLICA, affinity_of, all_or_cancel
 from gateway.scoring.split import split
-from gateway.text.prompts import PrefixAndBranches
+from gateway.text.prepared import Ids, as_list
 
 
 class Values(msgspec.Struct, frozen=True):
@@ -34,9 +35,9 @@ class Valuer:
         self._dispatcher = dispatcher
         self._split_tokens = split_tokens
 
-    async def values(self, model: ServedModel, texts: PrefixAndBranches, priority: int, caller: wire.Caller) -> Values:
+    async def values(self, model: ServedModel, texts: tuple[Ids, Sequence[Ids]], priority: int, caller: wire.Caller) -> Values:
         """Raises :class:`GatewayError` where an engine fails."""
-        prefix, branches = texts
+        prefix, branches = as_list(texts[0]), texts[1]
         parts = split(
             len(prefix),
             [len(branch) for branch in branches],
@@ -48,7 +49,9 @@ class Valuer:
 
         async def run(part: list[int], affinity: bytes | None) -> wire.Valued:
             async with gate:
-                request = wire.Value(uuid.uuid4().hex, prefix, [branches[place] for place in part], priority, caller=caller)
+                request = wire.Value(
+                    uuid.uuid4().hex, prefix, [as_list(branches[place]) for place in part], priority, caller=caller
+                )
                 return await self._ask(model, request, affinity)
 
         first = affinity_of(prefix)

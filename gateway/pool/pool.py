@@ -12,8 +12,8 @@ from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableMode
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.replica import Replica, ServedModel
 from gateway.telemetry import ReplicaSample, Telemetry
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import Tokenizer, TokenizerError
+from gateway.text.spelling import TokenizerError
+from gateway.text.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,16 @@ class Pool:
         sources: Mapping[str, Discovery],
         connect: Callable[[str, str], Replica],
         telemetry: Telemetry,
+        workers: Workers,
         *,
         probe_seconds: float,
         lost_seconds: float,
     ) -> None:
-        """``sources`` by entry of the setting ``engines``; ``connect`` makes the replica at a URL that an entry led to."""
+        """``sources`` by entry of the setting ``engines``; ``connect`` makes the replica at a URL that an entry led to;
+        ``workers`` read the models' tokenisers."""
         self._sources = sources
         self._connect = connect
+        self._workers = workers
         self._probe_seconds = probe_seconds
         self._lost_seconds = lost_seconds
         self._found: dict[str, Sequence[Endpoint]] = {}  # by entry, once it is known
@@ -165,8 +168,8 @@ class Pool:
         key = (info.model, info.fingerprint)
         if key not in self._served:
             files = await replica.client.tokenizer()
-            tokenizer = await asyncio.to_thread(Tokenizer.from_files, files)
-            self._served[key] = ServedModel(info, tokenizer, ChatTemplate(files.chat_template, files.special_tokens))
+            text, vocabulary = await self._workers.load(files)
+            self._served[key] = ServedModel(info, vocabulary, text)
         for served in self._served.values():
             if replica in served.replicas:
                 served.replicas.remove(replica)

@@ -7,12 +7,13 @@ import hashlib
 import math
 import uuid
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from engine import wire
+from gateway.breathing import slices
 from gateway.cache.base import Logprobs, ResultCache
 from gateway.cache.flights import Flights
 from gateway.cache.policy import CachePolicy
@@ -21,12 +22,15 @@ from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.scoring.keys import result_keys
-from gateway.scoring.split import split
+from gateway.scoring.split import cut, split
 from gateway.telemetry import Telemetry
+from gateway.text.prepared import Ids, as_list
 
 SUB_BATCHES_PER_REPLICA = 2
 """Of one request, at a time: one that runs and one that waits, so that a large request leaves room for others in the queue."""
 
+LOOKUP_KEYS = 1000
+"""Keys that are looked up or kept at once, so that the event loop serves others in between."""
 
 T = TypeVar("T")
 
@@ -37,8 +41,8 @@ MIN_AFFINITY = 16
 class Prompts(msgspec.Struct, frozen=True):
     """What a score request asks, as tokens."""
 
-    prefix: list[int]
-    branches: list[list[int]]
+    prefix: Ids
+    branches: Sequence[Ids]
     labels: list[int]
     priority: int = 0
     caller: wire.Caller = wire.Caller()
@@ -75,12 +79,19 @@ class Scorer:
 
     async def score(self, model: ServedModel, prompts: Prompts, policy: CachePolicy) -> Scores:
         """Raises :class:`GatewayError` where an engine fails; what it computed before is kept."""
-        keys = result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches)
+        keys: list[bytes] = []
+        for begin, end in slices(prompts.branches):
+            keys += result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches[begin:end])
+            if end < len(prompts.branches):
+                await asyncio.sleep(0)
         branch_of = dict(zip(keys, prompts.branches, strict=True))
         results: dict[bytes, Logprobs] = {}
         if policy.read:
-            found = await self._cache.get_many(list(branch_of))
-            results = {key: result for key, result in zip(branch_of, found, strict=True) if result is not None}
+            for asked in cut(list(branch_of), LOOKUP_KEYS):
+                found = await self._cache.get_many(asked)
+                results |= {key: result for key, result in zip(asked, found, strict=True) if result is not None}
+                if len(branch_of) > LOOKUP_KEYS:
+                    await asyncio.sleep(0)
         hits = set(results)
         cached_tokens = 0
         while missing := [key for key in branch_of if key not in results]:
@@ -96,14 +107,13 @@ class Scorer:
         self,
         model: ServedModel,
         prompts: Prompts,
-        branch_of: dict[bytes, list[int]],
+        branch_of: dict[bytes, Ids],
         policy: CachePolicy,
         results: dict[bytes, Logprobs],
     ) -> int:
         """Add the results of ``branch_of`` to ``results``, for others who wait too; return the tokens engines had cached."""
         if not branch_of:
             return 0
-        parts = self._split(model, prompts, branch_of)
         gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready)))
 
         async def run(keys: list[bytes], affinity: bytes | None) -> int:
@@ -113,17 +123,23 @@ class Scorer:
             return scored.cached_tokens
 
         if policy.read:
-            self._flights.begin(branch_of)
+            self._flights.begin(branch_of)  # at once: nothing may run between the look for flights and this
         try:
+            if len(branch_of) > LOOKUP_KEYS:
+                await asyncio.sleep(0)
+            parts = self._split(model, prompts, branch_of)
             first = affinity_of(prompts.prefix)
             return sum(await all_or_cancel([run(keys, None if place else first) for place, keys in enumerate(parts)]))
         finally:
             if policy.read:
                 self._flights.end(branch_of, results)
             if policy.write:
-                await self._cache.put_many({key: results[key] for key in branch_of if key in results})
+                for kept in cut([key for key in branch_of if key in results], LOOKUP_KEYS):
+                    await self._cache.put_many({key: results[key] for key in kept})
+                    if len(branch_of) > LOOKUP_KEYS:
+                        await asyncio.sleep(0)
 
-    def _split(self, model: ServedModel, prompts: Prompts, branch_of: dict[bytes, list[int]]) -> list[list[bytes]]:
+    def _split(self, model: ServedModel, prompts: Prompts, branch_of: dict[bytes, Ids]) -> list[list[bytes]]:
         """The keys of each sub-batch."""
         keys = list(branch_of)
         parts = split(
@@ -132,12 +148,14 @@ class Scorer:
             replicas=len(model.usable),
             split_tokens=self._split_tokens,
             max_branches=model.info.limits.max_branches,
+            labels=len(prompts.labels),
         )
         self._telemetry.split(len(parts))
         return [[keys[place] for place in part] for part in parts]
 
-    async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[list[int]], affinity: bytes | None) -> wire.Scored:
-        request = wire.Score(uuid.uuid4().hex, prompts.prefix, branches, prompts.labels, prompts.priority, caller=prompts.caller)
+    async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[Ids], affinity: bytes | None) -> wire.Scored:
+        prefix, rows = as_list(prompts.prefix), [as_list(branch) for branch in branches]
+        request = wire.Score(uuid.uuid4().hex, prefix, rows, prompts.labels, prompts.priority, caller=prompts.caller)
 
         async def ask(client: EngineClient) -> wire.Scored:
             scored = await client.score(request)
@@ -151,7 +169,7 @@ class Scorer:
         return await self._dispatcher.call(model, ask, tokens=tokens, affinity=affinity)
 
 
-def affinity_of(prefix: list[int]) -> bytes | None:
+def affinity_of(prefix: Ids) -> bytes | None:
     """The replica that has this prefix in its cache is the one to ask again."""
     if len(prefix) < MIN_AFFINITY:
         return None

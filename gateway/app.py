@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,11 +48,14 @@ from gateway.routes.generating import Generator
 from gateway.routes.health import health_routes
 from gateway.routes.length import length_route
 from gateway.routes.models import model_routes
+from gateway.routes.reading import Reader
 from gateway.routes.score import score_route
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
 from gateway.streams import Streams
 from gateway.telemetry import Telemetry
+from gateway.text.bounds import Bounds
+from gateway.text.workers import Capacity, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +72,13 @@ def create_app(
     telemetry = Telemetry()
     transport = open_transport()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
+    workers = Workers(_text_capacity(settings), telemetry)
+    reader = Reader(workers, _bounds(settings), telemetry, text_seconds=settings.text_seconds, job_mib=settings.text_job_mib)
     pool = Pool(
         sources,
         _connector(settings, transport),
         telemetry,
+        workers,
         probe_seconds=settings.probe_seconds,
         silence_seconds=settings.silence_seconds,
         startup_seconds=settings.startup_seconds,
@@ -89,6 +96,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        workers.start()
         pool.start()
         if keys:
             keys.start(telemetry)
@@ -100,6 +108,7 @@ def create_app(
             if keys:
                 keys.stop()
             await pool.stop()
+            await workers.stop()
             if share:
                 await share.stop()
             await transport.aclose()
@@ -107,10 +116,10 @@ def create_app(
     v1 = Router(
         path="",
         route_handlers=[
-            score_route(pool, scorer, quotas, telemetry),
-            completion_route(pool, generator),
-            chat_route(pool, generator),
-            length_route(pool, valuer, quotas, telemetry),
+            score_route(pool, reader, scorer, quotas, telemetry),
+            completion_route(pool, reader, generator),
+            chat_route(pool, reader, generator),
+            length_route(pool, reader, valuer, quotas, telemetry),
             *model_routes(pool),
         ],
         middleware=[*([RequireKey(keys)] if keys else []), Admission(settings, telemetry)],
@@ -136,6 +145,15 @@ def create_app(
 def _key_ring(settings: Settings, file: Path) -> KeyRing:
     """Raises :class:`SettingsError`."""
     return KeyRing(file, stale_seconds=settings.api_keys_stale_seconds, isolation=settings.cache_isolation)
+
+
+def _text_capacity(settings: Settings) -> Capacity:
+    workers = settings.text_workers or max(2, os.cpu_count() or 2)
+    return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes)
+
+
+def _bounds(settings: Settings) -> Bounds:
+    return Bounds(**{name: getattr(settings, name) for name in Bounds.__struct_fields__})
 
 
 def _connector(settings: Settings, transport: httpx.AsyncBaseTransport) -> Callable[[str, str], Replica]:

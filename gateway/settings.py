@@ -140,6 +140,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     access_log_probes: bool = False
     """Log requests to ``/livez``, ``/readyz`` and ``/metrics`` too."""
 
+    max_sequences: Positive = 1024
+    """Sequences that one request may generate: its prompts times ``n``."""
+    max_request_tokens: Positive = 1 << 20
+    """Prompt tokens that one request may bring, what prompts share counted once; with ``echo`` once for each completion."""
+    max_request_characters: Positive = 16 << 20
+    """Characters of query and items, joined, of one request to a model whose tokeniser cannot read the query once."""
+    max_scores: Positive = 1 << 20
+    """Scores of one request: its items times its labels."""
+    text_workers: Count = 0
+    """Processes that read texts, chat templates and long bodies; 0 starts one for each processor, and at least two."""
+    text_seconds: Seconds = 10.0
+    """Longest time that one of these processes may work on a request, after which the answer is 400."""
+    template_seconds: Seconds = 2.0
+    """Longest time that a model's chat template may take with a request's messages, after which the answer is 400."""
+    text_job_mib: Positive = 512
+    """Memory that reading one request may take, in MiB, before the answer is 400."""
+    text_queue: Positive = 256
+    """Requests that wait to be read at a time; more are answered 429."""
+    text_queue_bytes: Positive = 256 << 20
+    """Bytes of the bodies of those requests; more are answered 429."""
+    parse_special_tokens_in_messages: bool = False
+    """Whether text such as ``<|im_end|>`` in chat messages becomes a control token where the request does not say."""
+
     def __post_init__(self) -> None:
         if not self.engines:
             raise SettingsError(_remedy("engines", "no engine is named", "give at least one URL, such as http://127.0.0.1:8100"))

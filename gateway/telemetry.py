@@ -93,6 +93,10 @@ class Telemetry:
         )
         self._uploads = Gauge("yardstick_uploads", "Requests whose body is arriving.", registry=self._registry)
 
+        self._text_wait = self._histogram("text_wait_seconds", "Wait of a request for a text worker.", labels=())
+        self._text_seconds = self._histogram("text_seconds", "Work of a text worker on one request.", labels=())
+        self._text_ends = self._counter("text_workers_ended", "Text workers that were killed or ended by themselves.", "reason")
+
         self._children()
 
     def rejected(self, reason: str) -> None:
@@ -107,6 +111,23 @@ class Telemetry:
         """Report the bytes of bodies, and the uploads in progress, that the functions give."""
         self._bytes_in_flight.set_function(read_bytes)
         self._uploads.set_function(read_uploads)
+
+    def text_waited(self, seconds: float) -> None:
+        """A request got a text worker."""
+        self._text_wait.observe(seconds)
+
+    def text_read(self, seconds: float) -> None:
+        """A text worker has read a request."""
+        self._text_seconds.observe(seconds)
+
+    def text_worker_ended(self, reason: str) -> None:
+        """A text worker was lost: ``slow``, ``template``, ``memory``, ``left`` by its client, or ``crash``."""
+        self._text_ends.labels(reason).inc()
+
+    def watch_text_queue(self, read: Callable[[], int]) -> None:
+        """Tell how many requests wait for a text worker whenever the metrics are read."""
+        queue = Gauge("yardstick_text_queue", "Requests that wait for a text worker.", registry=self._registry)
+        queue.set_function(read)
 
     def answered(self, route: str, status: int, first_seconds: float, seconds: float) -> None:
         """A request to ``route`` (a template, not a path) is over."""

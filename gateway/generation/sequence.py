@@ -10,7 +10,7 @@ from engine import wire
 from gateway.errors import EngineLost
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopStrings
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.vocabulary import Vocabulary
 
 Finish = Literal["stop", "length"]
 
@@ -60,7 +60,7 @@ class TextOptions:
 class Sequence:
     """Owns what is held back: characters that are not complete, text that may become a stop string, and the tokens of both."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, prompt: Run[int], options: TextOptions, *, offset: int = 0) -> None:
+    def __init__(self, index: int, tokenizer: Vocabulary, prompt: Run[int], options: TextOptions, *, offset: int = 0) -> None:
         """``offset``: characters that stand before the sequence in its text (an echoed prompt)."""
         self.index = index
         self.finish: Finish | None = None
@@ -157,7 +157,7 @@ def _token(id: int, place: int, logprobs: wire.Logprobs | None, offset: int) -> 
     return Token(id, None if chosen is None else max(chosen, LEAST_LOGPROB), top, judged, offset)
 
 
-def prompt_tokens(tokenizer: Tokenizer, ids: Run[int], text: str, logprobs: wire.Logprobs | None) -> list[Token]:
+def prompt_tokens(tokenizer: Vocabulary, ids: Run[int], text: str, logprobs: wire.Logprobs | None) -> list[Token]:
     """The tokens of an echoed prompt with their places in ``text``. A token that was put before the text takes no room."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     tokens, offset = [], 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,7 +17,7 @@ from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.scoring.scorer import SUB_BATCHES_PER_REPLICA, affinity_of, all_or_cancel
 from gateway.scoring.split import split
-from gateway.text.prompts import PrefixAndBranches
+from gateway.text.prepared import Ids, as_list
 
 
 class Values(msgspec.Struct, frozen=True):
@@ -40,13 +41,13 @@ class Valuer:
     async def values(
         self,
         model: ServedModel,
-        texts: PrefixAndBranches,
+        texts: tuple[Ids, Sequence[Ids]],
         priority: int,
         caller: wire.Caller,
         lease: Lease | None = None,
     ) -> Values:
         """Records in ``lease`` what is sent to engines. Raises :class:`GatewayError` where an engine fails."""
-        prefix, branches = texts
+        prefix, branches = as_list(texts[0]), texts[1]
         parts = split(
             len(prefix),
             [len(branch) for branch in branches],
@@ -58,7 +59,8 @@ class Valuer:
 
         async def run(part: list[int], affinity: bytes | None) -> wire.Valued:
             async with gate:
-                request = wire.Value(uuid.uuid4().hex, prefix, [branches[place] for place in part], priority, caller=caller)
+                rows = [as_list(branches[place]) for place in part]
+                request = wire.Value(uuid.uuid4().hex, prefix, rows, priority, caller=caller)
                 return await self._ask(model, request, affinity, lease)
 
         first = affinity_of(prefix, caller)

@@ -13,8 +13,8 @@ from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.silence import AwakeClock, watch_silence
 from gateway.telemetry import ReplicaSample, Telemetry
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import Tokenizer, TokenizerError
+from gateway.text.spelling import TokenizerError
+from gateway.text.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +30,18 @@ class Pool:
         sources: Mapping[str, Discovery],
         connect: Callable[[str, str], Replica],
         telemetry: Telemetry,
+        workers: Workers,
         *,
         probe_seconds: float,
         silence_seconds: float,
         startup_seconds: float,
         clock: AwakeClock | None = None,
     ) -> None:
-        """``sources`` by entry of the setting ``engines``; ``connect`` makes the replica at a URL that an entry led to."""
+        """``sources`` by entry of the setting ``engines``; ``connect`` makes the replica at a URL that an entry led to;
+        ``workers`` read the models' tokenisers."""
         self._sources = sources
         self._connect = connect
+        self._workers = workers
         self._probe_seconds = probe_seconds
         self._silence_seconds = silence_seconds
         self._startup_seconds = startup_seconds
@@ -196,8 +199,8 @@ class Pool:
             async with self._turn(key):
                 if key not in self._served:
                     files = await replica.client.tokenizer()
-                    tokenizer = await asyncio.to_thread(Tokenizer.from_files, files)
-                    return ServedModel(info, tokenizer, ChatTemplate(files.chat_template, files.special_tokens))
+                    text, vocabulary = await self._workers.load(files)
+                    return ServedModel(info, vocabulary, text)
         return self._served[key]
 
     @asynccontextmanager

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from engine import wire
-from gateway.errors import ContextExceeded, EngineSilent, NotReady
+from gateway.errors import EngineSilent, NotReady
 from gateway.pool.client import EngineClient
 from gateway.pool.health import Health
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.facts import Facts
+from gateway.text.vocabulary import Vocabulary
 
 MAX_EJECTED_SHARE = 0.5
 """Of a model's ready replicas; when more fail, the fault is likely not theirs, and those that return soonest stay in use."""
@@ -147,8 +147,10 @@ class ServedModel:
     """Replicas that give the same numbers for the same tokens: one name, one fingerprint."""
 
     info: wire.Info
-    tokenizer: Tokenizer
-    template: ChatTemplate
+    tokenizer: Vocabulary
+    """Token ids to text; texts become token ids in worker processes."""
+    text: str
+    """Key of the model's text side in the worker processes."""
     replicas: list[Replica] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
     """Entries of the setting ``engines`` that it was last seen behind; it is remembered while its replicas are away."""
@@ -164,6 +166,11 @@ class ServedModel:
     def context(self) -> int:
         """Longest prompt and completion together that an engine takes, in tokens."""
         return min(self.info.max_context, self.info.limits.max_slots)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What reading a request needs to know."""
+        return Facts(self.name, self.context, self.info.vocab_size, self.info.limits.max_labels)
 
     @property
     def ready(self) -> list[Replica]:
@@ -217,11 +224,5 @@ class ServedModel:
         return True
 
     def check_prompt(self, length: int, param: str, *, room: int = 0) -> None:
-        """Raise :class:`ContextExceeded` unless a prompt of ``length`` tokens and ``room`` more fit in the context."""
-        if length + room > self.context:
-            and_room = " and leaves no room for an answer" if room else ""
-            raise ContextExceeded(
-                f"`{param}`: the prompt is {length} tokens long{and_room}; the context of {self.name!r} holds {self.context}."
-                " Shorten it: a prompt is never cut.",
-                param=param,
-            )
+        """Raise :class:`~gateway.errors.ContextExceeded` unless ``length`` prompt tokens and ``room`` more fit in the context."""
+        self.facts.check_prompt(length, param, room=room)

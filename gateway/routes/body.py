@@ -1,56 +1,79 @@
-"""Hands a handler its decoded body, and documents it."""
+"""Hands a handler its body as it arrived, in parts, and documents it."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
-from litestar import post
+from litestar import Request, post
 from litestar._openapi.schema_generation import SchemaCreator
 from litestar.dto import AbstractDTO, DTOFieldDefinition
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import Reference, Schema
 from litestar.typing import FieldDefinition
 
-from gateway.exchange import Exchange
 from gateway.openapi import ERRORS, ApiOperation
-from gateway.schemas.decoding import BodyDecoder
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+class Body(Generic[T]):
+    """The bytes of a request that should hold a ``T`` as JSON, in the parts in which they arrived. Joining the parts of a large
+    body would block the event loop."""
+
+    def __init__(self, chunks: list[bytes]) -> None:
+        self.chunks = chunks
+        self.size = sum(map(len, chunks))
+
+    def joined(self) -> bytes:
+        """All bytes."""
+        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+
+
 def post_json(path: str, kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
-    """``litestar.post`` for a handler whose ``data`` is a ``kind``."""
+    """``litestar.post`` for a handler whose ``data`` is a ``Body[kind]``, whatever its content type says."""
     dto = JsonBody[kind]  # type: ignore[valid-type]
-    return post(path, status_code=200, dto=dto, return_dto=None, responses=ERRORS, operation_class=ApiOperation, tags=[tag])
+    return post(
+        path,
+        status_code=200,
+        dto=dto,
+        return_dto=None,
+        responses=ERRORS,
+        operation_class=ApiOperation,
+        tags=[tag],
+        request_class=_Parts,
+    )
+
+
+class _Parts(Request[Any, Any, Any]):
+    """A request whose body is not joined."""
+
+    async def body(self) -> Any:
+        """A list of parts, empty for an empty body."""
+        return [chunk async for chunk in self.stream()]
 
 
 class JsonBody(AbstractDTO[T]):
-    """Decodes a JSON body whatever its content type says; names the fields it ignores in ``x-yardstick-ignored``."""
+    """Passes the body on; ``gateway/routes/reading.py`` decodes it."""
 
-    _decoder: ClassVar[BodyDecoder[Any]]
-
-    def decode_bytes(self, value: bytes) -> Any:
-        """Raises :class:`InvalidRequest`."""
-        data, ignored = self._decoder.decode(value)
-        Exchange.of(self.asgi_connection).name_ignored(ignored)
-        return data
+    def decode_bytes(self, value: Any) -> Any:
+        """The parts that ``_Parts`` has read."""
+        return Body[T](value)
 
     @classmethod
     def create_for_field_definition(cls, *_: Any, **__: Any) -> None:
         """Nothing is generated: the struct itself is the transfer object."""
-        cls._decoder = BodyDecoder(cls.model_type)
 
     @classmethod
     def create_openapi_schema(
         cls,
-        field_definition: FieldDefinition,
+        field_definition: FieldDefinition,  # noqa: ARG003 - the framework's signature
         handler_id: str,  # noqa: ARG003 - the framework's signature
         schema_creator: SchemaCreator,
     ) -> Reference | Schema:
         """The struct's own schema."""
-        return schema_creator.for_field_definition(field_definition)
+        return schema_creator.for_field_definition(FieldDefinition.from_annotation(cls.model_type))
 
     @classmethod
     def generate_field_definitions(cls, *_: Any) -> Generator[DTOFieldDefinition, None, None]:

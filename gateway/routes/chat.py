@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from typing import Any
@@ -19,9 +18,9 @@ from gateway.length.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
-from gateway.routes.body import post_json
+from gateway.routes.body import Body, post_json
 from gateway.routes.generating import Answer, Generator, system_fingerprint
-from gateway.routes.tokens import rendered
+from gateway.routes.reading import Reader
 from gateway.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -36,36 +35,40 @@ from gateway.schemas.chat import (
 )
 from gateway.schemas.usage import Usage
 from gateway.tenancy import caller_of, priority_of
+from gateway.text.prepared import as_list
 
 
-def chat_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
+def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
     """The endpoint."""
 
     @post_json("/v1/chat/completions", ChatRequest, "generation")
-    async def chat(request: Request[Any, Any, Any], data: JSONBody[ChatRequest]) -> Response[ChatCompletion]:
+    async def chat(request: Request[Any, Any, Any], data: JSONBody[Body[ChatRequest]]) -> Response[ChatCompletion]:
         """Answer a conversation.
 
         With `stream` the answer is a stream of server-sent events, each with the `delta` of an answer, and `[DONE]` at the end.
         """
-        model = requested_model(request, pool, data.model)
-        logprobs = (data.top_logprobs or 0) if data.logprobs else None
-        _check(model, data, logprobs)
-        guidance = guidance_of(model, data, logprobs=logprobs)
-        priority = priority_of(request, data.priority)
-        prompt = await asyncio.to_thread(_prompt, model, data)
+        async with reader.open(request, ChatRequest, data) as body:
+            fields = body.fields
+            model = requested_model(request, pool, fields.model)
+            logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+            _check(model, fields, logprobs)
+            guidance = guidance_of(model, fields, logprobs=logprobs)
+            priority = priority_of(request, fields.priority)
+            prepared = await body.read(model)
         generation = plan(
             model,
-            data,
-            prompt,
-            max_tokens=_max_tokens(data),
+            fields,
+            as_list(prepared.rows[0]),
+            max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
             param="messages",
             priority=priority,
-            caller=caller_of(request, cache_salt=data.cache_salt),
+            caller=caller_of(request, cache_salt=fields.cache_salt),
         )
         answer = ChatAnswer(model, logprobs=logprobs is not None, gamma=gamma_of_values(model, guidance))
-        return await generator.respond(request, [generation], answer, stream=bool(data.stream), includes_usage=data.includes_usage)
+        stream = bool(fields.stream)
+        return await generator.respond(request, [generation], answer, stream=stream, includes_usage=fields.includes_usage)
 
     return chat
 
@@ -81,10 +84,6 @@ def _max_tokens(data: ChatRequest) -> int | None:
     if limit == 0:
         raise InvalidRequest("`max_completion_tokens` is 0; ask for at least one token.", param="max_completion_tokens")
     return limit
-
-
-def _prompt(model: ServedModel, data: ChatRequest) -> list[int]:
-    return model.tokenizer.encode(rendered(model, data.messages, data.chat_template_kwargs), add_special_tokens=False)
 
 
 class ChatAnswer(Answer):

@@ -11,6 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from engine import wire
+from gateway.breathing import Breath
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece, Token
@@ -19,54 +20,58 @@ from gateway.length.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
-from gateway.routes.body import post_json
+from gateway.routes.body import Body, post_json
 from gateway.routes.generating import Answer, Generator, system_fingerprint
-from gateway.routes.tokens import Prompt, read_prompts
-from gateway.schemas.completions import MAX_PROMPTS, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from gateway.routes.reading import Reader
+from gateway.schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from gateway.schemas.usage import Usage
 from gateway.tenancy import caller_of, priority_of
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.prepared import as_list
+from gateway.text.vocabulary import Vocabulary
 
 DEFAULT_MAX_TOKENS = 16
 
 
-def completion_route(pool: Pool, generator: Generator) -> HTTPRouteHandler:
+def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
     """The endpoint."""
 
     @post_json("/v1/completions", CompletionRequest, "generation")
-    async def complete(request: Request[Any, Any, Any], data: JSONBody[CompletionRequest]) -> Response[Completion]:
+    async def complete(request: Request[Any, Any, Any], data: JSONBody[Body[CompletionRequest]]) -> Response[Completion]:
         """Continue prompts.
 
         With `stream` the answer is a stream of server-sent events, each a completion with what is new, and `[DONE]` at the end.
         """
-        model = requested_model(request, pool, data.model)
-        _check(model, data)
-        guidance = guidance_of(model, data, logprobs=data.logprobs)
-        caller, priority = caller_of(request, cache_salt=data.cache_salt), priority_of(request, data.priority)
-        generations = [
-            plan(
+        async with reader.open(request, CompletionRequest, data) as body:
+            fields = body.fields
+            model = requested_model(request, pool, fields.model)
+            _check(model, fields)
+            guidance = guidance_of(model, fields, logprobs=fields.logprobs)
+            priority = priority_of(request, fields.priority)
+            prepared = await body.read(model)
+        caller = caller_of(request, cache_salt=fields.cache_salt)
+        generations, breath = [], Breath()
+        for index, prompt in enumerate(prepared.rows):
+            generation = plan(
                 model,
-                data,
-                prompt.ids,
-                max_tokens=_default_max_tokens(guidance) if data.max_tokens is None else data.max_tokens,
-                logprobs=data.logprobs,
+                fields,
+                as_list(prompt),
+                max_tokens=_default_max_tokens(guidance) if fields.max_tokens is None else fields.max_tokens,
+                logprobs=fields.logprobs,
                 guidance=guidance,
-                first_index=index * data.sequences,
-                echo=_text(model, prompt) if data.echo else None,
-                param=prompt.param,
+                first_index=index * fields.sequences,
+                echo=prepared.texts[index] if prepared.texts else None,
+                param=prepared.param_of(index),
                 priority=priority,
                 caller=caller,
             )
-            for index, prompt in enumerate(await read_prompts(model, data.prompt, "prompt", at_most=MAX_PROMPTS))
-        ]
-        answer = CompletionAnswer(model, logprobs=data.logprobs is not None, gamma=gamma_of_values(model, guidance))
-        return await generator.respond(request, generations, answer, stream=bool(data.stream), includes_usage=data.includes_usage)
+            generations.append(generation)
+            if breath.due:
+                await breath.take()
+        answer = CompletionAnswer(model, logprobs=fields.logprobs is not None, gamma=gamma_of_values(model, guidance))
+        stream = bool(fields.stream)
+        return await generator.respond(request, generations, answer, stream=stream, includes_usage=fields.includes_usage)
 
     return complete
-
-
-def _text(model: ServedModel, prompt: Prompt) -> str:
-    return model.tokenizer.decode(prompt.ids, skip_special_tokens=False) if prompt.text is None else prompt.text
 
 
 def _default_max_tokens(guidance: wire.Guidance | None) -> int:
@@ -122,7 +127,7 @@ class CompletionAnswer(Answer):
         return CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish)
 
 
-def _logprobs(tokenizer: Tokenizer, tokens: list[Token], gamma: float | None) -> CompletionLogprobs:
+def _logprobs(tokenizer: Vocabulary, tokens: list[Token], gamma: float | None) -> CompletionLogprobs:
     """Tokens of the same text (parts of characters) share an entry of ``top_logprobs``; the more probable one has it."""
     told = CompletionLogprobs()
     if gamma is not None:

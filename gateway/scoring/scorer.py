@@ -7,13 +7,14 @@ import hashlib
 import math
 import uuid
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
 from engine import wire
+from gateway.breathing import slices
 from gateway.cache.base import Logprobs, ResultCache
 from gateway.cache.flights import Flights
 from gateway.cache.policy import CachePolicy
@@ -23,12 +24,15 @@ from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.scoring.keys import result_keys
-from gateway.scoring.split import split
+from gateway.scoring.split import cut, split
 from gateway.telemetry import Telemetry
+from gateway.text.prepared import Ids, as_list
 
 SUB_BATCHES_PER_REPLICA = 2
 """Of one request, at a time: one that runs and one that waits, so that a large request leaves room for others in the queue."""
 
+LOOKUP_KEYS = 1000
+"""Keys that are looked up or kept at once, so that the event loop serves others in between."""
 
 T = TypeVar("T")
 
@@ -39,8 +43,8 @@ MIN_AFFINITY = 16
 class Prompts(msgspec.Struct, frozen=True):
     """What a score request asks, as tokens."""
 
-    prefix: list[int]
-    branches: list[list[int]]
+    prefix: Ids
+    branches: Sequence[Ids]
     labels: list[int]
     priority: int = 0
     caller: wire.Caller = wire.Caller()
@@ -99,11 +103,18 @@ class Scorer:
         is kept."""
         job = _Job(model, prompts, policy, lease)
         salt = prompts.caller.cache_salt
-        keys = result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches, salt=salt)
+        keys: list[bytes] = []
+        for begin, end in slices(prompts.branches):
+            keys += result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches[begin:end], salt=salt)
+            if end < len(prompts.branches):
+                await asyncio.sleep(0)
         branch_of = dict(zip(keys, prompts.branches, strict=True))
         if policy.read:
-            found = await self._cache.get_many(list(branch_of))
-            job.results = {key: result for key, result in zip(branch_of, found, strict=True) if result is not None}
+            for asked in cut(list(branch_of), LOOKUP_KEYS):
+                found = await self._cache.get_many(asked)
+                job.results |= {key: result for key, result in zip(asked, found, strict=True) if result is not None}
+                if len(branch_of) > LOOKUP_KEYS:
+                    await asyncio.sleep(0)
         results = job.results
         hits = set(results)
         while missing := [key for key in branch_of if key not in results]:
@@ -114,11 +125,10 @@ class Scorer:
         cached_tokens = job.cached_tokens + sum(length for key, length in zip(keys, prompts.lengths, strict=True) if key in hits)
         return Scores([results[key] for key in keys], sum(key in hits for key in keys), cached_tokens, job.queue_seconds)
 
-    async def _compute(self, job: _Job, branch_of: dict[bytes, list[int]]) -> None:
+    async def _compute(self, job: _Job, branch_of: dict[bytes, Ids]) -> None:
         """Add the results of ``branch_of`` to those of ``job``, for others who wait too."""
         if not branch_of:
             return
-        parts = self._split(job, branch_of)
         gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(job.model.ready)))
 
         async def run(keys: list[bytes], affinity: bytes | None) -> None:
@@ -126,17 +136,23 @@ class Scorer:
                 job.take(keys, await self._ask(job, [branch_of[key] for key in keys], affinity))
 
         if job.policy.read:
-            self._flights.begin(branch_of)
+            self._flights.begin(branch_of)  # at once: nothing may run between the look for flights and this
         try:
+            if len(branch_of) > LOOKUP_KEYS:
+                await asyncio.sleep(0)
+            parts = self._split(job, branch_of)
             first = affinity_of(job.prompts.prefix, job.prompts.caller)
             await all_or_cancel([run(keys, None if place else first) for place, keys in enumerate(parts)])
         finally:
             if job.policy.read:
                 self._flights.end(branch_of, job.results)
             if job.policy.write:
-                await self._cache.put_many({key: job.results[key] for key in branch_of if key in job.results})
+                for kept in cut([key for key in branch_of if key in job.results], LOOKUP_KEYS):
+                    await self._cache.put_many({key: job.results[key] for key in kept})
+                    if len(branch_of) > LOOKUP_KEYS:
+                        await asyncio.sleep(0)
 
-    def _split(self, job: _Job, branch_of: dict[bytes, list[int]]) -> list[list[bytes]]:
+    def _split(self, job: _Job, branch_of: dict[bytes, Ids]) -> list[list[bytes]]:
         """The keys of each sub-batch."""
         keys = list(branch_of)
         parts = split(
@@ -145,14 +161,16 @@ class Scorer:
             replicas=len(job.model.usable),
             split_tokens=self._split_tokens,
             max_branches=job.model.info.limits.max_branches,
+            labels=len(job.prompts.labels),
         )
         self._telemetry.split(len(parts))
         return [[keys[place] for place in part] for part in parts]
 
-    async def _ask(self, job: _Job, branches: list[list[int]], affinity: bytes | None) -> wire.Scored:
+    async def _ask(self, job: _Job, branches: list[Ids], affinity: bytes | None) -> wire.Scored:
         prompts, lease = job.prompts, job.lease
-        request = wire.Score(uuid.uuid4().hex, prompts.prefix, branches, prompts.labels, prompts.priority, caller=prompts.caller)
-        tokens = len(prompts.prefix) + sum(map(len, branches))
+        prefix, rows = as_list(prompts.prefix), [as_list(branch) for branch in branches]
+        request = wire.Score(uuid.uuid4().hex, prefix, rows, prompts.labels, prompts.priority, caller=prompts.caller)
+        tokens = len(prefix) + sum(map(len, rows))
 
         async def ask(client: EngineClient) -> wire.Scored:
             if lease is not None:
@@ -167,7 +185,7 @@ class Scorer:
         return await self._dispatcher.call(job.model, ask, tokens=tokens, affinity=affinity, caller=prompts.caller)
 
 
-def affinity_of(prefix: list[int], caller: wire.Caller) -> bytes | None:
+def affinity_of(prefix: Ids, caller: wire.Caller) -> bytes | None:
     """Digest of what a replica's prefix cache is searched for: the replica that has it is the one to ask again. None for a request
     that prefix caches do not serve, or too little."""
     if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:

@@ -36,7 +36,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         """``special_tokens`` are variables of the template: ``bos_token``, ``eos_token``, ..."""
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -73,10 +73,10 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        if self._source is None:
+        if self.source is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions, or serve a model that has one")
         try:
-            return _environment().from_string(self._source)
+            return _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"the model's chat template is broken: line {error.lineno}: {error.message}") from error
 

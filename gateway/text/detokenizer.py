@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.vocabulary import Vocabulary
 
 _UNFINISHED = 3
 """Bytes of the longest incomplete UTF-8 character."""
@@ -19,7 +19,7 @@ class Detokenizer:
     A character that the prompt began is told whole. State is at most an incomplete character, so each token costs the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Vocabulary, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

@@ -1,18 +1,24 @@
 """Query and items to one prefix and its branches, token for token as if each prompt had been tokenised whole.
 
-A tokeniser may merge across the seam between query and item ("wood" + "en" is one token), so each concatenated prompt goes
-through the tokeniser, and what all prompts have in common afterwards is the prefix.
+A tokeniser may merge across the seam between query and item ("wood" + "en" is one token). So the query is cut at a safe place
+(``cuts.py``): the part far from the items is tokenised once, and the part beside them together with each item. Where the
+tokeniser has no safe cuts, each joined text is tokenised whole, and the sum of their lengths is bounded.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import TypeVar
 
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
+from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 PrefixAndBranches = tuple[list[int], list[list[int]]]
 """The shared tokens, and for each item the rest of its prompt: at least one token."""
+
+Ids = TypeVar("Ids", list[int], "array[int]")
 
 
 class EmptyPromptError(ValueError):
@@ -23,40 +29,159 @@ class EmptyPromptError(ValueError):
         self.index = index
 
 
-def tokenise_pairs(tokenizer: Tokenizer, query: str, items: Sequence[str], *, item_first: bool) -> PrefixAndBranches:
-    """Tokenise ``query + item`` (``item + query`` with ``item_first``) for each item, special tokens included.
+class PromptTooLongError(ValueError):
+    """The prompt of an item has more tokens than allowed."""
+
+    def __init__(self, index: int, tokens: TooManyTokens) -> None:
+        super().__init__(str(tokens))
+        self.index = index
+        self.tokens = tokens
+
+
+def tokenise_pairs(
+    tokenizer: Tokenizer,
+    query: str,
+    items: Sequence[str],
+    *,
+    item_first: bool,
+    limit: int = UNBOUNDED,
+    bounds: Bounds = UNBOUND,
+    add_special_tokens: bool = True,
+    parse_special_tokens: bool = True,
+) -> PrefixAndBranches:
+    """Tokenise ``query + item`` (``item + query`` with ``item_first``) for each item.
 
     The prefix is what all prompts share. Where all items are the same text, it stops at the end of the query, so that a later
-    request with another item can use it. Slow for long lists: call it in a worker thread. Raises :class:`EmptyPromptError`.
+    request with another item can use it. No prompt may have more than ``limit`` tokens.
+
+    Raises :class:`EmptyPromptError`, :class:`PromptTooLongError`, and :class:`InvalidRequest` for more than ``bounds``.
     """
     if not items:
         return [], []
-    prompts = tokenizer.encode_batch([item + query if item_first else query + item for item in items])
-    if len(set(items)) > 1:
-        return _split(prompts, _common_length(prompts))
-    shared = tokenizer.encode("" if item_first else query)
-    return _split(prompts, _common_length([shared, prompts[0]]))
+    encoder = _Encoder(tokenizer, limit, bounds, add_special_tokens, parse_special_tokens)
+    for index, item in enumerate(items):
+        encoder.check_length(index, len(query) + len(item))
+    cut = tokenizer.cut(query, last=not item_first) if len(items) > 1 else None
+    if cut is not None:
+        compose = _query_last if item_first else _query_first
+        found = compose(encoder, query[:cut], query[cut:], items)
+        if found is not None:
+            return found
+    return _whole(encoder, query, items, item_first)
+
+
+class _Encoder:
+    """Encodes the prompts of one request, counts their tokens, and says which prompt is too long."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, limit: int, bounds: Bounds, add_special_tokens: bool, parse_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._bounds = bounds
+        self._adds = add_special_tokens
+        self._parses = parse_special_tokens
+        self._tokens = 0
+        self.begin, self.end = tokenizer.affixes if add_special_tokens else ([], [])
+
+    def check_length(self, index: int, characters: int) -> None:
+        """Raise :class:`PromptTooLongError` where a prompt of so many characters cannot fit."""
+        if self._tokenizer.least_tokens(characters) > self._limit:
+            raise PromptTooLongError(index, TooManyTokens(self._limit, exact=False))
+
+    def check_characters(self, characters: int) -> None:
+        """Raise :class:`InvalidRequest` where so many characters are too many to tokenise for one request."""
+        self._bounds.check("max_request_characters", characters, "characters that must be tokenised", "items")
+
+    def whole(self, index: int, text: str) -> list[int]:
+        """The tokens of a prompt. Raises :class:`PromptTooLongError`."""
+        return self._encode(index, text, self._adds)
+
+    def part(self, index: int, text: str) -> list[int]:
+        """The tokens of a part of a prompt. Raises :class:`PromptTooLongError`."""
+        return self._encode(index, text, False)
+
+    def count(self, index: int, tokens: int, length: int) -> None:
+        """Take note of a prompt of ``length`` tokens, of which ``tokens`` are its own. Raises :class:`PromptTooLongError`."""
+        if length > self._limit:
+            raise PromptTooLongError(index, TooManyTokens(length, exact=True))
+        self._tokens += tokens
+        self._bounds.check("max_request_tokens", self._tokens, "tokens or more", "items")
+
+    def _encode(self, index: int, text: str, adds: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, limit=self._limit, add_special_tokens=adds, parse_special_tokens=self._parses)
+        except TooManyTokens as error:
+            raise PromptTooLongError(index, error) from None
+
+
+def _query_first(encoder: _Encoder, left: str, right: str, items: Sequence[str]) -> PrefixAndBranches | None:
+    """``left`` is tokenised once, ``right`` with each item. None where the first prompt is not what it is as a whole."""
+    prefix = [*encoder.begin, *encoder.part(0, left)]
+    encoder.count(0, len(prefix), len(prefix))
+    rests = []
+    for index, item in enumerate(items):
+        rest = [*encoder.part(index, right + item), *encoder.end]
+        encoder.count(index, len(rest), len(prefix) + len(rest))
+        if index == 0 and [*prefix, *rest] != encoder.whole(0, left + right + item):
+            return None
+        rests.append(rest)
+    others = rests if len(set(items)) > 1 else [[*encoder.part(0, right), *encoder.end], rests[0]]
+    shared, branches = split(rests, common_length(others))
+    return prefix + shared, branches
+
+
+def _query_last(encoder: _Encoder, left: str, right: str, items: Sequence[str]) -> PrefixAndBranches | None:
+    """``right`` is tokenised once, ``left`` with each item. None where the first prompt is not what it is as a whole."""
+    rest = [*encoder.part(0, right), *encoder.end]
+    prompts = []
+    for index, item in enumerate(items):
+        prompt = [*encoder.begin, *encoder.part(index, item + left), *rest]
+        encoder.count(index, len(prompt), len(prompt))
+        if index == 0 and prompt != encoder.whole(0, item + left + right):
+            return None
+        prompts.append(prompt)
+    return split(prompts, common_length(prompts) if len(set(items)) > 1 else len(encoder.begin))
+
+
+def _whole(encoder: _Encoder, query: str, items: Sequence[str], item_first: bool) -> PrefixAndBranches:
+    """Every prompt is tokenised whole."""
+    if len(items) > 1:
+        encoder.check_characters(len(query) * len(items) + sum(map(len, items)))
+    prompts = []
+    for index, item in enumerate(items):
+        prompts.append(array("I", encoder.whole(index, item + query if item_first else query + item)))
+        encoder.count(index, 0, len(prompts[-1]))
+    alone = prompts if len(set(items)) > 1 else [array("I", encoder.whole(0, "" if item_first else query)), prompts[0]]
+    prefix, branches = split(prompts, common_length(alone))
+    encoder.count(0, len(prefix) + sum(map(len, branches)), 0)
+    return prefix.tolist(), [branch.tolist() for branch in branches]
 
 
 def join_ids(query: Sequence[int], items: Sequence[Sequence[int]], *, item_first: bool) -> PrefixAndBranches:
-    """The same for prompts that come as token ids; nothing is added to them. Raises :class:`EmptyPromptError`."""
+    """The same for prompts that come as token ids; nothing is added to them. Raises :class:`EmptyPromptError`.
+
+    With ``item_first`` the query is copied for each item, so bound the sum of the lengths before.
+    """
     if not items:
         return [], []
-    if not item_first and all(items):
+    if item_first:
+        prompts = [[*item, *query] for item in items]
+        distinct = len({tuple(item) for item in items}) > 1
+        return split(prompts, common_length(prompts) if distinct else 0)
+    if all(items):
         return [*query], [[*item] for item in items]
-    if not item_first:
-        return _split([[*query, *item] for item in items], len(query))
-    distinct = len({tuple(item) for item in items}) > 1
-    prompts = [[*item, *query] for item in items]
-    return _split(prompts, _common_length(prompts) if distinct else 0)
+    if not query:
+        raise EmptyPromptError(next(index for index, item in enumerate(items) if not item))
+    return [*query[:-1]], [[query[-1], *item] for item in items]
 
 
 def share_prefix(prompts: list[list[int]]) -> PrefixAndBranches:
     """The longest prefix that ``prompts``, none of them empty, have in common; of one alone, all but its last token."""
-    return _split(prompts, _common_length(prompts))
+    return split(prompts, common_length(prompts))
 
 
-def _split(prompts: list[list[int]], shared: int) -> PrefixAndBranches:
+def split(prompts: list[Ids], shared: int) -> tuple[Ids, list[Ids]]:
     """Cut ``prompts`` after their first ``shared`` tokens, or earlier, so that every branch keeps a token."""
     shortest = min(map(len, prompts))
     if shortest == 0:
@@ -65,7 +190,7 @@ def _split(prompts: list[list[int]], shared: int) -> PrefixAndBranches:
     return prompts[0][:cut], [prompt[cut:] for prompt in prompts]
 
 
-def _common_length(prompts: list[list[int]]) -> int:
+def common_length(prompts: Sequence[Ids]) -> int:
     """Tokens that all prompts start with. In the order of lists, the first and the last one have the least in common."""
     pairs = zip(min(prompts), max(prompts), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

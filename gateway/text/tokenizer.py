@@ -1,153 +1,202 @@
-"""A model's tokeniser: exact ids in, exact bytes out.
+"""A model's tokeniser: text in, exact ids out. Only worker processes have one.
 
-Encoding is the ``tokenizers`` library's. Decoding is done here from the exact bytes of each token, so that whole texts, streams
-(``detokenizer.py``) and log-probabilities agree, and so that an invalid byte spoils one character instead of its neighbours.
-Two families are known, those of every model that the engine runs: byte-level BPE (GPT-2, Qwen, Llama 3), where each character
-of a token stands for a byte, and SentencePiece style (Llama 2, Mistral), where ``▁`` is a space and ``<0xE2>`` a byte.
+Encoding is the ``tokenizers`` library's, one text at a time. Long texts are encoded in slices at safe cuts, so that a text which
+is too long for a model is refused early, with memory and time bounded by the model's context.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+import secrets
+from array import array
+from typing import Any
 
 import msgspec
 import tokenizers
 
 from engine.wire import TokenizerFiles
+from gateway.text.bounds import TooManyTokens
+from gateway.text.cuts import cuts_of
+from gateway.text.sizes import characters_per_token
+from gateway.text.special import ControlTokens, Marked
+from gateway.text.spelling import Spelling, TokenizerError, spelling_of
+from gateway.text.vocabulary import Vocabulary, VocabularyTable
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MAX_ID = 2**31
-
-
-class TokenizerError(ValueError):
-    """A model's ``tokenizer.json`` cannot be used."""
-
-
-class _Decoding(msgspec.Struct, frozen=True):
-    """How tokens spell bytes."""
-
-    family: Literal["byte_level", "sentencepiece"]
-    space: str = "▁"
-    """What a space looks like in a SentencePiece-style token."""
-    byte_fallback: bool = False
-    strips_leading_space: bool = False
-    """Encoding put a space before the text, so decoding takes it away again."""
+UNBOUNDED = 2**31
+SLICE_CHARACTERS = 1 << 16
+"""Of a long text at a time: some 50 ms and 20 MiB."""
+_UNSAFE_MARGIN = 8
+"""A text that has no safe cuts is cut anywhere for counting. It is refused when the count is above the limit by one part in so
+many: a cut changes only the tokens beside it."""
 
 
-class Tokenizer:
-    """Safe to use from several threads at once; the library releases the interpreter's lock while it encodes."""
+class Tokenizer(Vocabulary):
+    """Encoding and decoding. Not safe to use from several threads."""
 
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
-        """Take over ``library``. Raises :class:`TokenizerError` where its way of decoding is unknown or it has no tokens."""
+    def __init__(self, library: tokenizers.Tokenizer, document: dict[str, Any] | None = None) -> None:
+        """Take over ``library``, which was made from ``document``. Raises :class:`TokenizerError` where it cannot be used."""
+        document = document or msgspec.json.decode(library.to_str().encode())
         library.no_truncation()
         library.no_padding()
-        vocabulary = library.get_vocab(with_added_tokens=True)
-        if not vocabulary:
+        if not library.get_vocab_size():
             raise TokenizerError("tokenizer.json has no tokens")
-        added = library.get_added_tokens_decoder()
+        added: list[dict[str, Any]] = document.get("added_tokens") or []
+        spelling = spelling_of(document.get("decoder"))
+        super().__init__(_table(library, added, spelling))
         self._library = library
-        self._decoding = _decoding(json.loads(library.to_str())["decoder"])
-        self._added = {id: token.content.encode() for id, token in added.items()}
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.vocab_size = max(vocabulary.values()) + 1
-        """Highest true id + 1; the model's head may have more rows (padding)."""
+        self.controls = ControlTokens(added)
+        """The control tokens, for texts that must not contain any."""
+        self.characters_per_token = characters_per_token(document, spelling)
+        """The most characters that one token stands for; None where that is not known."""
+        self._sentinels = {flags: _sentinel(*flags) for flags in self.controls.flags}
+        self._sentinel_ids = self._add_beyond(list(self._sentinels.values()))
+        affixes = self._find_affixes()
+        self.affixes = affixes or ([], [])
+        """The special tokens that are put before and behind every text."""
+        self._cuts = cuts_of(document, [*added, *map(_described, self._sentinels.values())]) if affixes else None
+        self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:
         """Read what an engine sent. Raises :class:`TokenizerError`."""
         try:
-            library = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
+            document = msgspec.json.decode(files.tokenizer_json)
+            library = tokenizers.Tokenizer.from_buffer(_all_controls_special(document, files.tokenizer_json))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
-        return cls(library)
+        return cls(library, document)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of one text."""
-        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+    def least_tokens(self, characters: int) -> int:
+        """A text of so many characters has at least this many tokens."""
+        return -(-characters // self.characters_per_token) if self.characters_per_token else 0
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of each text, in one call on all cores. Slow for long lists: call it in a worker thread."""
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+    def encode(
+        self, text: str, *, limit: int = UNBOUNDED, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """The ids of one text. ``parse_special_tokens`` False: text that looks like a control token is plain text.
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``, which stand at the start of a text. Bytes that are no UTF-8 become U+FFFD."""
-        text = b"".join(self.pieces(ids, skip_special_tokens=skip_special_tokens)).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self.strips_leading_space else text
+        Raises :class:`TooManyTokens` for more than ``limit`` ids, without encoding all of a long text.
+        """
+        self._check_length(text, limit)
+        return self._encode(text, limit, add_special_tokens, parse_special_tokens)
 
-    def pieces(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> Iterator[bytes]:
-        """The bytes of each token that is seen."""
-        skipped = self.special_ids if skip_special_tokens else frozenset()
-        return (self.token_bytes(id) for id in ids if id not in skipped)
+    def encode_marked(self, text: Marked, *, limit: int = UNBOUNDED) -> list[int]:
+        """The ids of a rendered chat template in which the control tokens of users' texts are marked: those are plain text, and
+        the template's own are control tokens. Nothing is added. Raises :class:`TooManyTokens`."""
+        if not text.mark:
+            return self.encode(text.text, limit=limit, add_special_tokens=False)
+        self._check_length(text.text, limit)
+        plain, own = self.lift(text)
+        return self.restore(self._encode(plain, limit, add_special_tokens=False, parse_special_tokens=False), own)
 
-    @property
-    def strips_leading_space(self) -> bool:
-        """True where one space at the start of a text is the tokeniser's own."""
-        return self._decoding.strips_leading_space
+    def lift(self, text: Marked) -> tuple[str, list[int]]:
+        """A text to encode with ``parse_special_tokens`` False, and the ids that :meth:`restore` needs afterwards."""
+        return self.controls.lift(text, {flags: token.content for flags, token in self._sentinels.items()})
 
-    def has_token(self, id: int) -> bool:
-        """True for the vocabulary and added tokens, false for the padding of the model's head."""
-        return self._piece(id) is not None
+    def restore(self, ids: list[int], own: list[int]) -> list[int]:
+        """``ids`` with the template's ``own`` control tokens in the places that :meth:`lift` kept for them."""
+        following = iter(own)
+        return [next(following) if id in self._sentinel_ids else id for id in ids]
 
-    def token_bytes(self, id: int) -> bytes:
-        """The exact bytes of a token; none where there is no such token."""
-        if id in self._added:
-            return self._added[id]
-        piece = self._piece(id)
-        if piece is None:
-            return b""
-        return _byte_level(piece) if self._decoding.family == "byte_level" else _sentencepiece(piece, self._decoding)
+    def kept_places(self, ids: list[int]) -> int:
+        """How many places :meth:`restore` would fill."""
+        return sum(id in self._sentinel_ids for id in ids)
 
-    def token_text(self, id: int) -> str:
-        """A token as text of its own, as log-probabilities show it. A part of a character becomes U+FFFD."""
-        return self.token_bytes(id).decode("utf-8", "replace")
+    def cut(self, text: str, *, last: bool) -> int | None:
+        """The last, or the first, place where ``text`` may be cut, whatever stands before or after it; None without one."""
+        if self._cuts is None:
+            return None
+        return self._cuts.last(text) if last else self._cuts.first(text)
 
-    def _piece(self, id: int) -> str | None:
-        return self._library.id_to_token(id) if 0 <= id < _MAX_ID else None
+    def _check_length(self, text: str, limit: int) -> None:
+        if self.least_tokens(len(text)) > limit:
+            raise TooManyTokens(limit, exact=False)
+
+    def _encode(self, text: str, limit: int, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
+        self._library.encode_special_tokens = not parse_special_tokens
+        if len(text) <= SLICE_CHARACTERS:
+            ids = self._whole(text, add_special_tokens)
+        else:
+            ids = self._sliced(text, limit, add_special_tokens)
+        if len(ids) > limit:
+            raise TooManyTokens(len(ids), exact=True)
+        return ids
+
+    def _whole(self, text: str, add_special_tokens: bool) -> list[int]:
+        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def _sliced(self, text: str, limit: int, add_special_tokens: bool) -> list[int]:
+        """As :meth:`encode`, for a long text."""
+        ids: list[int] = []
+        count, safe, start = 0, True, 0
+        while start < len(text):
+            stop = self._slice_end(text, start)
+            if stop is None:
+                stop, safe = start + SLICE_CHARACTERS, False
+            part = self._whole(text[start:stop], False)
+            count += len(part)
+            if count > limit + (0 if safe else limit // _UNSAFE_MARGIN):
+                raise TooManyTokens(limit, exact=False)
+            ids += part if safe else []
+            start = stop
+        if not safe:
+            return self._whole(text, add_special_tokens)
+        begin, end = self.affixes if add_special_tokens else ([], [])
+        return [*begin, *ids, *end]
+
+    def _slice_end(self, text: str, begin: int) -> int | None:
+        """Where the slice at ``begin`` ends; None where no place is safe."""
+        least = begin + SLICE_CHARACTERS
+        if least >= len(text):
+            return len(text)
+        return self._cuts.between(text, least, least + SLICE_CHARACTERS) if self._cuts else None
+
+    def _add_beyond(self, tokens: list[tokenizers.AddedToken]) -> frozenset[int]:
+        """Add ``tokens`` with ids beyond the vocabulary. The library counts from the number of tokens, which may be in use."""
+        first = _sentinel(lstrip=False, rstrip=False)
+        self._library.add_tokens([first])
+        used = max(0, self.vocab_size - (self._library.token_to_id(first.content) or 0))
+        self._library.add_tokens([_sentinel(lstrip=False, rstrip=False) for _ in range(used)])
+        self._library.add_tokens(tokens)
+        return frozenset(id for token in tokens if (id := self._library.token_to_id(token.content)) is not None)
+
+    def _find_affixes(self) -> tuple[list[int], list[int]] | None:
+        """What is put before and behind every text; None where that cannot be told apart from the text."""
+        body, whole = self._whole("a", False), self._whole("a", True)
+        places = [place for place in range(len(whole) - len(body) + 1) if whole[place : place + len(body)] == body]
+        return (whole[: places[0]], whole[places[0] + len(body) :]) if len(places) == 1 else None
 
 
-def _decoding(decoder: dict[str, Any] | None) -> _Decoding:
-    """Read the ``decoder`` part of a ``tokenizer.json``."""
-    steps: list[dict[str, Any]] = (
-        decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder or {"type": "none"}]
+def _sentinel(lstrip: bool, rstrip: bool) -> tokenizers.AddedToken:
+    """A token that stands for a control token while the library treats control tokens as plain text. Nobody can know it."""
+    return tokenizers.AddedToken(f"\ue000{secrets.token_hex(16)}\ue001", lstrip=lstrip, rstrip=rstrip, normalized=False)
+
+
+def _described(token: tokenizers.AddedToken) -> dict[str, Any]:
+    """An added token as ``tokenizer.json`` describes it."""
+    return {"content": token.content, "lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+
+
+def _all_controls_special(document: dict[str, Any], given: bytes) -> bytes:
+    """``tokenizer.json`` with all control tokens marked as special, which the library can treat as plain text."""
+    unmarked = ControlTokens(document.get("added_tokens") or []).unmarked
+    if not unmarked:
+        return given
+    added = [token | {"special": token["special"] or token["content"] in unmarked} for token in document["added_tokens"]]
+    return msgspec.json.encode(document | {"added_tokens": added})
+
+
+def _table(library: tokenizers.Tokenizer, added: list[dict[str, Any]], spelling: Spelling) -> VocabularyTable:
+    pieces = {id: spelling.bytes_of(piece) for piece, id in library.get_vocab(with_added_tokens=True).items()}
+    pieces |= {token["id"]: token["content"].encode() for token in added}
+    ends, end = array("I"), 0
+    for id in range(max(pieces) + 1):
+        end += len(pieces.get(id, b""))
+        ends.append(end)
+    return VocabularyTable(
+        b"".join(pieces[id] for id in sorted(pieces)),
+        ends.tobytes(),
+        [id for id in range(len(ends)) if id not in pieces],
+        [token["id"] for token in added if token["special"]],
+        spelling.strips_leading_space,
     )
-    by_type = {step["type"]: step for step in steps}
-    if "ByteLevel" in by_type:
-        return _Decoding("byte_level")
-    byte_fallback = "ByteFallback" in by_type
-    if metaspace := by_type.get("Metaspace"):
-        return _Decoding("sentencepiece", metaspace["replacement"], byte_fallback, metaspace["prepend_scheme"] != "never")
-    replace = by_type.get("Replace", {})
-    if replace.get("content") == " " and "String" in replace["pattern"]:
-        strip = by_type.get("Strip", {"content": " ", "start": 0})
-        return _Decoding(
-            "sentencepiece", replace["pattern"]["String"], byte_fallback, strip["content"] == " " and strip["start"] > 0
-        )
-    kinds = ", ".join(by_type)
-    raise TokenizerError(f"tokenizer.json decodes with {kinds}; byte-level BPE and SentencePiece-style tokenisers are supported")
-
-
-def _byte_values() -> dict[str, int]:
-    """GPT-2's alphabet, in which each byte is a printable character: Latin-1 where that prints, from U+0100 on where not."""
-    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printing)]
-    return {chr(byte): byte for byte in printing} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_values()
-
-
-def _byte_level(piece: str) -> bytes:
-    try:
-        return bytes(_BYTE_OF[char] for char in piece)
-    except KeyError:  # outside the alphabet a token spells itself
-        return piece.encode()
-
-
-def _sentencepiece(piece: str, decoding: _Decoding) -> bytes:
-    if decoding.byte_fallback and (match := _BYTE_TOKEN.fullmatch(piece)):
-        return bytes([int(match[1], 16)])
-    return piece.replace(decoding.space, " ").encode()

@@ -17,6 +17,7 @@ from gateway.pool.dispatch import Dispatcher
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica
 from gateway.telemetry import Telemetry
+from gateway.text.workers import Capacity, Workers
 from tests.fakes import FakeEngine, served
 from tests.gateway.test_discovery import until
 
@@ -40,6 +41,7 @@ async def pool_of(
     *sources: Told, silence_seconds: float = 5, startup_seconds: float = 60
 ) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
     transport, telemetry = open_transport(), Telemetry()
+    workers = Workers(Capacity(workers=1, job_mib=512, max_jobs=10, max_bytes=1 << 20), telemetry)
 
     def connect(url: str, entry: str) -> Replica:
         return Replica(EngineClient(url, transport, connect_seconds=1, engine_seconds=5), entry)
@@ -48,15 +50,18 @@ async def pool_of(
         {str(place): source for place, source in enumerate(sources)},
         connect,
         telemetry,
+        workers,
         probe_seconds=0.02,
         silence_seconds=silence_seconds,
         startup_seconds=startup_seconds,
     )
+    workers.start()
     pool.start()
     try:
         yield pool, Dispatcher(telemetry, wait_seconds=5, max_waiting=10), telemetry
     finally:
         await pool.stop()
+        await workers.stop()
         await transport.aclose()
 
 

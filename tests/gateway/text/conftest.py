@@ -44,6 +44,55 @@ def byte_level_with_bos() -> tokenizers.Tokenizer:
     return library
 
 
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = QWEN_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+O200K_SPLIT = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+
+
+def split_by(expression: str) -> tokenizers.Tokenizer:
+    """A byte-level tokeniser with another expression, no normaliser, and added tokens with spaces, as in Phi."""
+    library = byte_level()
+    split = pre_tokenizers.Split(tokenizers.Regex(expression), behavior="isolated")
+    library.normalizer = None
+    library.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    library.add_tokens([AddedToken(text, normalized=True) for text in ("  ", "   ", "    ", "d re")])
+    return library
+
+
+def gpt2() -> tokenizers.Tokenizer:
+    """GPT-2's kind, and the demo model's."""
+    library = byte_level()
+    library.normalizer = None
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return library
+
+
+def digits() -> tokenizers.Tokenizer:
+    """StarCoder's kind, with control tokens that take the whitespace beside them, as Phi-4's do."""
+    library = gpt2()
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), library.pre_tokenizer])
+    library.add_special_tokens([AddedToken("<|tail|>", rstrip=True), AddedToken("<|both|>", lstrip=True, rstrip=True)])
+    return library
+
+
+CUTTABLE = {
+    "gpt2": gpt2,
+    "gpt2-split": lambda: split_by(GPT2_SPLIT),
+    "qwen": byte_level,
+    "llama3": lambda: split_by(LLAMA3_SPLIT),
+    "o200k": lambda: split_by(O200K_SPLIT),
+    "digits": digits,
+    "bos": lambda: byte_level_with_bos(),
+}
+"""Tokenisers of the structures for which safe cuts are known."""
+
+
 def sentencepiece(*, metaspace: bool) -> tokenizers.Tokenizer:
     """Llama 2's kind: a space before the first word, bytes for unknown characters, ``metaspace`` in its newer spelling."""
     library = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))

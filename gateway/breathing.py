@@ -1,0 +1,43 @@
+"""Long loops in slices, so that the event loop serves others in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+SLICE_SECONDS = 0.001
+ROWS_AT_ONCE = 512
+TOKENS_AT_ONCE = 1 << 16
+
+
+class Breath:
+    """Tells a loop when it has run long enough: ``if breath.due: await breath.take()``."""
+
+    def __init__(self) -> None:
+        self._until = time.perf_counter() + SLICE_SECONDS
+
+    @property
+    def due(self) -> bool:
+        """Whether the loop should let others run."""
+        return time.perf_counter() > self._until
+
+    async def take(self) -> None:
+        """Let others run."""
+        await asyncio.sleep(0)
+        self._until = time.perf_counter() + SLICE_SECONDS
+
+
+def slices(rows: Sequence[Sequence[T]]) -> Iterator[tuple[int, int]]:
+    """Begin and end of runs of ``rows``, each of which is about a millisecond of work."""
+    begin = items = 0
+    for place, row in enumerate(rows):
+        items += len(row)
+        if place + 1 - begin == ROWS_AT_ONCE or items > TOKENS_AT_ONCE:
+            yield begin, place + 1
+            begin, items = place + 1, 0
+    if begin < len(rows):
+        yield begin, len(rows)

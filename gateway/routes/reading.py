@@ -1,0 +1,181 @@
+"""From the body of a request to token ids, on the event loop or in a worker process.
+
+The event loop reads what takes it less than about a millisecond: short bodies whose prompts are token ids. Texts, chat templates
+and long bodies are read in worker processes (``gateway/text/workers.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from litestar import Request
+
+from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
+from gateway.exchange import Exchange
+from gateway.pool.replica import ServedModel
+from gateway.routes.body import Body
+from gateway.schemas.parameters import Parameters
+from gateway.streams import while_connected
+from gateway.telemetry import Telemetry
+from gateway.text.bounds import Bounds
+from gateway.text.channel import Channel, Loss, WorkerLostError
+from gateway.text.messages import Broken, Decode, Decoded, Job, Read, Refused, Whole
+from gateway.text.prepared import Packed, Prepared, unpack
+from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.endpoints import ENDPOINTS, NAMES
+from gateway.text.workers import BULK, Workers
+
+INLINE_BYTES = 32 << 10
+"""Bodies up to this length are decoded on the event loop: 0.3 ms at most."""
+LARGE_ANSWER = 1 << 18
+"""Bytes of a worker's answer after which the event loop does something else before it goes on."""
+
+T = TypeVar("T", bound=Parameters)
+
+
+class Reading(ABC, Generic[T]):
+    """A request that has been decoded."""
+
+    fields: T
+    """The request; where it was decoded in a worker, without the fields that only :meth:`read` needs."""
+
+    @abstractmethod
+    async def read(self, served: ServedModel) -> Prepared:
+        """The prompts as token ids. Raises :class:`GatewayError`."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads requests."""
+
+    workers: Workers
+    bounds: Bounds
+    telemetry: Telemetry
+    text_seconds: float
+    """Longest time of one step in a worker, which is killed after it."""
+    job_mib: int
+    """Memory of one job in a worker."""
+
+    @asynccontextmanager
+    async def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AsyncIterator[Reading[T]]:
+        """The request in ``body``, decoded. It may hold a worker, so leave the block once its prompts are read.
+
+        Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`.
+        """
+        name = NAMES[kind]
+        endpoint: Endpoint[T] = ENDPOINTS[name]
+        if body.size <= INLINE_BYTES:
+            whole = body.joined()
+            fields, ignored = endpoint.decode(whole)
+            Exchange.of(request).name_ignored(ignored)
+            yield _Short(self, request, endpoint, fields, Body([whole]))
+            return
+        async with while_connected(request.receive), self._worker(request, body.size) as channel:
+            decoded = await self._ask(channel, Decode(name), body.chunks)
+            assert isinstance(decoded, Decoded)
+            Exchange.of(request).name_ignored(decoded.ignored)
+            yield _Long(self, channel, endpoint.unpack_fields(decoded.fields))
+
+    async def read_whole(self, request: Request[Any, Any, Any], body: bytes, size: int, job: Whole) -> Prepared:
+        """Decode and read in a worker. One that ends by accident is replaced once. Raises :class:`GatewayError`."""
+        async with while_connected(request.receive):
+            try:
+                async with self._worker(request, size) as channel:
+                    return await self.prepared(channel, job, [body])
+            except NotReady:
+                async with self._worker(request, size) as channel:
+                    return await self.prepared(channel, job, [body])
+
+    async def prepared(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> Prepared:
+        """The prompts that a worker reads. Raises :class:`GatewayError`."""
+        packed = await self._ask(channel, job, body)
+        assert isinstance(packed, Packed)
+        if len(packed.ids) > LARGE_ANSWER:
+            await asyncio.sleep(0)
+        return unpack(packed)
+
+    def order(self, served: ServedModel) -> Read:
+        """The message that has a request read for ``served``."""
+        return Read(served.text, served.facts, self.bounds)
+
+    @asynccontextmanager
+    async def _worker(self, request: Request[Any, Any, Any], size: int) -> AsyncIterator[Channel]:
+        async with self.workers.job(tenant=_tenant(request), size=size, bulk=size > BULK) as channel:
+            try:
+                yield channel
+            except WorkerLostError as error:
+                raise self._lost(error.loss) from None
+
+    async def _ask(self, channel: Channel, job: Job, body: Sequence[bytes]) -> msgspec.Struct:
+        began = time.perf_counter()
+        answer = await channel.ask(job, body, seconds=self.text_seconds)
+        self.telemetry.text_read(time.perf_counter() - began)
+        if isinstance(answer, Refused):
+            refusal = ContextExceeded if answer.code == ContextExceeded.code else InvalidRequest
+            raise refusal(answer.message, param=answer.param)
+        if isinstance(answer, Broken):
+            raise self._broken(answer)
+        return answer
+
+    def _broken(self, broken: Broken) -> GatewayError:
+        if broken.reason == "memory":
+            return self._lost("memory")
+        if broken.reason == "unknown_text":
+            return self._lost("crash")
+        return InternalError("Something failed inside the server while it read the request.")
+
+    def _lost(self, loss: Loss) -> GatewayError:
+        """The client's view of a worker that ended."""
+        if loss == "slow":
+            return InvalidRequest(f"Reading this request took longer than {self.text_seconds:g} s; send less text at once.")
+        if loss == "template":
+            limit = f"{self.bounds.template_seconds:g} s"
+            return InvalidRequest(f"The chat template took longer than {limit} with these messages; send fewer.", param="messages")
+        if loss == "memory":
+            return InvalidRequest(f"Reading this request needs more than {self.job_mib} MiB of memory; send less at once.")
+        return NotReady("The process that read the request has ended; try again.", retry_after=1)
+
+
+@dataclass(frozen=True)
+class _Short(Reading[T]):
+    """A request that was decoded on the event loop."""
+
+    reader: Reader
+    request: Request[Any, Any, Any]
+    endpoint: Endpoint[T]
+    fields: T
+    body: Body[T]
+
+    async def read(self, served: ServedModel) -> Prepared:
+        if self.endpoint.is_light(self.fields):
+            return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
+        characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
+        job = Whole(NAMES[self.endpoint.kind], self.reader.order(served))
+        return await self.reader.read_whole(self.request, self.body.joined(), max(self.body.size, characters), job)
+
+
+@dataclass(frozen=True)
+class _Long(Reading[T]):
+    """A request that a worker has decoded and keeps."""
+
+    reader: Reader
+    channel: Channel
+    fields: T
+
+    async def read(self, served: ServedModel) -> Prepared:
+        return await self.reader.prepared(self.channel, self.reader.order(served))
+
+
+def _tenant(request: Request[Any, Any, Any]) -> str:
+    """The flow in the fair queue: the API key, or the connection where no keys are asked for."""
+    key = Exchange.of(request).key
+    if key is not None:
+        return key.id
+    return str(request.scope.get("client"))

@@ -1,0 +1,42 @@
+"""How much one request may ask for: one prompt, and all of its prompts together."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.errors import InvalidRequest
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """Checked before anything is copied, tokenised or queued. The setting of the same name says more about each."""
+
+    max_sequences: int = 1024
+    max_request_tokens: int = 1 << 20
+    max_request_characters: int = 16 << 20
+    max_scores: int = 1 << 20
+    template_seconds: float = 2.0
+    parse_special_tokens_in_messages: bool = False
+
+    def check(self, bound: str, count: int, what: str, param: str) -> None:
+        """Raise :class:`InvalidRequest` where ``count`` is above ``bound``, a field. ``what`` is counted, and says so."""
+        most: int = getattr(self, bound)
+        if count > most:
+            raise InvalidRequest(
+                f"The request comes to {count} {what}; at most {most} are accepted at once (the server's `{bound}`)."
+                " Send it in several requests.",
+                param=param,
+            )
+
+
+UNBOUND = Bounds(2**63 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
+"""For callers whose input is trusted."""
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than allowed."""
+
+    def __init__(self, count: int, *, exact: bool) -> None:
+        """``exact``: it has ``count`` tokens; else it has more than ``count``."""
+        super().__init__(f"{'' if exact else 'more than '}{count} tokens")
+        self.count = count
+        self.exact = exact

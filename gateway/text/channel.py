@@ -1,0 +1,211 @@
+"""The gateway's side of one worker: one job at a time, with a time limit; killed where it must be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import Literal, cast
+
+import msgspec
+
+from gateway.text.messages import HEADER, Answer, Decode, Drop, Job, frame
+
+GRACE_SECONDS = 0.3
+"""Time that a worker has to finish a job that nobody waits for any more."""
+
+Loss = Literal["slow", "template", "memory", "crash"]
+"""Why a worker ended: the gateway killed it at the time limit, the kernel killed it while it rendered a template, it asked for more
+memory than it may have, or something else."""
+
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_LOSS_OF_SIGNAL: dict[int, Loss] = {signal.SIGVTALRM: "template", signal.SIGABRT: "memory"}
+
+
+class WorkerLostError(Exception):
+    """The worker ended before it answered."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.loss: Loss = loss
+
+
+class Channel(asyncio.Protocol):
+    """A worker process and the connection to it."""
+
+    def __init__(self, generation: int, closed: Callable[[Channel], None]) -> None:
+        """``generation``: counts the text sides that it knows. ``closed`` is called when its connection has ended."""
+        self.generation = generation
+        self.answered = 0
+        """Jobs that it has answered."""
+        self.retiring = False
+        """Whether it must get no more jobs."""
+        self.crashed = False
+        """Whether it ended by itself."""
+        self.keeps_request = False
+        """Whether it has decoded a request and not read it."""
+        self.pid = 0
+        self._closed = closed
+        self._handle: int | None = None
+        self._transport: asyncio.Transport
+        self._parts: list[bytes] = []
+        self._got = 0
+        self._wanted = HEADER.size
+        self._in_header = True
+        self._answer: asyncio.Future[bytes] | None = None
+        self._lost: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """The signal that ended the process."""
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the connection has ended."""
+        self._slow = False
+        self._sending = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited."""
+        return self._answer is not None
+
+    def started(self, pid: int) -> None:
+        """The process runs."""
+        self.pid = pid
+        try:
+            self._handle = os.pidfd_open(pid)
+        except (AttributeError, OSError):  # not on Linux, or it has ended
+            self._handle = None
+
+    def ended(self, signal_number: int) -> None:
+        """The process has ended."""
+        if not self._lost.done():
+            self._lost.set_result(signal_number)
+        self._transport.close()
+
+    async def ask(self, job: Job, body: Sequence[bytes] = (), *, seconds: float) -> Answer:
+        """The answer to ``job``. Raises :class:`WorkerLostError`, also after ``seconds``."""
+        loop = asyncio.get_running_loop()
+        self._answer = loop.create_future()
+        timer = loop.call_later(seconds, self._time_is_up)
+        try:
+            await self._send(frame(job, sum(map(len, body))), body)
+            self.keeps_request = isinstance(job, Decode)
+            # the answer stays awaited where the one who asks gives up
+            return _answer.decode(await asyncio.shield(self._answer))
+        except ConnectionError:
+            raise WorkerLostError(await self._loss()) from None
+        finally:
+            timer.cancel()
+
+    async def clear(self) -> None:
+        """Wait for the end of a job that was left, and have the worker forget the request. Raises :class:`WorkerLostError`, and
+        :class:`TimeoutError` after a grace."""
+        if self._sending:
+            raise TimeoutError
+        if self._answer is not None:
+            done, _ = await asyncio.wait([self._answer], timeout=GRACE_SECONDS)
+            if not done:
+                raise TimeoutError
+        if self.keeps_request and not self.retiring:
+            await self.ask(Drop(), seconds=GRACE_SECONDS)
+
+    def close(self) -> None:
+        """Let the process end: it has nothing to do."""
+        self.retiring = True
+        self._transport.close()
+
+    def kill(self) -> None:
+        """End the process."""
+        self.retiring = True
+        try:
+            if self._handle is not None:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            elif self.pid and not self._lost.done():
+                os.kill(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._transport.close()
+
+    async def _send(self, start: bytes, body: Sequence[bytes]) -> None:
+        """Write without joining the parts of a large body."""
+        if len(body) <= 1:
+            self._transport.write(start + body[0] if body else start)
+            return
+        self._sending = True
+        self._transport.write(start)
+        for part in body:
+            await self._writable.wait()
+            if self._transport.is_closing():
+                raise ConnectionError
+            self._transport.write(part)
+        self._sending = False
+
+    def _time_is_up(self) -> None:
+        self._slow = True
+        self.kill()
+
+    async def _loss(self) -> Loss:
+        """Why the process ended. Its parent may be late to say."""
+        if self._slow:
+            return "slow"
+        await asyncio.wait([self._lost], timeout=1)
+        return _LOSS_OF_SIGNAL.get(self._lost.result(), "crash") if self._lost.done() else "crash"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is ready."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def data_received(self, data: bytes) -> None:
+        """A part of an answer has arrived."""
+        self._parts.append(data)
+        self._got += len(data)
+        while self._got >= self._wanted:
+            whole = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
+            part, rest = whole[: self._wanted], whole[self._wanted :]
+            self._parts, self._got = [rest] if rest else [], len(rest)
+            if self._in_header:
+                self._wanted, _body, last = HEADER.unpack(part)
+                self.retiring |= last
+            else:
+                self._wanted = HEADER.size
+                self._deliver(part)
+            self._in_header = not self._in_header
+
+    def _deliver(self, answer: bytes) -> None:
+        self.answered += 1
+        waiting, self._answer = self._answer, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """The process has ended, or was given up."""
+        self.crashed = not self.retiring
+        self.retiring = True
+        self.keeps_request = False
+        self._writable.set()
+        waiting, self._answer = self._answer, None
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(ConnectionError())
+            waiting.exception()  # nobody may be waiting any more
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+        self.gone.set_result(None)
+        self._closed(self)
+
+    def pause_writing(self) -> None:
+        """The worker reads more slowly than we write."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._writable.set()
+
+
+async def connect(generation: int, closed: Callable[[Channel], None]) -> tuple[Channel, socket.socket]:
+    """A channel, and the worker's end of its socket."""
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    _, channel = await loop.create_connection(lambda: Channel(generation, closed), sock=ours)
+    return channel, theirs

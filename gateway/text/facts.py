@@ -1,0 +1,42 @@
+"""What checks of a request need to know of a served model."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.errors import ContextExceeded, InvalidRequest
+from gateway.text.bounds import TooManyTokens
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """Of one model."""
+
+    name: str
+    """What clients send as ``model``."""
+    context: int
+    """Longest prompt and completion together, in tokens."""
+    vocab_size: int
+    """Rows of the model's head."""
+    max_labels: int
+    """Of one score request."""
+
+    def check_ids(self, ids: list[int], param: str) -> None:
+        """Raise :class:`InvalidRequest` unless all of a prompt's ``ids`` are rows of the model."""
+        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+            return
+        place, id = next((place, id) for place, id in enumerate(ids) if not 0 <= id < self.vocab_size)
+        message = f"`{param}[{place}]`: {id} is not a token of {self.name!r}; ids are 0 to {self.vocab_size - 1}."
+        raise InvalidRequest(message, param=f"{param}[{place}]")
+
+    def check_prompt(self, length: int, param: str, *, room: int = 0) -> None:
+        """Raise :class:`ContextExceeded` unless a prompt of ``length`` tokens and ``room`` more fit in the context."""
+        if length + room > self.context:
+            raise self._exceeded(f"{length} tokens long{' and leaves no room for an answer' if room else ''}", param)
+
+    def too_long(self, tokens: TooManyTokens, param: str) -> ContextExceeded:
+        """The error for a prompt that has more tokens than the context holds."""
+        return self._exceeded(f"{tokens} long", param)
+
+    def _exceeded(self, length: str, param: str) -> ContextExceeded:
+        message = f"`{param}`: the prompt is {length}; the context of {self.name!r} holds {self.context}."
+        return ContextExceeded(f"{message} Shorten it: a prompt is never cut.", param=param)

@@ -1,0 +1,135 @@
+"""The gateway's side of the fork server: starts it, has it read tokenisers and fork workers, and learns how workers end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import BinaryIO
+
+import msgspec
+
+from engine.wire import TokenizerFiles
+from gateway.text.messages import HEADER, Ended, Forget, Fork, Forked, Load, Loaded, Order, Report, frame
+from gateway.text.spelling import TokenizerError
+from gateway.text.vocabulary import VocabularyTable
+
+logger = logging.getLogger(__name__)
+
+_report = msgspec.msgpack.Decoder(Report)
+
+
+class ForksLostError(Exception):
+    """The fork server ended while it carried out an order."""
+
+
+class Forks(asyncio.Protocol):
+    """One fork server process. An order is sent when the one before has been carried out."""
+
+    _transport: asyncio.BaseTransport
+    _collected: asyncio.Future[int]
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, ended: Callable[[int, int], None]) -> None:
+        """``ended`` is called with process id and signal when a worker has ended."""
+        self._process = process
+        self._socket = control
+        self._ended = ended
+        self._orders = asyncio.Lock()
+        self._buffer = bytearray()
+        self._reply: asyncio.Future[Loaded | Forked] | None = None
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the process has ended."""
+
+    @classmethod
+    async def start(cls, ended: Callable[[int, int], None]) -> Forks:
+        """Start the process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = os.pathsep.join(place for place in sys.path if place)
+            command = [sys.executable, "-m", "gateway.text.forkserver", str(theirs.fileno())]
+            process = subprocess.Popen(  # noqa: S603, ASYNC220 - at start and after a crash; a millisecond or two
+                command,
+                env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        forks = cls(process, ours, ended)
+        forks._transport, _ = await asyncio.get_running_loop().create_connection(lambda: forks, sock=ours.dup())
+        return forks
+
+    async def load(self, key: str, files: TokenizerFiles) -> VocabularyTable:
+        """Have a model's text side read. Raises :class:`TokenizerError`, :class:`ForksLostError`."""
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as table:
+            await asyncio.to_thread(_write, given, files)
+            loaded = await self._order(Load(key), given.fileno(), table.fileno())
+            assert isinstance(loaded, Loaded)
+            if loaded.problem is not None:
+                raise TokenizerError(loaded.problem)
+            return await asyncio.to_thread(_read_table, table)
+
+    async def forget(self, key: str) -> None:
+        """Have a model's text side dropped. Raises :class:`ForksLostError`."""
+        await self._order(Forget(key))
+
+    async def fork(self, job_mib: int, connection: socket.socket) -> int:
+        """Have a worker forked that serves ``connection``; returns its process id. Raises :class:`ForksLostError`."""
+        forked = await self._order(Fork(job_mib), connection.fileno())
+        assert isinstance(forked, Forked)
+        return forked.pid
+
+    async def stop(self) -> None:
+        """End the process and with it all workers."""
+        self._transport.close()
+        self._process.kill()
+        await self.lost
+        await self._collected
+
+    async def _order(self, order: Order, *files: int) -> Loaded | Forked:
+        async with self._orders:
+            if self.lost.done():
+                raise ForksLostError
+            self._reply = asyncio.get_running_loop().create_future()
+            try:
+                socket.send_fds(self._socket, [frame(order)], files)
+                return await self._reply
+            except OSError:
+                raise ForksLostError from None
+
+    def data_received(self, data: bytes) -> None:
+        """Reports have arrived."""
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            end = HEADER.size + HEADER.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                return
+            report = _report.decode(bytes(self._buffer[HEADER.size : end]))
+            del self._buffer[:end]
+            if isinstance(report, Ended):
+                self._ended(report.pid, report.signal)
+            elif self._reply is not None and not self._reply.done():
+                self._reply.set_result(report)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """The process has ended."""
+        self._socket.close()
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(ForksLostError())
+        self._process.kill()
+        self._collected = asyncio.get_running_loop().run_in_executor(None, self._process.wait)
+        self.lost.set_result(None)
+
+
+def _write(file: BinaryIO, files: TokenizerFiles) -> None:
+    file.write(msgspec.msgpack.encode(files))
+    file.flush()
+    file.seek(0)
+
+
+def _read_table(file: BinaryIO) -> VocabularyTable:
+    file.seek(0)
+    return msgspec.msgpack.decode(file.read(), type=VocabularyTable)

@@ -1,0 +1,122 @@
+"""``python -m gateway.text.forkserver``: holds the tokenisers and forks worker processes that have them in memory.
+
+Reading a large ``tokenizer.json`` takes seconds, so a worker that was killed must not read it again: it is forked from here, which
+takes milliseconds and shares the memory. This process runs no request. It has one thread, as forking requires.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+import msgspec
+
+from engine.wire import TokenizerFiles
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.messages import HEADER, Ended, Forget, Fork, Forked, Load, Loaded, Order, Report, frame
+from gateway.text.reading.endpoint import TextSide
+from gateway.text.spelling import TokenizerError
+from gateway.text.tokenizer import Tokenizer
+from gateway.text.worker import die_with_parent, run
+
+MAX_ORDER = 4096
+_order = msgspec.msgpack.Decoder(Order)
+
+
+class ForkServer:
+    """Owns the text sides and the workers as children."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._texts: dict[str, TextSide] = {}
+
+    def serve(self) -> None:
+        """Carry out orders until the gateway closes the connection."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())
+        while True:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            data, files, _flags, _address = socket.recv_fds(self._control, MAX_ORDER, 2)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+            if not data:
+                return
+            order = _order.decode(data[HEADER.size :])
+            try:
+                self._report(self._carry_out(order, files))
+            finally:
+                for file in files:
+                    os.close(file)
+
+    def _carry_out(self, order: Order, files: list[int]) -> Report:
+        if isinstance(order, Load):
+            return self._load(order, *files)
+        if isinstance(order, Forget):
+            self._texts.pop(order.text, None)
+            return Loaded()
+        return Forked(self._fork(order, *files))
+
+    def _load(self, order: Load, given: int, table: int) -> Loaded:
+        try:
+            with open(given, "rb", closefd=False) as file:
+                files = msgspec.msgpack.decode(file.read(), type=TokenizerFiles)
+            tokenizer = Tokenizer.from_files(files)
+            tokenizer.encode("a", parse_special_tokens=False)  # some structures are only found to be broken when used
+        except (TokenizerError, msgspec.DecodeError) as error:
+            return Loaded(str(error))
+        except Exception as error:  # the library raises bare Exception
+            return Loaded(f"tokenizer.json cannot be used: {error}")
+        self._texts[order.text] = TextSide(tokenizer, ChatTemplate(files.chat_template, files.special_tokens))
+        with open(table, "wb", closefd=False) as file:
+            file.write(msgspec.msgpack.encode(tokenizer.table))
+        gc.collect()
+        gc.freeze()  # so that no collection in a worker copies these pages
+        return Loaded()
+
+    def _fork(self, order: Fork, connection: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            self._be_worker(order, connection)
+        return pid
+
+    def _be_worker(self, order: Fork, connection: int) -> NoReturn:
+        status = 1
+        try:
+            self._control.close()
+            with socket.socket(fileno=connection) as channel:
+                run(channel, self._texts, order.job_mib)
+            status = 0
+        except ConnectionError:  # the gateway has ended, or wants no answer any more
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        """Report every worker that has ended."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                self._report(Ended(pid, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0))
+
+    def _report(self, report: Report) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._control.sendall(frame(report))
+
+
+def main() -> int:
+    """Serve the socket whose number is the one argument."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when to end
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        ForkServer(control).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

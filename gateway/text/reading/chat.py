@@ -1,0 +1,98 @@
+"""``/v1/chat/completions``: messages to token ids, through the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gateway.errors import InvalidRequest
+from gateway.schemas.chat import ChatMessage, ChatRequest
+from gateway.text.bounds import TooManyTokens
+from gateway.text.chat_template import ChatTemplateError
+from gateway.text.deadline import TimeIsUp, at_most
+from gateway.text.prepared import Prepared
+from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
+
+
+def render(
+    model: Model,
+    messages: list[ChatMessage],
+    variables: Mapping[str, Any] | None,
+    *,
+    parse_special_tokens: bool | None,
+    followed_by: Iterable[str] = (),
+) -> Marked:
+    """The conversation as a text with the template's control tokens in it.
+
+    ``variables`` are the client's, none of which may take the place of our own. Unless ``parse_special_tokens``, the control tokens
+    of users' texts are marked; a mark is also there where one of ``followed_by`` could have needed one. Raises
+    :class:`InvalidRequest`.
+    """
+    variables = variables or {}
+    taken = {"messages", "tools", "documents", "self"} & variables.keys()
+    if taken:
+        raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
+    told = [message.for_template() for message in messages]
+    controls, mark = model.texts.tokenizer.controls, ""
+    parses = model.bounds.parse_special_tokens_in_messages if parse_special_tokens is None else parse_special_tokens
+    try:
+        texts = [] if parses else [*texts_in(told), *texts_in(dict(variables)), *followed_by]
+        if any(map(controls.may_form, texts)):
+            mark = new_mark([*texts, model.texts.template.source or ""])
+            told = [_marked(message, controls, mark) for message in told]
+            variables = with_marks(dict(variables), controls, mark)
+        with at_most(model.bounds.template_seconds):
+            return Marked(model.texts.template.render(told, **variables), mark)
+    except ChatTemplateError as error:
+        raise InvalidRequest(f"{error}.", param="messages") from None
+    except TimeIsUp:
+        limit = f"{model.bounds.template_seconds:g} s"
+        raise InvalidRequest(
+            f"The chat template took longer than {limit} with these messages; send fewer.", param="messages"
+        ) from None
+    except RecursionError:
+        raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
+
+
+def _marked(message: dict[str, Any], controls: ControlTokens, mark: str) -> dict[str, Any]:
+    """``message`` with marked texts. Its role is one of ours."""
+    return {name: value if name == "role" else _marked_field(name, value, controls, mark) for name, value in message.items()}
+
+
+def _marked_field(name: str, value: Any, controls: ControlTokens, mark: str) -> Any:
+    if name == "content" and isinstance(value, list):
+        return [part | {"text": controls.mark(part["text"], mark)} for part in value]
+    return with_marks(value, controls, mark)
+
+
+def _read(request: ChatRequest, model: Model) -> Prepared:
+    text = render(model, request.messages, request.chat_template_kwargs, parse_special_tokens=request.parse_special_tokens)
+    try:
+        return Prepared([model.texts.tokenizer.encode_marked(text, limit=model.facts.context)], param="messages")
+    except TooManyTokens as error:
+        raise model.facts.too_long(error, "messages") from None
+
+
+def characters_of(messages: list[ChatMessage] | None) -> int:
+    """Of the texts of a conversation, about."""
+    return sum(map(_characters, messages or ()))
+
+
+def _characters(message: ChatMessage) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+CHAT = Endpoint(
+    kind=ChatRequest,
+    bulk={
+        "messages": [ChatMessage("user")],
+        "tools": [{}],
+        "chat_template_kwargs": {},
+        "user": "",
+    },
+    read=_read,
+    is_light=lambda _: False,
+    characters=lambda request, _: characters_of(request.messages),
+)

@@ -1,0 +1,35 @@
+"""``/v1/completions``: prompts to token ids."""
+
+from __future__ import annotations
+
+from gateway.schemas.completions import MAX_PROMPTS, CompletionRequest
+from gateway.text.prepared import Prepared
+from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.prompts import characters_of, is_text, read_prompts
+
+LIGHT_PROMPTS = 128
+
+
+def _read(request: CompletionRequest, model: Model) -> Prepared:
+    return read_prompts(
+        model,
+        request.prompt,
+        "prompt",
+        at_most=MAX_PROMPTS,
+        sequences=request.sequences,
+        echo=bool(request.echo),
+        parse_special_tokens=request.parse_special_tokens is not False,
+    )
+
+
+def _is_light(request: CompletionRequest) -> bool:
+    return not is_text(request.prompt) and (isinstance(request.prompt[0], int) or len(request.prompt) <= LIGHT_PROMPTS)
+
+
+COMPLETIONS = Endpoint(
+    kind=CompletionRequest,
+    bulk={"prompt": "", "user": ""},
+    read=_read,
+    is_light=_is_light,
+    characters=lambda request, _: characters_of(request.prompt),
+)

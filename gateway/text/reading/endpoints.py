@@ -1,0 +1,14 @@
+"""All endpoints whose bodies are read, by the names that messages use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.text.reading.chat import CHAT
+from gateway.text.reading.completions import COMPLETIONS
+from gateway.text.reading.endpoint import Endpoint
+from gateway.text.reading.length import LENGTH
+from gateway.text.reading.score import SCORE
+
+ENDPOINTS: dict[str, Endpoint[Any]] = {"score": SCORE, "completions": COMPLETIONS, "chat": CHAT, "length": LENGTH}
+NAMES = {endpoint.kind: name for name, endpoint in ENDPOINTS.items()}

@@ -1,0 +1,132 @@
+"""``/v1/score``: query, items and labels to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.errors import InvalidRequest
+from gateway.schemas.score import ScoreRequest
+from gateway.text.bounds import TooManyTokens
+from gateway.text.prepared import Prepared
+from gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, tokenise_pairs
+from gateway.text.reading.endpoint import Endpoint, Model
+
+LIGHT_ITEMS = 500
+SHOWN_TOKENS = 16
+"""Of a label that is not one token. One that has more is not read to its end."""
+
+
+def _read(request: ScoreRequest, model: Model) -> Prepared:
+    labels = _labels(request, model)
+    items = [request.items] if isinstance(request.items, str) else request.items
+    model.bounds.check("max_scores", len(items) * len(labels), "scores (items and labels)", "items")
+    try:
+        if isinstance(request.query, str):
+            prefix, branches = _texts(request, model, request.query, items)
+        else:
+            prefix, branches = _ids(model, request.query, items, item_first=bool(request.item_first))
+    except EmptyPromptError as error:
+        raise InvalidRequest(f"{error}.", param=f"items[{error.index}]") from None
+    tokens = len(prefix) + sum(map(len, branches))
+    model.bounds.check("max_request_tokens", tokens, "tokens", "items")
+    return Prepared(branches, prefix, labels, param="items[]")
+
+
+def _texts(request: ScoreRequest, model: Model, query: str, items: Sequence[str | list[int]]) -> tuple[list[int], list[list[int]]]:
+    texts = [item for item in items if isinstance(item, str)]
+    _check_kinds(texts, items, "text")
+    try:
+        return tokenise_pairs(
+            model.texts.tokenizer,
+            query,
+            texts,
+            item_first=bool(request.item_first),
+            limit=model.facts.context,
+            bounds=model.bounds,
+            parse_special_tokens=request.parse_special_tokens is not False,
+        )
+    except PromptTooLongError as error:
+        raise model.facts.too_long(error.tokens, f"items[{error.index}]") from None
+
+
+def _ids(
+    model: Model, query: list[int], items: Sequence[str | list[int]], *, item_first: bool
+) -> tuple[list[int], list[list[int]]]:
+    """Lengths are checked before anything is joined."""
+    lists = [item for item in items if not isinstance(item, str)]
+    _check_kinds(lists, items, "token ids")
+    model.facts.check_ids(query, "query")
+    for index, item in enumerate(lists):
+        model.facts.check_ids(item, f"items[{index}]")
+        model.facts.check_prompt(len(query) + len(item), f"items[{index}]")
+    tokens = len(query) * (len(lists) if item_first else 1) + sum(map(len, lists))
+    model.bounds.check("max_request_tokens", tokens, "tokens", "items")
+    return join_ids(query, lists, item_first=item_first)
+
+
+def _check_kinds(fitting: list[str] | list[list[int]], items: Sequence[str | list[int]], kind: str) -> None:
+    if len(fitting) != len(items):
+        index = next(index for index, item in enumerate(items) if isinstance(item, str) != (kind == "text"))
+        raise InvalidRequest(
+            f"`items[{index}]` is of another kind than `query`, which is {kind}; give all as text, or all as token ids.",
+            param=f"items[{index}]",
+        )
+
+
+def _labels(request: ScoreRequest, model: Model) -> list[int]:
+    """The token ids whose probability is asked for."""
+    given: Sequence[str | int] | None = request.labels if request.labels is not None else request.label_token_ids
+    if given is None or (request.labels is not None and request.label_token_ids is not None):
+        raise InvalidRequest("Give either `labels` (texts) or `label_token_ids`, to say which tokens are scored.", param="labels")
+    param = "labels" if request.labels is not None else "label_token_ids"
+    if not given:
+        raise InvalidRequest(f"`{param}` is empty; name at least one token.", param=param)
+    if len(given) > model.facts.max_labels:
+        raise InvalidRequest(f"`{param}` has {len(given)} labels; at most {model.facts.max_labels} are answered.", param=param)
+    labels = [_label(model, label, index) if isinstance(label, str) else label for index, label in enumerate(given)]
+    for index, label in enumerate(labels):
+        if not model.vocabulary.has_token(label):
+            known = f"ids are 0 to {model.vocabulary.vocab_size - 1}"
+            raise InvalidRequest(
+                f"`{param}[{index}]`: {label} is not a token of {model.facts.name!r}; {known}.", param=f"{param}[{index}]"
+            )
+    return labels
+
+
+def _label(model: Model, text: str, index: int) -> int:
+    """One label that is a text. A long one is not tokenised."""
+    tokenizer, pieces = model.texts.tokenizer, ""
+    try:
+        ids = tokenizer.encode(text, limit=SHOWN_TOKENS, add_special_tokens=False)
+        if len(ids) == 1:
+            return ids[0]
+        length = f"{len(ids)} tokens"
+        pieces = ": " + (", ".join(f"{tokenizer.token_text(id)!r} ({id})" for id in ids) or "none")
+    except TooManyTokens as error:
+        length = str(error)
+    raise InvalidRequest(
+        f"`labels[{index}]`: {text[:100]!r} is {length} of {model.facts.name!r}, not one{pieces}."
+        " Choose a label that is one token.",
+        param=f"labels[{index}]",
+    )
+
+
+def _is_light(request: ScoreRequest) -> bool:
+    return not isinstance(request.query, str) and request.labels is None and len(request.items) <= LIGHT_ITEMS
+
+
+def _characters(request: ScoreRequest, query_once: bool) -> int:
+    items = [request.items] if isinstance(request.items, str) else request.items
+    texts = sum(len(item) for item in items if isinstance(item, str)) + sum(map(len, request.labels or ()))
+    if not isinstance(request.query, str):
+        return texts
+    return texts + len(request.query) * (2 if query_once else len(items))
+
+
+SCORE = Endpoint(
+    kind=ScoreRequest,
+    bulk={"query": "", "items": "", "labels": [], "label_token_ids": [], "user": ""},
+    read=_read,
+    is_light=_is_light,
+    characters=_characters,
+)

@@ -1,0 +1,126 @@
+"""Control tokens that users write in messages stay plain text; those that the chat template writes stay control tokens.
+
+A control token is an added token that ``tokenizer.json`` marks as special, or that is spelled with a bar beside a bracket
+(``<|im_end|>``, ``<｜User｜>``), which some models do not mark. Other added tokens, such as ``<think>`` and ``<tool_call>``, are
+text that users and templates both write; they are tokens wherever they stand.
+
+Before a template runs, a *mark* is put into every control token that a user wrote. The mark is one private-use character that does
+not occur in the request or the template. In the rendered text, a control token without the mark is the template's own. It is
+replaced by a *sentinel*, an added token that nobody can know, and the marks are removed. The tokeniser then reads the whole text
+at once, with control tokens as plain text, and each sentinel's id becomes that of its control token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
+_BARRED = re.compile(r"[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
+
+Flags = tuple[bool, bool]
+"""``lstrip`` and ``rstrip`` of an added token: whether it takes the whitespace before and behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A rendered chat template."""
+
+    text: str
+    mark: str = ""
+    """The character in users' control tokens; empty where there are none."""
+
+
+class ControlTokens:
+    """The control tokens of one tokeniser."""
+
+    def __init__(self, added_tokens: Iterable[Mapping[str, Any]]) -> None:
+        """``added_tokens`` as in ``tokenizer.json``."""
+        controls = [token for token in added_tokens if token["special"] or _BARRED.fullmatch(token["content"])]
+        self.unmarked = {token["content"] for token in controls if not token["special"]}
+        """Control tokens that ``tokenizer.json`` does not mark as special."""
+        self._ids = {token["content"]: token["id"] for token in controls}
+        self._flags: dict[str, Flags] = {
+            token["content"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in controls
+        }
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._prefixes = {text[:end] for text in self._ids for end in range(1, len(text))}
+        self._suffixes = {text[start:] for text in self._ids for start in range(1, len(text))}
+        self._longest = max(map(len, self._ids), default=0)
+
+    @property
+    def flags(self) -> set[Flags]:
+        """Those that occur."""
+        return set(self._flags.values())
+
+    def may_form(self, text: str) -> bool:
+        """Whether ``text`` contains a control token, or may be a part of one that a template puts together."""
+        return self._pattern is not None and (
+            self._pattern.search(text) is not None or self._begins_one(text) or self._ends_one(text)
+        )
+
+    def mark(self, text: str, mark: str) -> str:
+        """``text`` with ``mark`` in every control token, and where one may begin or end."""
+        if self._pattern is None:
+            return text
+        marked = self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
+        return (mark if self._ends_one(text) else "") + marked + (mark if self._begins_one(text) else "")
+
+    def lift(self, marked: Marked, sentinels: Mapping[Flags, str]) -> tuple[str, list[int]]:
+        """The text without marks and with a sentinel for each of the template's control tokens, and the ids of these."""
+        ids: list[int] = []
+
+        def sentinel(match: re.Match[str]) -> str:
+            ids.append(self._ids[match[0]])
+            return sentinels[self._flags[match[0]]]
+
+        text = self._pattern.sub(sentinel, marked.text) if self._pattern else marked.text
+        for spelling in (marked.mark, json.dumps(marked.mark)[1:-1], quote(marked.mark)):  # filters of templates write the others
+            text = text.replace(spelling, "")
+        return text, ids
+
+    def _begins_one(self, text: str) -> bool:
+        """Whether ``text`` ends with the beginning of a control token."""
+        return any(text[-length:] in self._prefixes for length in range(1, min(self._longest, len(text) + 1)))
+
+    def _ends_one(self, text: str) -> bool:
+        """Whether ``text`` begins with the end of a control token."""
+        return any(text[:length] in self._suffixes for length in range(1, min(self._longest, len(text) + 1)))
+
+
+def texts_in(value: Any) -> Iterable[str]:
+    """All texts of a JSON value, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_in(each)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from texts_in(name)
+            yield from texts_in(each)
+
+
+def new_mark(texts: Iterable[str]) -> str:
+    """A character that occurs in none of ``texts``."""
+    texts = list(texts)
+    while any((mark := chr(random.choice(_PRIVATE_USE))) in text for text in texts):
+        pass
+    return mark
+
+
+def with_marks(value: Any, controls: ControlTokens, mark: str) -> Any:
+    """A JSON value with ``mark`` in the control tokens of its texts."""
+    if isinstance(value, str):
+        return controls.mark(value, mark)
+    if isinstance(value, list):
+        return [with_marks(each, controls, mark) for each in value]
+    if isinstance(value, dict):
+        return {controls.mark(name, mark): with_marks(each, controls, mark) for name, each in value.items()}
+    return value

@@ -1,0 +1,164 @@
+"""A worker process: reads one request at a time for the gateway.
+
+It is forked by the fork server with all tokenisers in memory. It may be killed at any time, and a job that takes too much memory
+kills it without harm to others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway.errors import InvalidRequest
+from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Drop, Dropped, Job, Read, Refused
+from gateway.text.prepared import pack
+from gateway.text.reading.endpoint import Endpoint, Model, TextSide
+from gateway.text.reading.endpoints import ENDPOINTS
+
+logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 1 << 20
+"""Of a job's body, or of an answer: memory is given back after it."""
+KEPT_BYTES = 48 << 20
+"""A worker that stays larger than at its start by more ends, and another is forked."""
+MAX_MESSAGE = 2000
+"""Characters of an error: some repeat a value of the request."""
+MAX_IGNORED = 64
+
+_PR_SET_PDEATHSIG = 1
+_job = msgspec.msgpack.Decoder(Job)
+
+
+def run(connection: socket.socket, texts: Mapping[str, TextSide], job_mib: int) -> None:
+    """Answer jobs until the gateway closes the connection."""
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (_status_bytes("VmData") + (job_mib << 20), resource.RLIM_INFINITY))
+    worker = Worker(texts)
+    least = _status_bytes("VmRSS")
+    while (received := receive(connection)) is not None:
+        message, body = received
+        size = len(body)
+        packed = msgspec.msgpack.encode(worker.answer(_job.decode(message), body))
+        del message, body, received
+        last = False
+        if size + len(packed) > LARGE_BYTES:
+            give_memory_back()
+            last = worker.rests and _status_bytes("VmRSS") - len(packed) - least > KEPT_BYTES
+        connection.sendall(HEADER.pack(len(packed), 0, last) + packed)
+        if last:
+            return
+
+
+class Worker:
+    """Owns the request between its two steps."""
+
+    def __init__(self, texts: Mapping[str, TextSide]) -> None:
+        self._texts = texts
+        self._endpoint: Endpoint[Any] | None = None
+        self._request: Any = None
+
+    @property
+    def rests(self) -> bool:
+        """Whether no request is kept."""
+        return self._request is None
+
+    def answer(self, job: Job, body: bytearray) -> Answer:
+        """One step. Raises nothing."""
+        try:
+            if isinstance(job, Read):
+                return self._read(job)
+            self._request = None
+            if isinstance(job, Drop):
+                return Dropped()
+            self._endpoint = ENDPOINTS[job.endpoint]
+            self._request, ignored = self._endpoint.decode(_as_bytes(body))
+            if isinstance(job, Decode):
+                return Decoded(self._endpoint.pack_fields(self._request), ignored[:MAX_IGNORED])
+            return self._read(job.read)
+        except InvalidRequest as error:
+            answer: Answer = Refused(_clipped(error.message), error.param and _clipped(error.param), error.code)
+        except MemoryError:
+            answer = Broken("memory")
+        except Exception:
+            logger.exception("a request could not be read")
+            answer = Broken("fault")
+        self._request = None
+        return answer
+
+    def _read(self, job: Read) -> Answer:
+        request, self._request = self._request, None
+        if (text := self._texts.get(job.text)) is None or self._endpoint is None:
+            return Broken("unknown_text")
+        return pack(self._endpoint.read(request, Model(job.facts, text.tokenizer, job.bounds, text)))
+
+
+def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:
+    """A message and its body; None at the end."""
+    header = _exactly(connection, HEADER.size)
+    if header is None:
+        return None
+    message_bytes, body_bytes, _last = HEADER.unpack(header)
+    message, body = _exactly(connection, message_bytes), _exactly(connection, body_bytes)
+    return None if message is None or body is None else (bytes(message), body)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process with the one that started it. Elsewhere than on Linux, the end of the socket has to do."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended meanwhile
+        os._exit(0)
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray | None:
+    """So many bytes; None where the other end closed before."""
+    data = bytearray(size)
+    view, got = memoryview(data), 0
+    while got < size:
+        count = connection.recv_into(view[got:])
+        if not count:
+            return None
+        got += count
+    return data
+
+
+def _as_bytes(body: bytearray) -> bytes:
+    """``body`` as bytes, and ``body`` empty, so that the two are in memory together as briefly as possible."""
+    data = bytes(body)
+    body.clear()
+    return data
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"
+
+
+def _status_bytes(name: str) -> int:
+    """A figure of ``/proc/self/status``; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

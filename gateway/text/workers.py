@@ -1,0 +1,289 @@
+"""The worker processes that read requests: who is next, how long a job may take, and what happens to the ones that die.
+
+Jobs wait in a fair queue between tenants, bounded in number and bytes. Bulk jobs leave at least one worker to the others, so a
+short chat never waits behind a body of many megabytes. The block of :meth:`Workers.job` holds a worker. Where it is left while the
+worker is busy, because the client is gone, the worker gets a short grace to finish and is killed after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import signal
+import time
+import weakref
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from engine.wire import TokenizerFiles
+from gateway.errors import Overloaded
+from gateway.telemetry import Telemetry
+from gateway.text.channel import Channel, WorkerLostError, connect
+from gateway.text.fair import FairQueue
+from gateway.text.forks import Forks, ForksLostError
+from gateway.text.spelling import TokenizerError
+from gateway.text.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+BULK = 64 << 10
+"""Bytes of a body, or characters to tokenise, from which a job is bulk: some 50 ms of work."""
+LEAST_COST = 4 << 10
+"""Of a job in the fair queue, in bytes."""
+MAX_WAIT_SECONDS = 30.0
+"""Longest wait for a worker."""
+RESTART_SECONDS = 0.5
+"""Pause before a fork server that ended is started again, and after a worker that ended before its first answer."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How much the workers may take on."""
+
+    workers: int
+    job_mib: int
+    """Memory of one job."""
+    max_jobs: int
+    """That wait for a worker at a time."""
+    max_bytes: int
+    """Of the bodies of those jobs."""
+
+
+@dataclass(eq=False)
+class _Waiter:
+    size: int
+    bulk: bool
+    ready: asyncio.Future[Channel] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Workers:
+    """Owns the fork server and the workers between :meth:`start` and :meth:`stop`."""
+
+    def __init__(self, capacity: Capacity, telemetry: Telemetry) -> None:
+        self._capacity = capacity
+        self._telemetry = telemetry
+        self._queue: FairQueue[_Waiter] = FairQueue()
+        self._queued_bytes = 0
+        self._bulk_running = 0
+        self._idle: list[Channel] = []
+        self._channels: dict[int, Channel] = {}  # by process id, until the process is collected
+        self._open: set[Channel] = set()
+        self._early_ends: dict[int, int] = {}  # signals of processes that ended before they were in _channels
+        self._forking = 0
+        self._files: dict[str, TokenizerFiles] = {}  # by key
+        self._vocabularies: WeakValueDictionary[str, Vocabulary] = WeakValueDictionary()
+        self._generation = 0
+        self._forks: Forks | None = None
+        self._running = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        telemetry.watch_text_queue(lambda: len(self._queue))
+
+    def start(self) -> None:
+        """Start the fork server, and keep one running."""
+        self._spawn(self._keep_forks())
+
+    async def stop(self) -> None:
+        """End all processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        channels, self._files = list(self._open), {}
+        for channel in channels:
+            channel.kill()
+        await asyncio.gather(*[channel.gone for channel in channels])
+        if self._forks:
+            await self._forks.stop()
+
+    async def load(self, files: TokenizerFiles) -> tuple[str, Vocabulary]:
+        """Make a model's text side known to all workers, for as long as its vocabulary is in use; returns its key and the
+        vocabulary. Raises :class:`TokenizerError`."""
+        key = await asyncio.to_thread(_digest, files)
+        for _ in range(2):
+            if vocabulary := self._vocabularies.get(key):
+                return key, vocabulary
+            await self._running.wait()
+            assert self._forks is not None
+            try:
+                vocabulary = Vocabulary(await asyncio.shield(self._forks.load(key, files)))
+            except ForksLostError:
+                await asyncio.sleep(2 * RESTART_SECONDS)
+                continue
+            loop = asyncio.get_running_loop()
+            weakref.finalize(vocabulary, self._forget_soon, loop, key).atexit = False
+            self._vocabularies[key] = vocabulary
+            self._files[key] = files
+            self._renew()
+            return key, vocabulary
+        raise TokenizerError("tokenizer.json cannot be read: the process that reads it ends")
+
+    @asynccontextmanager
+    async def job(self, *, tenant: str, size: int, bulk: bool) -> AsyncIterator[Channel]:
+        """A worker for one job whose body has ``size`` bytes. Raises :class:`Overloaded`."""
+        began = time.perf_counter()
+        bulk = bulk and self._capacity.workers > 1
+        channel = await self._acquire(_Waiter(size, bulk), tenant)
+        self._telemetry.text_waited(time.perf_counter() - began)
+        try:
+            yield channel
+        except WorkerLostError as error:
+            self._telemetry.text_worker_ended(error.loss)
+            raise
+        finally:
+            self._release(channel, bulk)
+
+    async def _acquire(self, waiter: _Waiter, tenant: str) -> Channel:
+        full = len(self._queue) >= self._capacity.max_jobs or self._queued_bytes + waiter.size > self._capacity.max_bytes
+        if full and self._queue:
+            raise Overloaded("The server has as much text to read as it can; try again soon.", retry_after=1)
+        self._queue.push(waiter, tenant=tenant, cost=max(waiter.size, LEAST_COST), bulk=waiter.bulk)
+        self._queued_bytes += waiter.size
+        self._dispatch()
+        if waiter.ready.done():
+            return waiter.ready.result()
+        try:
+            async with asyncio.timeout(MAX_WAIT_SECONDS):
+                return await waiter.ready
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if waiter.ready.done() and not waiter.ready.cancelled():
+                self._release(waiter.ready.result(), waiter.bulk)
+            else:
+                self._queue.discard(waiter)
+                self._queued_bytes -= waiter.size
+            if isinstance(error, TimeoutError):
+                raise Overloaded("The server has too much text to read; try again later.", retry_after=5) from None
+            raise
+
+    def _dispatch(self) -> None:
+        """Give idle workers to those who wait."""
+        most_bulk = max(1, self._capacity.workers - 1)
+        while self._idle and (waiter := self._queue.pop(bulk=self._bulk_running < most_bulk)):
+            self._queued_bytes -= waiter.size
+            self._bulk_running += waiter.bulk
+            waiter.ready.set_result(self._idle.pop())
+
+    def _release(self, channel: Channel, bulk: bool) -> None:
+        """The job on ``channel`` is over, or nobody waits for it any more."""
+        if channel.busy or channel.keeps_request:
+            self._spawn(self._clear(channel, bulk))
+            return
+        self._bulk_running -= bulk
+        if channel.retiring or channel.generation != self._generation:
+            channel.close()
+        else:
+            self._idle.append(channel)
+        self._dispatch()
+
+    async def _clear(self, channel: Channel, bulk: bool) -> None:
+        """Get a worker ready whose job was left before its end, or kill it."""
+        try:
+            await channel.clear()
+        except (TimeoutError, WorkerLostError):
+            self._telemetry.text_worker_ended("left")
+            channel.kill()
+        self._release(channel, bulk)
+
+    def _renew(self) -> None:
+        """Replace the workers by ones that know all text sides: the idle ones now, the others after their jobs."""
+        self._generation += 1
+        idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+        self._replenish()
+
+    def _replenish(self) -> None:
+        """Have as many workers forked as are missing."""
+        current = sum(channel.generation == self._generation and not channel.retiring and channel.pid for channel in self._open)
+        for _ in range(current + self._forking, self._capacity.workers if self._files else 0):
+            self._forking += 1
+            self._spawn(self._fork())
+
+    async def _fork(self) -> None:
+        """Add a worker."""
+        await self._running.wait()
+        assert self._forks is not None
+        channel, theirs = await connect(self._generation, self._closed)
+        self._open.add(channel)
+        try:
+            with theirs:
+                channel.started(await self._forks.fork(self._capacity.job_mib, theirs))
+        except ForksLostError:
+            channel.close()
+            return
+        finally:
+            self._forking -= 1
+        self._channels[channel.pid] = channel
+        if (signal_number := self._early_ends.pop(channel.pid, None)) is not None:
+            self._ended(channel.pid, signal_number)
+        elif channel.generation == self._generation and not channel.retiring:
+            self._idle.append(channel)
+            self._dispatch()
+        else:
+            channel.close()
+            self._replenish()
+
+    def _closed(self, channel: Channel) -> None:
+        """The connection to a worker has ended."""
+        self._open.discard(channel)
+        if channel in self._idle:
+            self._idle.remove(channel)
+        if channel.crashed and not channel.answered:
+            asyncio.get_running_loop().call_later(RESTART_SECONDS, self._replenish)
+        else:
+            self._replenish()
+
+    def _ended(self, pid: int, signal_number: int) -> None:
+        """The fork server has collected a worker."""
+        if channel := self._channels.pop(pid, None):
+            channel.ended(signal_number)
+        else:
+            self._early_ends[pid] = signal_number
+
+    async def _keep_forks(self) -> None:
+        while True:
+            try:
+                self._forks = await Forks.start(self._ended)
+                self._generation += 1
+                for key, files in list(self._files.items()):
+                    await self._forks.load(key, files)
+                self._running.set()
+                self._replenish()
+                await asyncio.shield(self._forks.lost)
+            except (OSError, ForksLostError, TokenizerError) as error:
+                logger.warning("the fork server of the text workers does not start: %s", error)
+            else:
+                logger.warning("the fork server of the text workers has ended; another is started")
+            self._running.clear()
+            for pid in list(self._channels):
+                self._ended(pid, signal.SIGKILL)
+            self._early_ends.clear()
+            await asyncio.sleep(RESTART_SECONDS)
+
+    def _forget_soon(self, loop: asyncio.AbstractEventLoop, key: str) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._forget, key)
+
+    def _forget(self, key: str) -> None:
+        """No model uses a text side any more."""
+        if key not in self._vocabularies and key in self._files and self._forks:
+            del self._files[key]
+            self._spawn(self._forget_in(self._forks, key))
+
+    @staticmethod
+    async def _forget_in(forks: Forks, key: str) -> None:
+        with contextlib.suppress(ForksLostError):
+            await forks.forget(key)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _digest(files: TokenizerFiles) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(files), digest_size=16).hexdigest()

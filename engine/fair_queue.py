@@ -12,7 +12,8 @@ Sheng et al., OSDI 2024, arXiv 2401.00588).
 Invariants:
 
 - A flow that wants a token gets at least ``weight / sum of weights`` of a step, to within one quantum, or all that it wants.
-- Nobody saves up credit: a flow that returns, or that could not use its share, goes on at the virtual time of the system.
+- Nobody saves up credit: a flow that returns, or that could not use its share for want of slots or places, goes on at the virtual
+  time of the system.
 - Debt is bounded: no flow is further ahead of the system than one step of its own.
 - A flow without requests has no state, except its virtual time where it left in debt: of the last :data:`REMEMBERED` flows, so
   that leaving between two requests does not pay.
@@ -82,8 +83,6 @@ class Flow:
     """What is left of that share."""
     spent: int = 0
     """Of this step: tokens computed for it."""
-    blocked: bool = False
-    """In this step it lacked slots, or a place among the running."""
 
     def demand(self, limit: int) -> int:
         """Tokens that it could use in a step beside its decoding branches, counted up to ``limit``."""
@@ -121,7 +120,7 @@ class FairQueue:
         self._clock = clock
         self._numbers = itertools.count()
         self._virtual = 0.0
-        """Of the system: the smallest virtual time among the flows that wanted tokens in the last step."""
+        """Of the system: that of the last quantum dealt, at its start. No flow that wants more is behind it."""
         self._debts: OrderedDict[str, float] = OrderedDict()
         """Virtual times of flows that have left ahead of the system."""
         self._contended_until = 0.0
@@ -200,25 +199,20 @@ class FairQueue:
         for flow in self.flows.values():
             flow.virtual = max(flow.virtual, self._virtual)
             flow.granted = flow.spent = 0
-            flow.blocked = False
             heap.append((flow.virtual + flow.reserved / flow.weight, flow.holding, flow.number, flow))
         heapq.heapify(heap)
         served = self._deal(heap, room)
         for flow in self.flows.values():
             flow.room = flow.granted
-        if served:
-            self._virtual = min(flow.virtual for flow in served)
         return served
 
     def settle(self, most: int) -> None:
-        """End a step of at most ``most`` tokens: charge each flow what was computed for it. A share that a flow could not use for
-        want of slots or places is charged too, so that it is not saved up."""
+        """End a step of at most ``most`` tokens: charge each flow what was computed for it."""
         if not self.shared:
             return
         for flow in self.flows.values():
-            used = max(flow.spent, flow.reserved + flow.granted) if flow.blocked else flow.spent
-            if used:
-                flow.virtual = min(flow.virtual + used / flow.weight, self._virtual + most / flow.weight)
+            if flow.spent:
+                flow.virtual = min(flow.virtual + flow.spent / flow.weight, self._virtual + most / flow.weight)
         if self._satisfied:
             self._virtual = max(flow.virtual for flow in self.flows.values())
 
@@ -236,6 +230,7 @@ class FairQueue:
                 if demand <= 0:
                     continue
                 wanted[flow] = demand
+            self._virtual = max(self._virtual, virtual)
             share = min(quantum, wanted[flow] - flow.granted, room)
             flow.granted += share
             room -= share

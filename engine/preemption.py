@@ -3,8 +3,9 @@
 A request that was preempted goes back to the queue of its tenant, at its old rank. Three rules keep tenants from taking the same
 things from each other for ever:
 
-- A tenant takes something only where the other still has as much of it, relative to its weight, as the tenant has afterwards. So
-  the other may not take it back.
+- A tenant takes a place only where the other has more of them, relative to its weight, than the tenant has afterwards. It takes
+  slots up to its share of them (a first request may need more), from tenants that have more than theirs; and for a further
+  request only where the other keeps its share. So the other may not take the same back.
 - No tenant takes anything from the oldest running request of another one, which so gets on.
 - The exception is a running request that is the oldest of its tenant and finds nothing else to take: it takes from requests that
   were admitted after it. So the request that was admitted first gets on whatever the others do.
@@ -35,10 +36,14 @@ class Preemption:
             return None
         return next(_preemptible(most, step), None)
 
-    def for_waiting(self, flow: Flow, lane: int, need: int, lacking: int, step: int) -> list[Request] | None:
-        """Who gives up ``lacking`` slots of a lane to a waiting request of ``flow`` that begins with ``need``; the newest of the
-        tenant that holds most at each point first. None where the tenant may not take so many."""
+    def for_waiting(self, flow: Flow, lane: int, slots: int, need: int, lacking: int, step: int) -> list[Request] | None:
+        """Who gives up ``lacking`` of a lane's ``slots`` to a waiting request of ``flow`` that begins with ``need``; the newest
+        of the tenant that holds most at each point first. None where the tenant may not take so many."""
+        share = self._share(slots)
         most = (flow.held[lane] + need) / flow.weight
+        if flow.running and most > share:
+            return None
+        most = max(most, share)
         held = {other: other.held[lane] for other in self._others(flow)}
         candidates = {other: _preemptible(other, step) for other in held}
         chosen: list[Request] = []
@@ -47,7 +52,7 @@ class Preemption:
             if fullest is None or held[fullest] / fullest.weight <= most:
                 return None
             victim = next(candidates[fullest], None)
-            if victim is None:
+            if victim is None or (flow.running and held[fullest] - _taken(victim, lane) < share * fullest.weight):
                 del held[fullest]
             elif freed := _taken(victim, lane):
                 held[fullest] -= freed
@@ -55,21 +60,27 @@ class Preemption:
                 chosen.append(victim)
         return chosen
 
-    def for_running(self, request: Request, lane: int, step: int) -> Request | None:
-        """Who gives up slots of a lane to a running request: the newest request of its own tenant, or of another one that holds
-        more for its weight than its own. With one tenant that is the request that was admitted last."""
+    def for_running(self, request: Request, lane: int, slots: int, step: int) -> Request | None:
+        """Who gives up some of the ``slots`` of a lane to a running request: where its tenant has less than its share, the newest
+        request of the tenant that has most beyond its own; otherwise the newest request of its tenant. With one tenant that is the
+        request that was admitted last."""
         flow = self._queue.of(request)
         own = _last_behind(request, flow.running, lane, step)
         if not self._queue.shared:
             return own
-        other = self._fullest(flow, lane, step)
+        share = self._share(slots)
+        other = self._above(share, flow, lane, step) if flow.held[lane] / flow.weight < share else None
         if other is None and own is None and request is flow.oldest:
             return _last_behind(request, self._running, lane, step)
         return other or own
 
-    def _fullest(self, flow: Flow, lane: int, step: int) -> Request | None:
-        """The newest request of the tenant that holds most slots for its weight, more than ``flow``."""
-        most, newest = flow.held[lane] / flow.weight, None
+    def _share(self, slots: int) -> float:
+        """What a tenant of weight 1 should have of them."""
+        return slots / sum(flow.weight for flow in self._queue.flows.values())
+
+    def _above(self, share: float, flow: Flow, lane: int, step: int) -> Request | None:
+        """The newest request of the tenant other than ``flow`` that has most slots for its weight, and more than its share."""
+        most, newest = share, None
         for other in self._others(flow):
             if other.held[lane] / other.weight > most:
                 found = next((each for each in _preemptible(other, step) if _taken(each, lane)), None)

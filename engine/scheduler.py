@@ -263,7 +263,6 @@ class Scheduler:
         """Start waiting requests of a tenant while its share lasts, and there are places and slots."""
         while flow.waiting and flow.room > 0 and batch.load < most:
             if not self._has_room(flow, contended=contended):
-                flow.blocked = True
                 return
             if not self._admit(batch, flow, min(flow.room, most - batch.load)):
                 self._closed_above = min(self._closed_above, flow.holding)
@@ -334,7 +333,7 @@ class Scheduler:
         need = min(flow.room, half.principal.size - known)
         decoding = sum(len(request.branches) for request in self._running.values() if request.reserve)
         lacking = need + decoding - (pool.free + max(0, cache.evictable - known))
-        return self._preemption.for_waiting(flow, int(half.on_length_model), need, lacking, self._steps)
+        return self._preemption.for_waiting(flow, int(half.on_length_model), pool.size, need, lacking, self._steps)
 
     def _compute(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Put up to ``room`` tokens of ``request`` into the step, and at least one of each sequence that is being generated."""
@@ -430,13 +429,13 @@ class Scheduler:
             if cache.evict(count - pool.free):
                 continue
             if not (may_preempt and self._preempt_behind(request, branch)):
-                self._queue.of(request).blocked = True
                 return EMPTY
         return pool.allocate(count)
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
         """Take slots of this model from another request or, where none can give any, from a later branch of ``request``."""
-        victim = self._preemption.for_running(request.principal, int(request.on_length_model), self._steps)
+        lane = int(request.on_length_model)
+        victim = self._preemption.for_running(request.principal, lane, self._lane(request).pool.size, self._steps)
         if victim is not None:
             self._preempt(victim)
             return True

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import wire
-from engine.core import Branch, GenerateRequest, ScoreRequest, ValueRequest
+from engine.core import NOBODY, Branch, GenerateRequest, ScoreRequest, ValueRequest
 from engine.memory.slots import SlotPool
 from engine.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check
@@ -205,16 +205,19 @@ def test_a_failed_step_leaves_nothing_behind():
     assert scheduler.pool.free == scheduler.pool.size
 
 
-def random_request(rng: random.Random, name: str, *, guided: bool = False):
+def random_request(rng: random.Random, name: str, *, guided: bool = False, caller: wire.Caller = NOBODY, now: float = 0.0):
     def some(low: int, high: int) -> list[int]:
         return [rng.randrange(3) for _ in range(rng.randint(low, high))]  # a tiny alphabet: many common prefixes
 
     kind = rng.random()
     if kind < 0.5:
-        return score(name, some(0, 30), *(some(1, 20) for _ in range(rng.randint(1, 12))), priority=rng.choice([0, 0, 1]))
+        branches, priority = [some(1, 20) for _ in range(rng.randint(1, 12))], rng.choice([0, 0, 1])
+        return ScoreRequest.of(wire.Score(name, some(0, 30), branches, [1, 2], priority, caller=caller), now)
     if guided and kind < 0.6:
-        return ValueRequest.of(wire.Value(name, some(0, 30), [some(1, 20) for _ in range(rng.randint(1, 6))]), 0.0)
-    extra = {"prompt_logprobs": 0} if kind < 0.65 else {}
+        return ValueRequest.of(wire.Value(name, some(0, 30), [some(1, 20) for _ in range(rng.randint(1, 6))], caller=caller), now)
+    extra: dict = {"caller": caller}
+    if kind < 0.65:
+        extra["prompt_logprobs"] = 0
     if guided and rng.random() < 0.7:
         extra["guidance"] = wire.Guidance(scale=1.0, top_k=rng.choice([1, 2, 5]))
     return generate(name, some(1, 40), max_tokens=rng.randint(0, 15), n=rng.choice([1, 1, 3]), **extra)

@@ -78,7 +78,7 @@ class Client:
     def _make_session(self) -> aiohttp.ClientSession:
         target = self._scenario.target
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
-        headers |= {} if target.cache else {"cache-control": "no-store"}
+        headers |= {} if target.cache else {"cache-control": "no-cache"}
         headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
         connector = (
             aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)

@@ -32,7 +32,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_alive: bool = True
     """False: a connection for each request, so that a Service spreads them over gateways that appear during the run."""
     cache: bool = True
-    """False: every request says `Cache-Control: no-store`, so that nothing comes from the result cache."""
+    """False: every request says `Cache-Control: no-cache`, so that nothing comes from the result cache."""
 
     def __post_init__(self) -> None:
         """Raises :class:`ValueError`, which msgspec reports with the key's place."""

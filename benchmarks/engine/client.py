@@ -96,7 +96,7 @@ def body(message: wire.Score) -> bytes:
 async def drive(job: Job) -> list[Sample]:
     """Send every request at its time; returns the samples in that order when all have ended."""
     bodies = [body(message) for message in requests(job)]
-    headers = {"content-type": "application/json"} | ({} if job.cached else {"cache-control": "no-store"})
+    headers = {"content-type": "application/json"} | ({} if job.cached else {"cache-control": "no-cache"})
     headers |= {"authorization": f"Bearer {job.api_key}"} if job.api_key else {}
     timeout = aiohttp.ClientTimeout(total=job.patience)
     connector = aiohttp.TCPConnector(limit=0)

@@ -256,7 +256,7 @@ def test_what_is_sent() -> None:
         drive(f"{url}/prefix/", *SCORE, "target.cache=false", "target.model=ranker", key="sk-1")
     assert {request.path for request in got} == {"/prefix/v1/score"}
     assert {request.headers["authorization"] for request in got} == {"Bearer sk-1"}
-    assert {request.headers["cache-control"] for request in got} == {"no-store"}
+    assert {request.headers["cache-control"] for request in got} == {"no-cache"}
     assert {request.body["model"] for request in got} == {"ranker"}
 
 

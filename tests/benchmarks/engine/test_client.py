@@ -102,7 +102,7 @@ async def test_the_process_sends_what_is_asked():
         samples = await asyncio.to_thread(run_client, uncached)
         await asyncio.to_thread(run_client, job(url, [0.0], cached=True))
     assert [sample.outcome for sample in samples] == ["ok", "ok"]
-    assert [(cache, key) for cache, key, _ in seen] == [("no-store", "Bearer key")] * 2 + [(None, None)]
+    assert [(cache, key) for cache, key, _ in seen] == [("no-cache", "Bearer key")] * 2 + [(None, None)]
     first, second = (body for _, _, body in seen[:2])
     assert len(first["query"]) == 4
     assert [len(item) for item in first["items"]] == [3, 3, 3, 3]

@@ -33,7 +33,8 @@ def gateways() -> Iterator[Start]:
         def start_gateway(*engines: FakeEngine, wait: bool = True, **settings: Any) -> httpx.Client:
             for engine in engines:
                 engine.url = serve(engine)
-            options = {"engines": tuple(engine.url for engine in engines), "probe_seconds": 0.05, "wait_seconds": 0.1} | settings
+            quick = {"probe_seconds": 0.05, "wait_seconds": 0.1, "silence_seconds": 10}  # fakes compute on their event loops
+            options = quick | {"engines": tuple(engine.url for engine in engines)} | settings
             app = create_app(Settings(**options))
             client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=20))
             if wait:

@@ -47,6 +47,7 @@ from gateway.settings import Settings, SettingsError
 from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.workers import Capacity, Workers
+from gateway.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
     telemetry = Telemetry()
     transport = open_transport()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
+    watchdog = Watchdog(telemetry)
     workers = Workers(_text_capacity(settings), telemetry)
     reader = Reader(workers, _bounds(settings), telemetry, text_seconds=settings.text_seconds, job_mib=settings.text_job_mib)
     pool = Pool(
@@ -82,6 +84,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        watchdog.start()
         workers.start()
         pool.start()
         following = asyncio.create_task(keys.follow(telemetry)) if keys else None
@@ -94,6 +97,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
                 following.cancel()
             await pool.stop()
             await workers.stop()
+            watchdog.stop()
             if share:
                 await share.stop()
             await transport.aclose()

@@ -32,12 +32,28 @@ class ReplicaSample(NamedTuple):
     tokens: int
 
 
+class Level:
+    """A number that goes up and down, cheap to change and to read; a gauge shows it."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self.value = 0
+        gauge.set_function(lambda: self.value)
+
+    def inc(self) -> None:
+        """One more."""
+        self.value += 1
+
+    def dec(self) -> None:
+        """One less."""
+        self.value -= 1
+
+
 class Telemetry:
     """The metrics of one application, in a registry of its own. Labels take few values: no text from clients is among them."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.in_flight = Gauge("yardstick_requests_in_flight", "Requests being worked on.", registry=self._registry)
+        self.in_flight = Level(Gauge("yardstick_requests_in_flight", "Requests being worked on.", registry=self._registry))
         self.waiting = Gauge("yardstick_requests_waiting", "Requests that wait for an engine to be ready.", registry=self._registry)
         self.ejections = self._counter("engine_ejections", "Engines left alone for a while, because they kept failing.")
         self.resumptions = self._counter("resumed_sequences", "Generated sequences that went on at another engine.")
@@ -65,11 +81,28 @@ class Telemetry:
         self._settlements_lost = self._counter("settlements_lost", "Ended requests whose place and tokens Redis was not told of.")
         self._key_reloads = self._counter("key_reloads", "Changes of the file of keys, by result: loaded or broken.", "result")
 
+        self._blocked = Histogram(
+            "yardstick_event_loop_blocked_seconds",
+            "How long the event loop ran without serving what was due, where that was more than a millisecond.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._most_blocked = Gauge(
+            "yardstick_event_loop_blocked_max_seconds", "The longest of these times since the start.", registry=self._registry
+        )
+        self._longest_block = 0.0
         self._text_wait = self._histogram("text_wait_seconds", "Wait of a request for a text worker.", labels=())
         self._text_seconds = self._histogram("text_seconds", "Work of a text worker on one request.", labels=())
         self._text_ends = self._counter("text_workers_ended", "Text workers that were killed or ended by themselves.", "reason")
 
         self._children()
+
+    def blocked(self, seconds: float) -> None:
+        """The event loop ran for ``seconds`` without serving what was due."""
+        self._blocked.observe(seconds)
+        if seconds > self._longest_block:
+            self._longest_block = seconds
+            self._most_blocked.set(seconds)
 
     def text_waited(self, seconds: float) -> None:
         """A request got a text worker."""
@@ -107,9 +140,9 @@ class Telemetry:
         self._count(model, prompt_tokens, cached_tokens)
         self._tokens.labels(model, "completion").inc(completion_tokens)
 
-    def guided(self, model: str, mode: str) -> None:
-        """A generation was steered by ``mode``, or by the constraint of that name."""
-        self._guided.labels(model, mode).inc()
+    def guided(self, model: str, mode: str, prompts: int) -> None:
+        """``prompts`` were continued with ``mode``, or with the constraint of that name."""
+        self._guided.labels(model, mode).inc(prompts)
 
     def valued(self, model: str, texts: int, prompt_tokens: int, cached_tokens: int) -> None:
         """A length request was answered."""

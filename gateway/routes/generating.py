@@ -87,12 +87,11 @@ class Generator:
         finally:
             if lease is not None:
                 lease.used_tokens = usage_of(generations).total_tokens
-            for generation in generations:
-                self.telemetry.generated(
-                    generation.model.name, len(generation.request.prompt), generation.cached_tokens, generation.completion_tokens
-                )
-                if guidance := generation.request.guidance:
-                    self.telemetry.guided(generation.model.name, guidance.constraint or guidance.mode)
+            usage, model = usage_of(generations), generations[0].model.name
+            cached = sum(generation.cached_tokens for generation in generations)
+            self.telemetry.generated(model, usage.prompt_tokens, cached, usage.completion_tokens or 0)
+            if guidance := generations[0].request.guidance:
+                self.telemetry.guided(model, guidance.constraint or guidance.mode, len(generations))
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

@@ -82,7 +82,7 @@ class Scorer:
         keys: list[bytes] = []
         for begin, end in slices(prompts.branches):
             keys += result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches[begin:end])
-            if end < len(prompts.branches):
+            if len(prompts.branches) > LOOKUP_KEYS:
                 await asyncio.sleep(0)
         branch_of = dict(zip(keys, prompts.branches, strict=True))
         results: dict[bytes, Logprobs] = {}
@@ -100,6 +100,8 @@ class Scorer:
             cached_tokens += await self._compute(model, prompts, mine, policy, results)
             results |= (theirs := await self._flights.wait(flights))
             hits |= set(theirs)
+        if len(keys) > LOOKUP_KEYS:
+            await asyncio.sleep(0)
         cached_tokens += sum(length for key, length in zip(keys, prompts.lengths, strict=True) if key in hits)
         return Scores([results[key] for key in keys], sum(key in hits for key in keys), cached_tokens)
 

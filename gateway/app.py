@@ -56,6 +56,7 @@ from gateway.streams import Streams
 from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.workers import Capacity, Workers
+from gateway.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ def create_app(
     telemetry = Telemetry()
     transport = open_transport()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
+    watchdog = Watchdog(telemetry)
     workers = Workers(_text_capacity(settings), telemetry)
     reader = Reader(workers, _bounds(settings), telemetry, text_seconds=settings.text_seconds, job_mib=settings.text_job_mib)
     pool = Pool(
@@ -96,6 +98,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        watchdog.start()
         workers.start()
         pool.start()
         if keys:
@@ -109,6 +112,7 @@ def create_app(
                 keys.stop()
             await pool.stop()
             await workers.stop()
+            watchdog.stop()
             if share:
                 await share.stop()
             await transport.aclose()

@@ -93,6 +93,16 @@ class Telemetry:
         )
         self._uploads = Gauge("yardstick_uploads", "Requests whose body is arriving.", registry=self._registry)
 
+        self._blocked = Histogram(
+            "yardstick_event_loop_blocked_seconds",
+            "How long the event loop ran without serving what was due, where that was more than a millisecond.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._most_blocked = Gauge(
+            "yardstick_event_loop_blocked_max_seconds", "The longest of these times since the start.", registry=self._registry
+        )
+        self._longest_block = 0.0
         self._text_wait = self._histogram("text_wait_seconds", "Wait of a request for a text worker.", labels=())
         self._text_seconds = self._histogram("text_seconds", "Work of a text worker on one request.", labels=())
         self._text_ends = self._counter("text_workers_ended", "Text workers that were killed or ended by themselves.", "reason")
@@ -111,6 +121,13 @@ class Telemetry:
         """Report the bytes of bodies, and the uploads in progress, that the functions give."""
         self._bytes_in_flight.set_function(read_bytes)
         self._uploads.set_function(read_uploads)
+
+    def blocked(self, seconds: float) -> None:
+        """The event loop ran for ``seconds`` without serving what was due."""
+        self._blocked.observe(seconds)
+        if seconds > self._longest_block:
+            self._longest_block = seconds
+            self._most_blocked.set(seconds)
 
     def text_waited(self, seconds: float) -> None:
         """A request got a text worker."""
@@ -152,9 +169,9 @@ class Telemetry:
         self._count(account)
         self._tokens.labels(account.model, "completion").inc(account.completion_tokens)
 
-    def guided(self, model: str, mode: str) -> None:
-        """A generation was steered by ``mode``, or by the constraint of that name."""
-        self._guided.labels(model, mode).inc()
+    def guided(self, model: str, mode: str, prompts: int) -> None:
+        """``prompts`` were continued with ``mode``, or with the constraint of that name."""
+        self._guided.labels(model, mode).inc(prompts)
 
     def valued(self, account: Account) -> None:
         """A length request was answered."""

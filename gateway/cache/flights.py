@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from gateway.cache.base import Logprobs
 
-Flight = asyncio.Future[Logprobs | None]
-"""Ends with the result, or with None where whoever computed it failed or gave up: then the one who waits computes it."""
+Flight = asyncio.Future[Mapping[bytes, Logprobs]]
+"""Ends with the results of all keys that were begun together, without those that whoever computed them failed at or gave up: then
+the one who waits computes them. One future for many keys, as making ten thousand takes 10 ms."""
 
 
 class Flights:
@@ -28,17 +29,16 @@ class Flights:
     async def wait(flights: Mapping[bytes, Flight]) -> dict[bytes, Logprobs]:
         """What ``flights`` bring, without those that bring nothing. Leaving early does them no harm."""
         if flights:
-            await asyncio.wait(flights.values())
-        return {key: result for key, flight in flights.items() if (result := flight.result()) is not None}
+            await asyncio.wait(set(flights.values()))
+        return {key: result for key, flight in flights.items() if (result := flight.result().get(key)) is not None}
 
     def begin(self, keys: Iterable[bytes]) -> None:
         """Promise the results of ``keys``, none of which is on its way; :meth:`end` must follow, whatever happens."""
-        loop = asyncio.get_running_loop()
-        self._flights |= {key: loop.create_future() for key in keys}
+        flight: Flight = asyncio.get_running_loop().create_future()
+        self._flights |= dict.fromkeys(keys, flight)
 
     def end(self, keys: Iterable[bytes], results: Mapping[bytes, Logprobs]) -> None:
-        """Give those who wait for ``keys`` what there is."""
-        for key in keys:
-            flight = self._flights.pop(key)
-            if not flight.done():
-                flight.set_result(results.get(key))
+        """Give those who wait for ``keys``, all that were begun together, what there is."""
+        flights = {self._flights.pop(key) for key in keys}
+        for flight in flights:
+            flight.set_result(results)

@@ -18,20 +18,21 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int = 64) 
                 yield news
         return
     arrived: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(maxsize=2 * at_once)
-    gate = asyncio.Semaphore(at_once)
+    waiting = iter(streams)
 
-    async def run(stream: AsyncGenerator[T, None]) -> None:
+    async def run() -> None:
         try:
-            async with gate, aclosing(stream):
-                async for news in stream:
-                    await arrived.put((news,))
-            await arrived.put(None)
+            for stream in waiting:
+                async with aclosing(stream):
+                    async for news in stream:
+                        await arrived.put((news,))
+                await arrived.put(None)
         except Exception as error:  # handed to the one who reads
             await arrived.put(error)
 
-    runs = [asyncio.create_task(run(stream)) for stream in streams]
+    runs = [asyncio.create_task(run()) for _ in range(min(at_once, len(streams)))]
     try:
-        unfinished = len(runs)
+        unfinished = len(streams)
         while unfinished:
             arrival = await arrived.get()
             if isinstance(arrival, Exception):

@@ -97,9 +97,8 @@ class Generator:
             if lease is not None:
                 lease.used_tokens = sum(generation.used_tokens for generation in generations)
                 lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
-            for generation in generations:
-                if guidance := generation.request.guidance:
-                    self.telemetry.guided(generation.model.name, guidance.constraint or guidance.mode)
+            if guidance := generations[0].request.guidance:
+                self.telemetry.guided(generations[0].model.name, guidance.constraint or guidance.mode, len(generations))
 
 
 def system_fingerprint(model: ServedModel) -> str:

@@ -17,12 +17,16 @@ from gateway.limits.quotas import Quotas
 from gateway.pool.pool import Pool
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
+from gateway.routes.large import with_rows
 from gateway.routes.reading import Reader
 from gateway.schemas.length import LengthRequest, LengthResponse, Remaining
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.streams import while_connected
 from gateway.telemetry import Telemetry
 from gateway.tenancy import caller_of, priority_of
+
+LARGE_TEXTS = 500
+"""Of an answer that is made in slices: a millisecond."""
 
 
 def length_route(pool: Pool, reader: Reader, valuer: Valuer, quotas: Quotas, telemetry: Telemetry) -> HTTPRouteHandler:
@@ -55,10 +59,11 @@ def length_route(pool: Pool, reader: Reader, valuer: Valuer, quotas: Quotas, tel
             created=int(time.time()),
             model=model.name,
             gamma=gamma,
-            data=[_remaining(index, logit, gamma) for index, logit in enumerate(values.logits)],
+            data=[],
             usage=Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(values.cached_tokens)),
         )
-        return Response(answer)
+        rows = (_remaining(index, logit, gamma) for index, logit in enumerate(values.logits))
+        return await with_rows(answer, "data", rows, large=texts > LARGE_TEXTS)
 
     return length
 

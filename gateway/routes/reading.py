@@ -35,7 +35,7 @@ from gateway.text.workers import BULK, Workers
 INLINE_BYTES = 32 << 10
 """Bodies up to this length are decoded on the event loop: 0.3 ms at most."""
 LARGE_ANSWER = 1 << 18
-"""Bytes of a worker's answer after which the event loop does something else before it goes on."""
+"""Bytes of a worker's answer after which the event loop does something else before and after unpacking it."""
 
 T = TypeVar("T", bound=Parameters)
 
@@ -97,9 +97,12 @@ class Reader:
         """The prompts that a worker reads. Raises :class:`GatewayError`."""
         packed = await self._ask(channel, job, body)
         assert isinstance(packed, Packed)
-        if len(packed.ids) > LARGE_ANSWER:
-            await asyncio.sleep(0)
-        return unpack(packed)
+        if len(packed.ids) + 64 * len(packed.lengths) <= LARGE_ANSWER:
+            return unpack(packed)
+        await asyncio.sleep(0)
+        prepared = unpack(packed)
+        await asyncio.sleep(0)
+        return prepared
 
     def order(self, served: ServedModel) -> Read:
         """The message that has a request read for ``served``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from litestar import Request, Response
@@ -19,6 +20,7 @@ from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
+from gateway.routes.large import with_rows
 from gateway.routes.reading import Reader
 from gateway.schemas.score import ScoreRequest, ScoreResponse
 from gateway.schemas.usage import PromptTokensDetails, Usage
@@ -26,6 +28,9 @@ from gateway.scoring.scorer import Prompts, Scorer
 from gateway.streams import while_connected
 from gateway.telemetry import Telemetry
 from gateway.tenancy import caller_of, priority_of
+
+LARGE_SCORES = 2000
+"""Of an answer that is made in slices: a millisecond."""
 
 
 def score_route(pool: Pool, reader: Reader, scorer: Scorer, quotas: Quotas, telemetry: Telemetry) -> HTTPRouteHandler:
@@ -62,10 +67,12 @@ def score_route(pool: Pool, reader: Reader, scorer: Scorer, quotas: Quotas, tele
             id=f"score-{new_id()}",
             created=int(time.time()),
             model=model.name,
-            scores=[_softmax(row) if fields.apply_softmax else [math.exp(value) for value in row] for row in scores.logprobs],
+            scores=[],
             usage=Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens)),
         )
-        return Response(answer, headers={"x-yardstick-cache": f"{hits}/{items}"})
+        rows = _probabilities(scores.logprobs, softmax=bool(fields.apply_softmax))
+        large = items * len(prepared.labels) > LARGE_SCORES
+        return await with_rows(answer, "scores", rows, large=large, headers={"x-yardstick-cache": f"{hits}/{items}"})
 
     return score
 
@@ -73,6 +80,11 @@ def score_route(pool: Pool, reader: Reader, scorer: Scorer, quotas: Quotas, tele
 def _check(model: ServedModel) -> None:
     if "score" not in model.info.capabilities:
         raise InvalidRequest(f"The model {model.name!r} does not score; use /v1/completions.", param="model")
+
+
+def _probabilities(logprobs: Iterable[Logprobs], *, softmax: bool) -> Iterator[list[float]]:
+    """For each item its scores."""
+    return (_softmax(row) if softmax else [math.exp(value) for value in row] for row in logprobs)
 
 
 def _softmax(row: Logprobs) -> list[float]:

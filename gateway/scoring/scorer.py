@@ -106,7 +106,7 @@ class Scorer:
         keys: list[bytes] = []
         for begin, end in slices(prompts.branches):
             keys += result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches[begin:end], salt=salt)
-            if end < len(prompts.branches):
+            if len(prompts.branches) > LOOKUP_KEYS:
                 await asyncio.sleep(0)
         branch_of = dict(zip(keys, prompts.branches, strict=True))
         if policy.read:
@@ -122,6 +122,8 @@ class Scorer:
             await self._compute(job, {key: branch_of[key] for key in missing if key not in flights})
             results |= (theirs := await self._flights.wait(flights))
             hits |= set(theirs)
+        if len(keys) > LOOKUP_KEYS:
+            await asyncio.sleep(0)
         cached_tokens = job.cached_tokens + sum(length for key, length in zip(keys, prompts.lengths, strict=True) if key in hits)
         return Scores([results[key] for key in keys], sum(key in hits for key in keys), cached_tokens, job.queue_seconds)
 

@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -45,6 +45,7 @@ def run(connection: socket.socket, texts: Mapping[str, TextSide], job_mib: int) 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_status_bytes("VmData") + (job_mib << 20), resource.RLIM_INFINITY))
+    gc.disable()  # a job that makes millions of objects would be slowed down many times; its end frees them
     worker = Worker(texts)
     least = _status_bytes("VmRSS")
     while (received := receive(connection)) is not None:
@@ -83,7 +84,7 @@ class Worker:
             if isinstance(job, Drop):
                 return Dropped()
             self._endpoint = ENDPOINTS[job.endpoint]
-            self._request, ignored = self._endpoint.decode(_as_bytes(body))
+            self._request, ignored = self._endpoint.decode(cast(bytes, body))  # decoders take both, and a copy would be large
             if isinstance(job, Decode):
                 return Decoded(self._endpoint.pack_fields(self._request), ignored[:MAX_IGNORED])
             return self._read(job.read)
@@ -141,13 +142,6 @@ def _exactly(connection: socket.socket, size: int) -> bytearray | None:
         if not count:
             return None
         got += count
-    return data
-
-
-def _as_bytes(body: bytearray) -> bytes:
-    """``body`` as bytes, and ``body`` empty, so that the two are in memory together as briefly as possible."""
-    data = bytes(body)
-    body.clear()
     return data
 
 

@@ -1,0 +1,68 @@
+"""Answers whose list may be long: made and encoded in slices, so that the event loop serves others in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Response
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Send
+
+from gateway.breathing import Breath
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+PART_BYTES = 1 << 16
+"""Of a large answer, written at once."""
+
+_encoder = msgspec.json.Encoder()
+
+
+async def with_rows(
+    answer: T, name: str, rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None
+) -> Response[Any]:
+    """An answer with ``rows`` in place of the empty list in the field ``name``. ``large``: making and encoding the rows takes more
+    than a millisecond."""
+    if not large:
+        return Response(msgspec.structs.replace(answer, **{name: list(rows)}), headers=headers)
+    before, after = _encoder.encode(answer).split(b'"%b":[]' % name.encode(), 1)
+    parts, part, breath = [], bytearray(before + b'"%b":[' % name.encode()), Breath()
+    separator = b""
+    for row in rows:
+        part += separator + _encoder.encode(row)
+        separator = b","
+        if len(part) > PART_BYTES:
+            parts.append(bytes(part))
+            part.clear()
+        if breath.due:
+            await breath.take()
+    return _InParts([*parts, bytes(part) + b"]" + after], headers)
+
+
+class _InParts(Response[Any]):
+    def __init__(self, parts: list[bytes], headers: Mapping[str, str] | None) -> None:
+        super().__init__(None, media_type="application/json", headers=headers)
+        self._parts = parts
+
+    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
+        """What the web framework sends."""
+        return _ASGIParts(self._parts, headers=self.headers)
+
+
+class _ASGIParts(ASGIResponse):
+    _should_set_content_length = False
+
+    def __init__(self, parts: list[bytes], *, headers: dict[str, Any]) -> None:
+        length = str(sum(map(len, parts)))
+        super().__init__(media_type="application/json", headers=headers | {"content-length": length})
+        self._parts = parts
+
+    async def send_body(self, send: Send, receive: Receive) -> None:  # noqa: ARG002 - the framework's signature
+        """Send all parts."""
+        for place, part in enumerate(self._parts):
+            more = place + 1 < len(self._parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+            await asyncio.sleep(0)  # what is sent in one turn of the event loop is joined

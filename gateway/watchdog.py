@@ -1,0 +1,61 @@
+"""Measures how long the event loop runs without serving what has become due.
+
+A timer expires every :data:`BUSY_SECONDS` while requests are in flight. A timer that is late was kept waiting by this process or by
+others on the machine. Only the former counts: the wait is bounded by the CPU time that the loop's thread used since the timer
+before. So a figure is off by at most :data:`BUSY_SECONDS` in either direction. It covers all callbacks of one turn of the loop, so
+it is an upper bound for the longest of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from gateway.telemetry import Telemetry
+
+BUSY_SECONDS = 0.002
+"""Costs about 0.2 % of a processor."""
+IDLE_SECONDS = 0.05
+LEAST_SECONDS = 0.001
+"""Timers are exact to a millisecond."""
+
+
+class Watchdog:
+    """Ticks between :meth:`start` and :meth:`stop` on the running event loop."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        *,
+        wall: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._telemetry = telemetry
+        self._wall = wall
+        self._cpu = cpu
+        self._due = 0.0
+        self._used = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to measure."""
+        self._plan()
+
+    def stop(self) -> None:
+        """Measure no longer."""
+        if self._timer:
+            self._timer.cancel()
+
+    def tick(self) -> None:
+        """The timer has expired."""
+        blocked = min(self._wall() - self._due, self._cpu() - self._used)
+        if blocked > LEAST_SECONDS:
+            self._telemetry.blocked(blocked)
+        self._plan()
+
+    def _plan(self) -> None:
+        seconds = BUSY_SECONDS if self._telemetry.in_flight else IDLE_SECONDS
+        self._used = self._cpu()
+        self._due = self._wall() + seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.tick)

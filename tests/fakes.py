@@ -116,6 +116,7 @@ class FakeEngine:
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
     silent: bool = False
     """Nothing is answered, and no connection closed."""
+    template: str = TEMPLATE
     token: str | None = None
     """Without it in their headers, requests are answered 401."""
 
@@ -155,7 +156,8 @@ class _Call:
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
         elif path == "/tokenizer":
-            await self._reply(200, wire.encode(wire.TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})))
+            files = wire.TokenizerFiles(library().to_str().encode(), self.engine.template, {"eos_token": EOS})
+            await self._reply(200, wire.encode(files))
         elif path == "/score":
             request = msgspec.msgpack.decode(await self._body(), type=wire.Score)
             self.engine.scores.append(request)

@@ -129,6 +129,7 @@ class FakeEngine:
     """Nothing is answered, and no connection closed."""
     frozen: bool = False
     """Generations that run stand still."""
+    template: str = TEMPLATE
     token: str | None = None
     """Without it in their headers, requests are answered 401."""
     prefixes: PrefixCache | None = None
@@ -175,7 +176,8 @@ class _Call:
         elif path == "/tokenizer":
             while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above
                 await asyncio.sleep(0.01)
-            await self._reply(200, wire.encode(wire.TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})))
+            files = wire.TokenizerFiles(library().to_str().encode(), self.engine.template, {"eos_token": EOS})
+            await self._reply(200, wire.encode(files))
         elif path == "/score":
             request = msgspec.msgpack.decode(await self._body(), type=wire.Score)
             self.engine.scores.append(request)

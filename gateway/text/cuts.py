@@ -93,6 +93,11 @@ class Cuts:
         return left + right not in self._spanned
 
 
+def may_be_cut(text: str) -> bool:
+    """Whether ``text`` has a place to cut it, for a tokeniser that has cuts and no added token that spans it."""
+    return _CUT.search(text) is not None
+
+
 def cuts_of(document: dict[str, Any], added: list[dict[str, Any]]) -> Cuts | None:
     """The cuts of the tokeniser that a ``tokenizer.json`` describes, with ``added`` tokens; None where nothing is known."""
     model = document["model"]

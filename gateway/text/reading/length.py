@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gateway.errors import InvalidRequest
 from gateway.schemas.length import MAX_TEXTS, LengthRequest, Texts
+from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared
 from gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, share_prefix, tokenise_pairs
 from gateway.text.reading import chat
@@ -158,7 +159,8 @@ def _is_light(request: LengthRequest) -> bool:
 def _characters(request: LengthRequest, query_once: bool) -> int:
     answers = 1 if request.partial is None or isinstance(request.partial, str) else len(request.partial)
     once = characters_of(request.prompt) + chat.characters_of(request.messages)
-    return once * (min(answers, 2) if query_once else answers) + characters_of(request.partial) + characters_of(request.input)
+    cut = query_once and (not isinstance(request.prompt, str) or may_be_cut(request.prompt))
+    return once * (min(answers, 2) if cut else answers) + characters_of(request.partial) + characters_of(request.input)
 
 
 LENGTH = Endpoint(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from gateway.errors import InvalidRequest
 from gateway.schemas.score import ScoreRequest
 from gateway.text.bounds import TooManyTokens
+from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared
 from gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, tokenise_pairs
 from gateway.text.reading.endpoint import Endpoint, Model
@@ -120,7 +121,7 @@ def _characters(request: ScoreRequest, query_once: bool) -> int:
     texts = sum(len(item) for item in items if isinstance(item, str)) + sum(map(len, request.labels or ()))
     if not isinstance(request.query, str):
         return texts
-    return texts + len(request.query) * (2 if query_once else len(items))
+    return texts + len(request.query) * (2 if query_once and may_be_cut(request.query) else len(items))
 
 
 SCORE = Endpoint(

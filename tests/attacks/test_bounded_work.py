@@ -1,0 +1,211 @@
+"""One request costs no more than its bounds: real gateways, real bodies, bounds on time, memory and the event loop.
+
+The bounds have a margin for a machine with two cores on which other tests run: a job in a text worker takes at most 512 MiB, and
+no turn of the event loop more than 5 ms on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.attacks.watch import Watch, metric_of, tree_mib
+from tests.fakes import LIMITS, FakeEngine, Running, stop
+from tests.processes import Program, wait_until
+
+CONTEXT = 1 << 17
+SECONDS = 5.0
+MIB = 640
+LIVEZ_SECONDS = 0.5
+TURN_SECONDS = "0.025"
+"""A bucket of the histogram: five times the promise."""
+
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+LABELS = [5, 6]
+
+
+def large_engine(**changes: Any) -> FakeEngine:
+    limits = msgspec.structs.replace(LIMITS, max_slots=CONTEXT, max_branches=10_000, max_labels=1000, max_sequences=128)
+    return FakeEngine(max_context=CONTEXT, limits=limits, **changes)
+
+
+class Site:
+    """A gateway process before fake engines."""
+
+    def __init__(self, *engines: FakeEngine, **environment: str) -> None:
+        self._servers = [Running(engine) for engine in engines]
+        flags = [flag for server in self._servers for flag in ("--engine", server.url)]
+        self.program = Program("gateway", *flags, **environment).wait_ready()
+        wait_until(lambda: "fake" in self.program.client.get("/v1/models").text)
+        self.chat()
+
+    def post(self, path: str, body: Any, timeout: float = 60) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(f"{self.program.url}/v1/{path}", content=content, timeout=timeout, verify=False)
+
+    def chat(self) -> float:
+        """Seconds that a one-token chat takes."""
+        began = time.monotonic()
+        answer = self.post("chat/completions", {"model": "fake", **HI})
+        assert answer.status_code == 200, answer.text
+        return time.monotonic() - began
+
+    def long_turns(self) -> float:
+        """Turns of the event loop that took too long."""
+        lines = self.program.client.get("/metrics").text.splitlines()
+        values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("yardstick_event_loop")}
+        name = "yardstick_event_loop_blocked_seconds"
+        return values[f"{name}_count"] - values[f'{name}_bucket{{le="{TURN_SECONDS}"}}']
+
+    def close(self) -> None:
+        self.program.close()
+        stop(self._servers)
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    site = Site(large_engine())
+    yield site
+    site.close()
+
+
+def ids_body(count: int) -> bytes:
+    return b'{"prompt":[' + b"1," * count + b"1]}"
+
+
+REFUSED = {
+    "query of ids, empty items": (
+        "score",
+        {"query": [7] * 130_000, "items": [[]] * 9999 + [[7] * 1100], "label_token_ids": LABELS},
+    ),
+    "text query, many items": ("score", {"query": "red shoes " * 2000, "items": ["a" * 30] * 999 + [1], "label_token_ids": LABELS}),
+    "ids, item first": ("score", {"query": [7] * 15_000, "items": [[]] * 10_000, "label_token_ids": LABELS, "item_first": True}),
+    "one prompt of 17 MB": ("completions", {"prompt": "x y " * 4_250_000}),
+    "one prompt of 17 MB without spaces": ("completions", {"prompt": "x" * 17_000_000}),
+    "1,000 partial answers": ("length", {"prompt": "red shoes " * 10_000, "partial": [" a"] * 999 + ["x " * 10**6]}),
+    "a label of 21 MB": ("score", {"query": "a", "items": ["b"], "labels": ["x" * 21_000_000]}),
+    "five million labels": ("score", {"query": "a", "items": ["b"], "labels": ["x"] * 5_000_000}),
+    "1,024 prompts, n 128": ("completions", {"prompt": ["x"] * 1024, "n": 128}),
+    "1,024 long prompts": ("completions", {"prompt": ["red shoes " * 2900] * 1024}),
+    "fifteen million ids": ("completions", ids_body(15_000_000)),
+    "ten million empty tools": (
+        "chat/completions",
+        b'{"messages":[{"role":"user","content":"x"}],"tools":[' + b"[]," * 10**7 + b"0]}",
+    ),
+    "a huge model name": ("completions", b'{"prompt":"a","model":"' + b"x" * 20_000_000 + b'"}'),
+    "a huge logit bias": ("completions", b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(10**6)) + b"}}"),
+    "10,000 items, 1,000 labels": ("score", {"query": [7], "items": [[7]] * 10_000, "label_token_ids": list(range(300)) * 3}),
+    "broken JSON of 30 MB": ("completions", b'{"prompt":"' + b"x" * 30_000_000),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_request_beyond_its_bounds_is_refused_cheaply(site: Site, name: str) -> None:
+    path, body = REFUSED[name]
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    before = site.long_turns()
+    with Watch(site.program) as watch:
+        began = time.monotonic()
+        answer = site.post(path, content)
+        seconds = time.monotonic() - began
+    assert answer.status_code == 400, answer.text[:300]
+    assert len(answer.content) < 5000
+    assert seconds < SECONDS
+    assert watch.grown_mib < MIB
+    assert watch.slowest_livez < LIVEZ_SECONDS
+    assert site.long_turns() == before
+
+
+ANSWERED = {
+    "10,000 empty items": ("score", {"query": [7] * 15_000, "items": [[]] * 10_000, "label_token_ids": LABELS}),
+    "1,000 items": ("score", {"query": "red shoes " * 200, "items": [f" {i % 3}" for i in range(1000)], "label_token_ids": [5]}),
+    "100 KB prompt, partial answers": ("length", {"prompt": "red shoes " * 10_000, "partial": [" a"] * 2}),
+    "a long prompt": ("completions", {"prompt": "red shoes " * 10_000, "max_tokens": 1}),
+    "120,000 ids": ("completions", ids_body(120_000)[:-1] + b',"max_tokens":1}'),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_a_large_request_within_its_bounds_blocks_nobody(site: Site, name: str) -> None:
+    path, body = ANSWERED[name]
+    before = site.long_turns()
+    with Watch(site.program) as watch:
+        answer = site.post(path, body)
+    assert answer.status_code == 200, answer.text[:300]
+    assert watch.grown_mib < MIB
+    assert site.long_turns() == before
+
+
+def test_memory_falls_back_after_a_burst(site: Site) -> None:
+    idle = tree_mib(site.program.process.pid)
+    bodies = [REFUSED[name] for name in ("five million labels", "fifteen million ids", "one prompt of 17 MB", "a label of 21 MB")]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda each: site.post(*each).status_code, bodies * 3))
+    assert set(answers) <= {400, 429}
+    wait_until(lambda: tree_mib(site.program.process.pid) < idle + 150, 10)
+
+
+HEAVY = {"query": "x" * 8000, "items": [str(place) for place in range(1500)], "label_token_ids": LABELS}
+"""A body of 20 KB whose query has no place to be cut: 12 million characters to tokenise."""
+
+
+def test_work_ends_when_the_client_leaves(site: Site) -> None:
+    ended = 'yardstick_text_workers_ended_total{reason="left"}'
+    before = metric_of(site.program, ended)
+    with pytest.raises(httpx.ReadTimeout):
+        site.post("score", HEAVY, timeout=0.5)
+    wait_until(lambda: metric_of(site.program, ended) == before + 1, 3)
+    assert site.chat() < 1
+
+
+def test_many_heavy_requests_of_one_client_do_not_delay_another(site: Site) -> None:
+    """Twelve requests of 20 KB, each of which is seconds of tokenising, and a short chat."""
+    threads = [threading.Thread(target=_post_and_leave, args=(site,)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    assert min(site.chat() for _ in range(3)) < 1
+    for thread in threads:
+        thread.join()
+
+
+def _post_and_leave(site: Site) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        site.post("score", HEAVY, timeout=3)
+
+
+TEMPLATES = {
+    "endless": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "endless in C": "{{ (('a' * 60000000) | replace('a', 'bb')) | replace('b', 'aa') | replace('a', 'bb') | length }}",
+    "gigabytes": "{{ '%9999999999d' | format(1) }}",
+    "texts": "{% set ns = namespace(x='a' * 60000000) %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+}
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[Site]:
+    """A gateway with a good model and one for each hostile template."""
+    bad = [large_engine(model=name, fingerprint=name, template=template) for name, template in TEMPLATES.items()]
+    site = Site(large_engine(), *bad, YARDSTICK_TEMPLATE_SECONDS="0.5", YARDSTICK_TEXT_SECONDS="4")
+    wait_until(lambda: len(site.program.client.get("/v1/models").json()["data"]) == 1 + len(bad))
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_hostile_template_harms_nobody(hostile: Site, name: str) -> None:
+    with Watch(hostile.program) as watch:
+        answer = hostile.post("chat/completions", {"model": name, "messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert watch.grown_mib < MIB
+    assert watch.slowest_livez < LIVEZ_SECONDS
+    hostile.chat()

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import io
-from types import TracebackType
-from typing import Protocol
 
 from litestar.types import Receive, Scope
 
+from gateway.edge.cycle import Incoming
 from gateway.edge.inflate import Inflater
 from gateway.errors import ClientGone, GatewayError, Overloaded, from_status
 from gateway.limits.fair import FairRoom
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
-ARRIVING = "yardstick.arriving"
-"""The key of the :class:`Arriving` in a scope. Where there is none, the body counts as incomplete."""
-
-
-class Arriving(Protocol):
-    """A request on its connection."""
-
-    more_body: bool
-    """Whether a part of the body has yet to arrive."""
+_GONE = "The client left before its request was read."
 
 
 class Hold:
-    """The bytes that one request holds of the room for all bodies. A context manager that gives them back."""
+    """The bytes that one request holds of the room for all bodies, until :meth:`end`."""
 
     __slots__ = ("_bytes", "_room", "_telemetry", "tenant")
 
@@ -47,10 +38,8 @@ class Hold:
             raise Overloaded("The bodies of the requests in progress leave no room for this one; try again soon.", retry_after=1)
         self._bytes = size
 
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def end(self) -> None:
+        """Give them back."""
         if self._bytes:
             self._room.give(self.tenant, self._bytes)
 
@@ -75,22 +64,23 @@ class BodyReader:
         Raises :class:`BodyTooLarge`, :class:`Overloaded`, :class:`RequestTimeout`, :class:`UnsupportedEncoding`,
         :class:`InvalidRequest`, :class:`ClientGone`.
         """
-        length, coding = 0, b""
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"content-encoding":
-                coding = b", ".join((coding, value)) if coding else value
-        self._check_size(length)
-        if coding and coding.strip().lower() != b"identity":
+        incoming = Incoming.of(scope)
+        length = int(incoming.noted.get(b"content-length", b"0"))
+        if length > self._settings.max_body_bytes:
+            raise self._too_large()
+        coding = incoming.noted.get(b"content-encoding")
+        if coding is not None and coding.strip().lower() != b"identity":
             return await self._read_upload(receive, hold, self._inflater(coding))
-        hold.grow_to(length)
-        arriving: Arriving | None = scope.get(ARRIVING)  # type: ignore[assignment]
-        if arriving is None or arriving.more_body:
+        if length:
+            hold.grow_to(length)
+        if not incoming.complete:
             return await self._read_upload(receive, hold, None)
-        body, _ = await self._receive(receive)
-        self._check_size(len(body))
-        hold.grow_to(len(body))  # a chunked body has no length
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone(_GONE)
+        body = message["body"]
+        if len(body) > length:  # a chunked body has no length
+            self._check(len(body), hold)
         return body
 
     async def _read_upload(self, receive: Receive, hold: Hold, inflater: Inflater | None) -> bytes:
@@ -117,7 +107,7 @@ class BodyReader:
         """The next part of the body, and whether more follows."""
         message = await receive()
         if message["type"] != "http.request":
-            raise ClientGone("The client left before its request was read.")
+            raise ClientGone(_GONE)
         return message["body"], message["more_body"]
 
     async def _inflate(self, body: io.BytesIO, data: bytes, hold: Hold, inflater: Inflater) -> None:
@@ -126,10 +116,13 @@ class BodyReader:
             await asyncio.sleep(0)  # other requests have their turn
 
     def _append(self, body: io.BytesIO, data: bytes, hold: Hold) -> None:
-        size = body.tell() + len(data)
-        self._check_size(size)
-        hold.grow_to(size)
+        self._check(body.tell() + len(data), hold)
         body.write(data)
+
+    def _check(self, size: int, hold: Hold) -> None:
+        if size > self._settings.max_body_bytes:
+            raise self._too_large()
+        hold.grow_to(size)
 
     def _inflater(self, coding: bytes) -> Inflater:
         try:
@@ -138,9 +131,8 @@ class BodyReader:
             self._telemetry.rejected("content_encoding")
             raise
 
-    def _check_size(self, size: int) -> None:
-        if size > self._settings.max_body_bytes:
-            raise self._counted("body_size", from_status(413, ""))
+    def _too_large(self) -> GatewayError:
+        return self._counted("body_size", from_status(413, ""))
 
     def _counted(self, reason: str, error: GatewayError) -> GatewayError:
         self._telemetry.rejected(reason)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from litestar.config.cors import CORSConfig
 from litestar.types import HTTPScope
 
+from gateway.edge.cycle import Incoming
 from gateway.errors import Forbidden, GatewayError
 
 _METHODS = ["GET", "POST", "OPTIONS"]
@@ -31,7 +32,7 @@ class Origins:
         other origins from their pages."""
         if scope["method"] != "OPTIONS" or not self._origins:
             return None
-        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        origin = Incoming.of(scope).noted.get(b"origin")
         return None if origin is None or self.allow(origin.decode("latin-1")) else Forbidden(_FORBIDDEN)
 
     def config(self) -> CORSConfig | None:

@@ -8,12 +8,13 @@ Such a server listens on loopback only, but a web page that the user visits can 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from litestar.types import HTTPScope
 
 from gateway.edge.cors import Origins
+from gateway.edge.cycle import Incoming
 from gateway.errors import Forbidden, GatewayError, Misdirected, UnsupportedMediaType
 from gateway.telemetry import Telemetry
 
@@ -29,22 +30,13 @@ class LocalGuard:
 
     def refusal(self, scope: HTTPScope) -> GatewayError | None:
         """Why the request is not answered; None where it is."""
-        host = origin = site = mode = kind = b""
-        for name, value in scope["headers"]:
-            if name == b"host":
-                host = value
-            elif name == b"content-type":
-                kind = value
-            elif name == b"origin":
-                origin = value
-            elif name == b"sec-fetch-site":
-                site = value
-            elif name == b"sec-fetch-mode":
-                mode = value
+        noted = Incoming.of(scope).noted
+        host = noted.get(b"host", b"")
         if host and not self._is_allowed_host(host):
             return self._count("host", Misdirected(_HOST))
-        if (origin or site) and not self._is_allowed_page(scope["method"], host, origin, site, mode):
+        if (b"origin" in noted or b"sec-fetch-site" in noted) and not self._is_allowed_page(scope["method"], noted):
             return self._count("origin", Forbidden(_ORIGIN))
+        kind = noted.get(b"content-type")
         if kind and scope["method"] == "POST" and not _is_json(kind):
             return self._count("content_type", UnsupportedMediaType(_KIND))
         return None
@@ -64,11 +56,13 @@ class LocalGuard:
         except ValueError:
             return False
 
-    def _is_allowed_page(self, method: str, host: bytes, origin: bytes, site: bytes, mode: bytes) -> bool:
-        if origin:
-            return origin.partition(b"://")[2].lower() == host.lower() or self._origins.allow(origin.decode("latin-1"))
-        followed_a_link = method in ("GET", "HEAD") and mode == b"navigate"
-        return followed_a_link or site in (b"same-origin", b"none")
+    def _is_allowed_page(self, method: str, noted: Mapping[bytes, bytes]) -> bool:
+        origin = noted.get(b"origin")
+        if origin is not None:
+            same = origin.partition(b"://")[2].lower() == noted.get(b"host", b"").lower()
+            return same or self._origins.allow(origin.decode("latin-1"))
+        follows_a_link = method in ("GET", "HEAD") and noted.get(b"sec-fetch-mode") == b"navigate"
+        return follows_a_link or noted[b"sec-fetch-site"] in (b"same-origin", b"none")
 
 
 @lru_cache(256)

@@ -38,7 +38,8 @@ class Admission(ASGIMiddleware):
         """Count the request until its answer is sent. Raises what :meth:`BodyReader.read` raises, and :class:`Overloaded`."""
         key = Exchange.in_scope(scope).key
         tenant = None if key is None else key.id
-        with self._bodies.hold(tenant) as hold:
+        hold = self._bodies.hold(tenant)
+        try:
             if scope["method"] == "POST":  # type: ignore[typeddict-item]
                 receive = _replay(await self._bodies.read(scope, receive, hold), receive)
             if not self._requests.take(tenant):
@@ -48,6 +49,8 @@ class Admission(ASGIMiddleware):
                 await next_app(scope, receive, send)
             finally:
                 self._requests.give(tenant)
+        finally:
+            hold.end()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -1,0 +1,202 @@
+"""The life of one connection: its deadlines, its end, and the answers that it gives by itself.
+
+uvicorn's protocol, on which this builds, has a deadline for idle connections only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum, auto
+from math import inf
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.edge.connections import Connections
+from gateway.edge.cycle import Cycle
+from gateway.edge.transport import GatheringTransport
+from gateway.errors import GatewayError, Overloaded, RequestTimeout
+from gateway.exchange import new_id
+
+LINGER_SECONDS = 1.0
+"""Time that a client has to read an answer that was sent before its request was complete."""
+MAX_DROPPED = 64 << 20
+"""Bytes that are read and dropped before a connection is aborted."""
+
+
+class Phase(Enum):
+    """What a connection waits for."""
+
+    WAITING = auto()
+    """The first byte of the next request."""
+    HEAD = auto()
+    """The rest of a request line and headers."""
+    WORKING = auto()
+    """The rest of a body, or the end of the response."""
+    CLOSING = auto()
+    """The client, to read what was written. Nothing more is answered."""
+
+
+# As globals: looking up a member of an enumeration costs more than comparing it (Python 3.11).
+WAITING, HEAD, WORKING, CLOSING = Phase
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """One connection, whose every phase ends in time."""
+
+    cycle: Cycle
+    transport: GatheringTransport  # type: ignore[assignment]
+
+    def __init__(self, connections: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._connections = connections
+        self._settings = settings = connections.settings
+        self._phase: Phase = WAITING
+        self._deadline = self.loop.time() + settings.header_seconds
+        """When the present phase must have ended, in the event loop's time."""
+        self._write_deadline = inf
+        """When the client must have read more, while too much waits to be sent."""
+        self._unwritten = 0
+        """Bytes that waited to be sent at the last progress."""
+        self._body_began = 0.0
+        self._body_bytes = 0
+        self._keep_alive = True
+        """Whether the connection stays open after a request that arrives as a whole."""
+        self._dropping = False
+        """Whatever arrives is dropped; only the end of the connection matters."""
+        self._dropped = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connected."""
+        super().connection_made(GatheringTransport(transport, self.loop, self._close))  # type: ignore[arg-type]
+        if not self._connections.admit(self, self.loop):
+            if self._connections.can_answer:
+                self._refuse(Overloaded("This server has too many open connections; try again soon.", retry_after=1), "connections")
+            else:
+                self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection ended."""
+        self._connections.forget(self)
+        self._deadline = self._write_deadline = inf
+        self._dropping = True
+        super().connection_lost(exc)
+
+    def check_deadlines(self, now: float) -> None:
+        """Called by the registry a few times a second."""
+        if now >= self._write_deadline:
+            self._check_writing()
+        elif now < self._deadline:
+            return
+        elif self._phase is HEAD:
+            limit = self._settings.header_seconds
+            self._refuse(RequestTimeout(f"The request's headers did not arrive within {limit:g} s."), "header_timeout")
+        elif self._phase is WAITING:
+            self.transport.close()
+        elif self._phase is WORKING:
+            self._check_body(now)
+        elif self.transport.get_write_buffer_size():
+            self._deadline = now + LINGER_SECONDS
+        else:
+            self.transport.abort()
+
+    def _check_body(self, now: float) -> None:
+        seconds, rate = self._settings.body_seconds, self._settings.body_bytes_per_second
+        self._deadline = self._body_began + seconds + self._body_bytes / rate
+        if now >= self._deadline:
+            words = f"The request's body did not arrive within {seconds:g} s, or came slower than {rate} bytes/s after that."
+            self._body_failed(RequestTimeout(words), "body_timeout")
+
+    def evict(self) -> None:
+        """Close, to make room for another connection."""
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Too much waits to be sent: the client must read some of it in time."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read enough."""
+        super().resume_writing()
+        if self._phase is not CLOSING:  # while closing, everything must be read
+            self._write_deadline = inf
+
+    def _await_reader(self) -> None:
+        self._unwritten = self.transport.get_write_buffer_size()
+        self._write_deadline = self.loop.time() + self._settings.write_seconds
+
+    def _check_writing(self) -> None:
+        """Abort unless the client has read something since the last check. What works for it is cancelled by the disconnect."""
+        unwritten = self.transport.get_write_buffer_size()
+        if unwritten and unwritten >= self._unwritten:
+            self._connections.telemetry.rejected("write_timeout")
+            self.transport.abort()
+        elif unwritten:
+            self._await_reader()
+        else:
+            self._write_deadline = inf
+
+    def _close(self) -> None:
+        """Close once everything is sent; where the client may still be sending, after it has had time to read the answer."""
+        inner = self.transport.inner
+        lingers = self._phase is not CLOSING and (self._dropping or (self.cycle is not None and self.cycle.more_body))
+        self._phase = CLOSING
+        self._dropping = True
+        self._connections.works(self)
+        if inner.is_closing():
+            return
+        self._await_reader()
+        if lingers:
+            self._deadline = self.loop.time() + LINGER_SECONDS
+            inner.write_eof()
+            self.transport.release()
+            self.flow.resume_reading()
+        else:
+            self._deadline = inf
+            inner.close()
+
+    def _refuse(self, error: GatewayError, reason: str) -> None:
+        """Answer ``error`` without the application, and close."""
+        self._connections.telemetry.rejected(reason)
+        body = msgspec.json.encode(error.body)
+        fields = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": new_id(),
+            "connection": "close",
+            **error.headers,
+        }
+        lines = [b"%b: %b\r\n" % header for header in self.server_state.default_headers]
+        lines += [f"{name}: {value}\r\n".encode() for name, value in fields.items()]
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
+        self._dropping = True
+        self.transport.close()
+
+    def _body_failed(self, error: GatewayError, reason: str) -> None:
+        """The application gets ``error`` in place of the rest of the body."""
+        self._connections.telemetry.rejected(reason)
+        self._deadline = inf
+        self._dropping = True
+        self.cycle.fail(error)
+
+    def _drop(self, size: int) -> None:
+        self._dropped += size
+        if self._dropped > MAX_DROPPED:
+            self.transport.abort()
+
+    def shutdown(self) -> None:
+        """The server ends: close now, or after the response in progress."""
+        self._keep_alive = False
+        super().shutdown()
+
+    def on_response_complete(self) -> None:
+        """The response is written: wait for the next request."""
+        self.server_state.total_requests += 1
+        if self._phase is CLOSING or self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        self._phase = WAITING
+        self._deadline = self.loop.time() + self._settings.idle_seconds
+        self._connections.waits(self)

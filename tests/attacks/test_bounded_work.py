@@ -61,7 +61,9 @@ class Site:
     def long_turns(self) -> float:
         """Turns of the event loop that took too long."""
         lines = self.program.client.get("/metrics").text.splitlines()
-        values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("yardstick_event_loop")}
+        values = {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("yardstick_event_loop")
+        }
         name = "yardstick_event_loop_blocked_seconds"
         return values[f"{name}_count"] - values[f'{name}_bucket{{le="{TURN_SECONDS}"}}']
 

@@ -100,7 +100,9 @@ class Worker:
 
     def _read(self, job: Read) -> Answer:
         request, self._request = self._request, None
-        if (text := self._texts.get(job.text)) is None or self._endpoint is None:
+        if request is None or self._endpoint is None:
+            return Broken("fault")
+        if (text := self._texts.get(job.text)) is None:
             return Broken("unknown_text")
         return pack(self._endpoint.read(request, Model(job.facts, text.tokenizer, job.bounds, text)))
 

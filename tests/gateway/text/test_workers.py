@@ -1,0 +1,303 @@
+"""Worker processes that read requests: forked, killed, replaced, and shared fairly."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.wire import TokenizerFiles
+from gateway.errors import Overloaded
+from gateway.schemas.score import ScoreRequest
+from gateway.telemetry import Telemetry
+from gateway.text import channel as channel_module
+from gateway.text.bounds import Bounds
+from gateway.text.channel import WorkerLostError
+from gateway.text.facts import Facts
+from gateway.text.fair import FairQueue
+from gateway.text.messages import Answer, Broken, Decode, Decoded, Read, Refused, Whole
+from gateway.text.prepared import Packed, unpack
+from gateway.text.spelling import TokenizerError
+from gateway.text.workers import BULK, Capacity, Workers
+from tests.fakes import EOS, TEMPLATE, ids, library
+
+FILES = TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})
+SCORE = msgspec.json.encode({"query": "red shoes, ", "items": ["blue", "red"], "label_token_ids": [1]})
+FACTS = Facts("m", 10**9, 320, 16)
+SLOW = msgspec.json.encode({"query": "x" * 20_000, "items": [str(i) for i in range(3000)], "label_token_ids": [1]})
+"""A minute of tokenising."""
+UNBOUND = Bounds(max_request_characters=10**12, max_request_tokens=10**9)
+
+
+@asynccontextmanager
+async def running(workers: int = 2, **capacity: Any) -> AsyncIterator[tuple[Workers, str]]:
+    """Workers that know one model, and its key."""
+    options = {"job_mib": 256, "max_jobs": 100, "max_bytes": 1 << 30} | capacity
+    started = Workers(Capacity(workers, **options), Telemetry())
+    started.start()
+    try:
+        key, vocabulary = await started.load(FILES)
+        yield started, key
+        del vocabulary
+    finally:
+        await started.stop()
+
+
+async def ask(workers: Workers, key: str, body: bytes = SCORE, *, tenant: str = "a", seconds: float = 20.0) -> Answer:
+    async with workers.job(tenant=tenant, size=len(body), bulk=False) as channel:
+        return await channel.ask(Whole("score", Read(key, FACTS, UNBOUND)), [body], seconds=seconds)
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for task in Path(f"/proc/{pid}/task").glob("*/children") for each in task.read_text().split()]
+
+
+async def until(condition: Any, seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - processes set no event
+            await asyncio.sleep(0.02)
+
+
+def is_right(answer: Answer) -> bool:
+    assert isinstance(answer, Packed), answer
+    prepared = unpack(answer)
+    texts = [[*prepared.prefix, *row] for row in prepared.rows]
+    return texts == [ids("red shoes, blue"), ids("red shoes, red")]
+
+
+async def test_a_job_is_read_and_the_vocabulary_is_known() -> None:
+    async with running() as (workers, key):
+        assert is_right(await ask(workers, key))
+        refused = await ask(workers, key, b'{"query": 1}')
+        assert isinstance(refused, Refused)
+        assert refused.param == "query"
+        assert is_right(await ask(workers, key))
+
+
+async def test_the_same_files_are_read_once_and_forgotten_with_their_last_user() -> None:
+    async with running() as (workers, key):
+        again, vocabulary = await workers.load(FILES)
+        assert again == key
+        other, second = await workers.load(msgspec.structs.replace(FILES, chat_template="x"))
+        assert other != key
+        assert second is not vocabulary
+        assert is_right(await ask(workers, other))
+        del second
+        gc.collect()
+        await until(lambda: other not in workers._files)
+        assert is_right(await ask(workers, key))
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b'{"model": 3}'])
+async def test_files_that_cannot_be_used_are_a_typed_error(content: bytes) -> None:
+    async with running() as (workers, key):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+            await workers.load(msgspec.structs.replace(FILES, tokenizer_json=content))
+        assert is_right(await ask(workers, key))
+
+
+async def test_a_killed_worker_is_replaced() -> None:
+    async with running() as (workers, key):
+        await until(lambda: len(workers._idle) == 2)
+        for channel in list(workers._idle):
+            os.kill(channel.pid, signal.SIGKILL)
+        await until(lambda: not workers._idle or all(channel.answered == 0 for channel in workers._idle))
+        await asyncio.sleep(1)
+        assert is_right(await ask(workers, key))
+
+
+async def test_a_killed_fork_server_is_replaced_with_all_it_knew() -> None:
+    async with running() as (workers, key):
+        assert workers._forks
+        old = workers._forks._process.pid
+        os.kill(old, signal.SIGKILL)
+        await until(lambda: workers._forks is not None and workers._forks._process.pid != old and workers._idle)
+        assert is_right(await ask(workers, key))
+
+
+async def test_a_job_over_its_time_is_killed_and_says_so() -> None:
+    async with running(1) as (workers, key):
+        began = time.monotonic()
+        with pytest.raises(WorkerLostError) as caught:
+            await ask(workers, key, SLOW, seconds=0.5)
+        assert caught.value.loss == "slow"
+        assert time.monotonic() - began < 3
+        assert is_right(await ask(workers, key))
+
+
+async def test_a_job_over_its_memory_harms_nobody() -> None:
+    async with running(1, job_mib=64) as (workers, key):
+        body = b'{"query": [1], "items": [' + b"[1]," * 5_000_000 + b'[1]], "label_token_ids": [1]}'
+        answer = await ask(workers, key, body)
+        assert answer == Broken("memory")
+        assert is_right(await ask(workers, key))
+
+
+async def test_memory_that_the_tokeniser_asks_for_ends_the_worker() -> None:
+    async with running(1, job_mib=48) as (workers, key):
+        body = msgspec.json.encode({"query": "x" * 1_000_000, "items": ["a"], "label_token_ids": [1]})
+        try:
+            lost = await ask(workers, key, body)
+        except WorkerLostError as error:
+            lost = Broken(error.loss)
+        assert lost == Broken("memory")
+        assert is_right(await ask(workers, key))
+
+
+async def test_a_job_that_is_left_is_killed_after_a_grace() -> None:
+    async with running(1) as (workers, key):
+        await until(lambda: workers._idle)
+        pid = workers._idle[0].pid
+        job = asyncio.create_task(ask(workers, key, SLOW))
+        await asyncio.sleep(0.2)
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+        began = time.monotonic()
+        assert is_right(await ask(workers, key))
+        assert time.monotonic() - began < channel_module.GRACE_SECONDS + 2
+        assert not any(channel.pid == pid for channel in workers._open)
+
+
+async def test_a_short_job_that_is_left_does_not_cost_the_worker() -> None:
+    async with running(1) as (workers, key):
+        await until(lambda: workers._idle)
+        pid = workers._idle[0].pid
+        job = asyncio.create_task(ask(workers, key))
+        await asyncio.sleep(0)
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+        assert is_right(await ask(workers, key))
+        assert [channel.pid for channel in workers._open] == [pid]
+
+
+async def test_a_request_that_is_decoded_and_left_is_dropped() -> None:
+    async with running(1) as (workers, key):
+        async with workers.job(tenant="a", size=len(SCORE), bulk=False) as channel:
+            assert isinstance(await channel.ask(Decode("score"), [SCORE], seconds=5), Decoded)
+            assert channel.keeps_request
+        await until(lambda: workers._idle == [channel])
+        assert not channel.keeps_request
+        assert await channel.ask(Read(key, FACTS, UNBOUND), seconds=5) == Broken("fault")
+
+
+async def test_fields_without_bulk_reach_the_event_loop() -> None:
+    async with running(1) as (workers, _), workers.job(tenant="a", size=1, bulk=True) as channel:
+        body = {"query": "q" * 10**6, "items": ["i"] * 9999, "labels": ["l"], "apply_softmax": True, "strange": 1}
+        encoded = msgspec.json.encode(body)
+        parts = [encoded[place : place + 65536] for place in range(0, len(encoded), 65536)]
+        decoded = await channel.ask(Decode("score"), parts, seconds=5)
+        assert isinstance(decoded, Decoded)
+        assert len(decoded.fields) < 500
+        assert decoded.ignored == ["strange"]
+        fields = msgspec.msgpack.decode(decoded.fields, type=ScoreRequest)
+        assert (fields.query, fields.apply_softmax, fields.labels) == ("", True, [])
+
+
+async def test_bulk_leaves_one_worker_to_others() -> None:
+    async with running(2) as (workers, key):
+
+        async def bulk() -> None:
+            async with workers.job(tenant="bulk", size=BULK + 1, bulk=True) as channel:
+                await channel.ask(Whole("score", Read(key, FACTS, UNBOUND)), [SLOW], seconds=30)
+
+        jobs = [asyncio.create_task(bulk()) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        assert is_right(await ask(workers, key))
+        assert time.monotonic() - began < 2
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+
+async def test_jobs_that_wait_are_bounded_in_number_and_bytes() -> None:
+    async with running(1, max_jobs=2, max_bytes=1000) as (workers, key):
+        async with workers.job(tenant="a", size=1, bulk=False):
+            waiting = [asyncio.create_task(ask(workers, key, SCORE, tenant=tenant)) for tenant in "ab"]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await ask(workers, key)
+        assert all(map(is_right, await asyncio.gather(*waiting)))
+        async with workers.job(tenant="a", size=1, bulk=False):
+            waiting = [asyncio.create_task(ask(workers, key, SCORE))]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await ask(workers, key, SCORE + b" " * 1000)
+        assert is_right(await waiting[0])
+
+
+async def test_nothing_is_left_when_it_stops() -> None:
+    async with running(2) as (workers, _):
+        assert workers._forks
+        server = workers._forks._process.pid
+        await until(lambda: len(children(server)) == 2)
+        pids = [server, *children(server)]
+    await until(lambda: not any(_runs(pid) for pid in pids))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), max_size=60))
+def test_the_queue_gives_everything_once(jobs: list[tuple[str, int, bool]]) -> None:
+    queue: FairQueue[tuple[int, bool]] = FairQueue()
+    for number, (tenant, cost, bulk) in enumerate(jobs):
+        queue.push((number, bulk), tenant=tenant, cost=cost, bulk=bulk)
+    small = []
+    while (item := queue.pop(bulk=False)) is not None:
+        small.append(item)
+    rest = []
+    while (item := queue.pop(bulk=True)) is not None:
+        rest.append(item)
+    assert sorted(small) == [(number, bulk) for number, (_, _, bulk) in enumerate(jobs) if not bulk]
+    assert sorted(rest) == [(number, bulk) for number, (_, _, bulk) in enumerate(jobs) if bulk]
+    assert len(queue) == 0
+
+
+def test_a_flood_of_one_tenant_leaves_every_other_job_to_another() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(100):
+        queue.push(f"flood {number}", tenant="flood", cost=10)
+    assert [queue.pop(bulk=True) for _ in range(3)] == ["flood 0", "flood 1", "flood 2"]
+    for number in range(3):
+        queue.push(f"one {number}", tenant="one", cost=10)
+    assert {queue.pop(bulk=True) for _ in range(7)} >= {"one 0", "one 1", "one 2"}
+
+
+def test_costs_and_weights_divide_the_queue() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(60):
+        queue.push("dear", tenant="dear", cost=30)
+        queue.push("cheap", tenant="cheap", cost=10)
+        queue.push("heavy", tenant="heavy", cost=30, weight=3)
+    taken = [queue.pop(bulk=True) for _ in range(70)]
+    assert taken.count("dear") == pytest.approx(10, abs=2)
+    assert taken.count("cheap") == pytest.approx(30, abs=2)
+    assert taken.count("heavy") == pytest.approx(30, abs=2)
+
+
+def test_discarded_jobs_are_not_given() -> None:
+    queue: FairQueue[str] = FairQueue()
+    jobs = [f"{number}" for number in range(5)]
+    for job in jobs:
+        queue.push(job, tenant="a", cost=1)
+    queue.discard(jobs[0])
+    queue.discard(jobs[3])
+    assert len(queue) == 3
+    assert [queue.pop(bulk=True) for _ in range(4)] == ["1", "2", "4", None]
+    assert len(queue) == 0

@@ -110,10 +110,13 @@ class Workers:
             await self._running.wait()
             assert self._forks is not None
             try:
-                vocabulary = Vocabulary(await asyncio.shield(self._forks.load(key, files)))
+                table = await asyncio.shield(self._forks.load(key, files))
             except ForksLostError:
                 await asyncio.sleep(2 * RESTART_SECONDS)
                 continue
+            if known := self._vocabularies.get(key):  # loaded at the same time for another replica
+                return key, known
+            vocabulary = Vocabulary(table)
             loop = asyncio.get_running_loop()
             weakref.finalize(vocabulary, self._forget_soon, loop, key).atexit = False
             self._vocabularies[key] = vocabulary

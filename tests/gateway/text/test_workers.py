@@ -99,6 +99,20 @@ async def test_the_same_files_are_read_once_and_forgotten_with_their_last_user()
         assert is_right(await ask(workers, key))
 
 
+async def test_files_that_are_read_twice_at_once_stay_known() -> None:
+    workers = Workers(Capacity(1, job_mib=256, max_jobs=10, max_bytes=1 << 30), Telemetry())
+    workers.start()
+    try:
+        (key, vocabulary), (_, other) = await asyncio.gather(workers.load(FILES), workers.load(FILES))
+        assert vocabulary is other
+        del other
+        gc.collect()
+        await asyncio.sleep(0.1)
+        assert isinstance(await ask(workers, key), Packed)
+    finally:
+        await workers.stop()
+
+
 @pytest.mark.parametrize("content", [b"{", b"", b'{"model": 3}'])
 async def test_files_that_cannot_be_used_are_a_typed_error(content: bytes) -> None:
     async with running() as (workers, key):

@@ -17,17 +17,19 @@ Invariants:
 - Debt is bounded: no flow is further ahead of the system than one step of its own.
 - A flow without requests has no state, except its virtual time where it left in debt: of the last :data:`REMEMBERED` flows, so
   that leaving between two requests does not pay.
-- With one flow there is nothing to divide, and nothing is counted.
+- With one flow there is nothing to divide, and the virtual time of the system is that of this flow. When the last flow ends, the
+  count starts again.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from engine.core import Request
@@ -66,9 +68,9 @@ class Flow:
     """Of the flow, in order of creation."""
     held: list[int]
     """[lane] slots that its running requests took from the pool."""
-    weight: float = 1.0
+    weight: float
     """That of its latest request."""
-    virtual: float = 0.0
+    virtual: float
     waiting: list[tuple[float, int, Request]] = field(default_factory=list)
     """By rank and arrival."""
     waiting_tokens: int = 0
@@ -77,12 +79,12 @@ class Flow:
     """In order of admission."""
     reserved: int = 0
     """Of this step: tokens for its branches that decode."""
-    granted: int = 0
-    """Of this step: its share of the other tokens."""
     room: int = 0
-    """What is left of that share."""
+    """Of this step: what is left of its share of the other tokens."""
     spent: int = 0
     """Of this step: tokens computed for it."""
+    ready: bool = False
+    """Whether the queue has it among the flows that only wait."""
 
     def demand(self, limit: int) -> int:
         """Tokens that it could use in a step beside its decoding branches, counted up to ``limit``."""
@@ -110,22 +112,33 @@ class Flow:
 
 
 class FairQueue:
-    """All flows. It divides tokens and keeps orders; the scheduler does what it says."""
+    """All flows. It divides tokens and keeps orders; the scheduler does what it says.
+
+    A step costs time for each flow that has running requests or gets a share of the step, not for each flow.
+    """
 
     def __init__(self, lanes: int, clock: Callable[[], float] = time.monotonic) -> None:
         """``lanes``: models with slots of their own."""
         self.flows: dict[str, Flow] = {}
         """By tenant."""
+        self.working: dict[str, Flow] = {}
+        """Those with running requests."""
+        self.weight = 0.0
+        """Of all flows together."""
+        self.satisfied = True
+        """Whether the step has room for all that is wanted."""
         self._lanes = lanes
         self._clock = clock
         self._numbers = itertools.count()
         self._virtual = 0.0
         """Of the system: that of the last quantum dealt, at its start. No flow that wants more is behind it."""
+        self._ready: list[tuple[float, int, Flow]] = []
+        """A heap of the flows that only wait, by the virtual time at which they began to; entries of others are skipped."""
+        self._dealt: list[Flow] = []
+        """Flows that were asked what they want of this step."""
         self._debts: OrderedDict[str, float] = OrderedDict()
         """Virtual times of flows that have left ahead of the system."""
         self._contended_until = 0.0
-        self._satisfied = True
-        """Whether the step has room for all that is wanted."""
 
     def of(self, request: Request) -> Flow:
         """The flow of a request that has not ended."""
@@ -143,32 +156,39 @@ class FairQueue:
             return True
         return self._contended_until > 0 and self._clock() < self._contended_until
 
-    def join(self, request: Request) -> Flow:
-        """The flow of a new request; made where there is none."""
-        tenant = request.caller.tenant
+    def join(self, request: Request) -> None:
+        """Put a new request among the waiting of its flow, which is made where there is none."""
+        tenant, weight = request.caller.tenant, request.caller.weight
         flow = self.flows.get(tenant)
         if flow is None:
             virtual = max(self._virtual, self._debts.pop(tenant, 0.0))
-            flow = self.flows[tenant] = Flow(tenant, next(self._numbers), [0] * self._lanes, virtual=virtual)
-        flow.weight = request.caller.weight
-        return flow
+            flow = self.flows[tenant] = Flow(tenant, next(self._numbers), [0] * self._lanes, 0.0, virtual)
+        self.weight += weight - flow.weight
+        flow.weight = weight
+        self.wait(request)
 
     def wait(self, request: Request) -> None:
         """Put a request among the waiting of its flow."""
         flow = self.of(request)
         insort(flow.waiting, (rank(request), request.arrival, request))
         flow.waiting_tokens += request.size
+        self._make_ready(flow)
 
     def start(self, flow: Flow) -> Request:
         """Move the first waiting request of a flow to its running ones."""
         _, _, request = flow.waiting.pop(0)
         flow.waiting_tokens -= request.size
         flow.running[request.id] = request
+        self.working[flow.tenant] = flow
         return request
 
     def stop(self, request: Request) -> None:
         """The request runs no longer, if it did."""
-        self.of(request).running.pop(request.id, None)
+        flow = self.of(request)
+        if flow.running.pop(request.id, None) is not None and not flow.running:
+            del self.working[flow.tenant]
+            flow.reserved = 0
+            self._make_ready(flow)
 
     def leave(self, request: Request) -> None:
         """The request has ended; it does not run."""
@@ -182,9 +202,11 @@ class FairQueue:
 
     def reserve(self) -> int:
         """Begin a step: note what each flow's decoding branches need; returns the sum."""
-        for flow in self.flows.values():
+        total = 0
+        for flow in self.working.values():
             flow.reserved = sum(request.reserve for request in flow.running.values())
-        return sum(flow.reserved for flow in self.flows.values())
+            total += flow.reserved
+        return total
 
     def grant(self, room: int) -> list[Flow]:
         """Divide the step's ``room`` beside decoding branches into shares, :attr:`Flow.room`.
@@ -192,61 +214,92 @@ class FairQueue:
         Returns the flows that have one, those furthest behind first.
         """
         if not self.shared:
+            self.satisfied = True
             for flow in self.flows.values():
-                flow.granted = flow.room = room
+                flow.room, flow.virtual = room, self._virtual
             return list(self.flows.values())
+        self._dealt = list(self.working.values())
         heap = []
-        for flow in self.flows.values():
+        for flow in self._dealt:
             flow.virtual = max(flow.virtual, self._virtual)
-            flow.granted = flow.spent = 0
             heap.append((flow.virtual + flow.reserved / flow.weight, flow.holding, flow.number, flow))
+            flow.room = 0
         heapq.heapify(heap)
-        served = self._deal(heap, room)
-        for flow in self.flows.values():
-            flow.room = flow.granted
-        return served
+        return self._deal(heap, room)
+
+    @property
+    def dealt(self) -> list[Flow]:
+        """Flows that may use what is left of the step, those furthest behind first: all that were asked what they want of it."""
+        if not self.shared:
+            return list(self.flows.values())
+        return sorted(self._dealt, key=lambda flow: flow.virtual + flow.spent / flow.weight)
+
+    def others(self) -> Iterator[Flow]:
+        """Flows that only wait and were not asked."""
+        for _ in range(len(self._ready) if self.shared else 0):
+            flow = self._next_ready(math.inf)
+            if flow is None:
+                return
+            yield flow
 
     def settle(self, most: int) -> None:
         """End a step of at most ``most`` tokens: charge each flow what was computed for it."""
-        if not self.shared:
-            return
-        for flow in self.flows.values():
+        dealt = self._dealt if self.shared else list(self.flows.values())
+        for flow in dealt:
             if flow.spent:
                 flow.virtual = min(flow.virtual + flow.spent / flow.weight, self._virtual + most / flow.weight)
-        if self._satisfied:
-            self._virtual = max(flow.virtual for flow in self.flows.values())
-
-    def by_virtual(self) -> list[Flow]:
-        """All flows, those furthest behind first, with what they have spent in this step."""
-        return sorted(self.flows.values(), key=lambda flow: flow.virtual + flow.spent / flow.weight)
+                flow.spent = 0
+            self._make_ready(flow)
+        if self.satisfied:
+            self._virtual = max([self._virtual, *(flow.virtual for flow in dealt)])
 
     def _deal(self, heap: list[tuple[float, float, int, Flow]], room: int) -> list[Flow]:
-        quantum, wanted = max(1, room // QUANTA), {}
-        limit = room
-        while heap and room > 0:
+        limit, quantum, wanted = room, max(1, room // QUANTA), dict[Flow, int]()
+        while room > 0:
+            waiting = self._next_ready(heap[0][0] if heap else math.inf)
+            if waiting is not None:
+                heapq.heappush(heap, (waiting.virtual, waiting.holding, waiting.number, waiting))
+            elif not heap:
+                break
             virtual, holding, number, flow = heapq.heappop(heap)
             if flow not in wanted:
-                demand = flow.demand(limit)
-                if demand <= 0:
-                    continue
-                wanted[flow] = demand
-            self._virtual = max(self._virtual, virtual)
-            share = min(quantum, wanted[flow] - flow.granted, room)
-            flow.granted += share
-            room -= share
-            if flow.granted < wanted[flow]:
+                wanted[flow] = flow.demand(limit)
+            share = min(quantum, wanted[flow] - flow.room, room)
+            if share > 0:
+                self._virtual = max(self._virtual, virtual)
+                flow.room += share
+                room -= share
                 heapq.heappush(heap, (virtual + share / flow.weight, holding, number, flow))
-        self._satisfied = not heap
-        return list(wanted)
+        self.satisfied = room > 0
+        return [flow for flow in wanted if flow.room > 0]
+
+    def _next_ready(self, before: float) -> Flow | None:
+        """The flow furthest behind of those that only wait, where it is further behind than ``before``."""
+        while self._ready and max(self._ready[0][0], self._virtual) < before:
+            flow = heapq.heappop(self._ready)[2]
+            flow.ready = False
+            if flow.waiting and not flow.running:
+                flow.virtual = max(flow.virtual, self._virtual)
+                flow.room = 0
+                self._dealt.append(flow)
+                return flow
+        return None
+
+    def _make_ready(self, flow: Flow) -> None:
+        if flow.ready or flow.running or not flow.waiting:
+            return
+        if len(self._ready) > 2 * len(self.flows) + 64:
+            self._ready = [(other.virtual, other.number, other) for other in self.flows.values() if other.ready]
+            heapq.heapify(self._ready)
+        flow.ready = True
+        heapq.heappush(self._ready, (flow.virtual, flow.number, flow))
 
     def _drop(self, flow: Flow) -> None:
         del self.flows[flow.tenant]
-        if not self.shared:
-            # One flow alone has nobody to be fair to: the count starts again, and debts are forgiven.
-            self._virtual = 0.0
+        self.weight -= flow.weight
+        if not self.flows:
+            self._virtual = self.weight = 0.0
             self._debts.clear()
-            for other in self.flows.values():
-                other.virtual = 0.0
         elif flow.virtual > self._virtual:
             self._debts[flow.tenant] = flow.virtual
             if len(self._debts) > REMEMBERED:

@@ -76,7 +76,7 @@ class Preemption:
 
     def _share(self, slots: int) -> float:
         """What a tenant of weight 1 should have of them."""
-        return slots / sum(flow.weight for flow in self._queue.flows.values())
+        return slots / self._queue.weight
 
     def _above(self, share: float, flow: Flow, lane: int, step: int) -> Request | None:
         """The newest request of the tenant other than ``flow`` that has most slots for its weight, and more than its share."""
@@ -89,7 +89,8 @@ class Preemption:
         return newest
 
     def _others(self, flow: Flow) -> Iterator[Flow]:
-        return (other for other in self._queue.flows.values() if other is not flow)
+        """Tenants with running requests, but for one."""
+        return (other for other in self._queue.working.values() if other is not flow)
 
 
 def _preemptible(flow: Flow, step: int) -> Iterator[Request]:

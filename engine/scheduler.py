@@ -106,7 +106,6 @@ class Scheduler:
         """Queue a request that has been checked; its id is not in use."""
         self._requests[request.id] = request
         self._queue.join(request)
-        self._queue.wait(request)
         self._backlog.enter(request)
         if request.expires is not None:
             heapq.heappush(self._expiring, (request.expires, request.arrival, request))
@@ -279,16 +278,26 @@ class Scheduler:
 
     def _use_rest(self, batch: Batch, most: int, *, contended: bool) -> None:
         """Give what is left of the step to whoever can use it, those furthest behind first."""
-        flows = self._queue.by_virtual() if batch.load < most else ()
-        for flow in flows:
-            flow.room = most - batch.load
-            if self._queue.shared:
-                for request in list(flow.running.values()):
-                    guided = len(request.halves) > 1  # such a request comes once a step: each pass has one place for its draws
-                    if batch.load < most and not (guided and request.step == self._steps):
-                        self._serve(batch, request, most - batch.load, may_preempt=False)
+        if batch.load >= most:
+            return
+        for flow in self._queue.dealt:
+            if not self._queue.satisfied:
+                self._use_rest_of(batch, flow, most)
             flow.room = most - batch.load
             self._admit_waiting(batch, flow, most, contended=contended)
+        for flow in self._queue.others():
+            if batch.load >= most or len(self._running) >= self._budget.running or self._closed_above <= 0:
+                return
+            flow.room = most - batch.load
+            self._admit_waiting(batch, flow, most, contended=contended)
+
+    def _use_rest_of(self, batch: Batch, flow: Flow, most: int) -> None:
+        """Let running requests of a tenant go on beyond its share. A request that is in the step already preempts nothing, because
+        it might take from its own branches, and a guided one does not come twice."""
+        for request in list(flow.running.values()):
+            again = request.step == self._steps
+            if batch.load < most and request.id in self._running and not (again and len(request.halves) > 1):
+                self._serve(batch, request, most - batch.load, may_preempt=not again)
 
     def _admit(self, batch: Batch, flow: Flow, room: int) -> bool:
         """Start the first waiting request of a tenant if anything of it fits into ``room`` tokens."""

@@ -22,7 +22,7 @@ TEXT = texts()
 FLOODS = {
     "scores beside scores": (MEDIUM, MEDIUM, {}),
     "small scores beside large ones": (SMALL, LARGE, {}),
-    "scores beside a mixture": (MEDIUM, mixed(MEDIUM, TEXT), {}),
+    "scores beside a mixture": (MEDIUM, mixed(LARGE, LARGE, TEXT), {}),
     "texts beside scores": (texts(200, 8), MEDIUM, {}),
     "few places, scores": (MEDIUM, MEDIUM, {"running": 4}),
     "few places, texts": (texts(100, 20), texts(100, 20), {"running": 4, "tokens": 256}),
@@ -123,7 +123,7 @@ def test_leaving_between_two_requests_does_not_pay():
 def test_the_smallest_weight_still_gets_on():
     least = Tenant("least", SMALL, 1, weight=0.1)
     simulation = Simulation(least, Tenant("flood", MEDIUM, 64, weight=10))
-    simulation.run("least", 3)
+    simulation.run("least", 12)
     assert simulation.tenants["flood"].tokens / least.tokens == pytest.approx(100, rel=0.3)
 
 

@@ -1,0 +1,221 @@
+"""What the loop does for, and tells about, the callers of requests."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import metrics, wire
+from engine.build import build_loop
+from engine.loop import MAX_CALLER_CHARACTERS, Loop
+from engine.request_log import BURST, LINES_PER_SECOND, RequestLog
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine.integrity import check
+from tests.engine.tenants import Clock
+
+TOKENS = [111, 222, 131]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
+
+
+@pytest.fixture
+def build(checkpoint: Path) -> Callable[..., Loop]:
+    def build(**settings) -> Loop:
+        return build_loop(EngineSettings(model=str(checkpoint), name="test", max_tokens_in_cache=2048, overlap=False, **settings))
+
+    return build
+
+
+@pytest.fixture
+def lines() -> Iterator[list[logging.LogRecord]]:
+    """What is logged about requests, at the level of a running engine."""
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    logger, handler = logging.getLogger("engine.request_log"), Keep()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield records
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+def score(name: str, tenant: str = "", **extra) -> wire.Score:
+    caller = wire.Caller(request_id=f"client-{name}", tenant=tenant)
+    return wire.Score(name, TOKENS, [TOKENS], [1], caller=caller, **extra)
+
+
+def run(loop: Loop, *messages: wire.Request) -> list[wire.Reply]:
+    for message in messages:
+        loop.submit(message)
+    replies = []
+    while not loop.idle:
+        replies += loop.step()
+        check(loop._scheduler)
+    return replies
+
+
+def test_the_time_in_the_queue_is_told(build):
+    loop, clock = build(max_running=1), Clock()
+    loop._clock = loop._scheduler._clock = clock
+    caller = wire.Caller(tenant="a")
+    loop.submit(wire.Score("first", [5], [[6]], [1], caller=caller))
+    clock.now = 0.5
+    loop.submit(wire.Generate("second", [7], wire.Sampling(max_tokens=3, n=2, ignore_eos=True), caller=caller))
+    loop.submit(wire.Score("third", [8], [[9]], [1], caller=caller))
+    replies = []
+    while not loop.idle:
+        clock.now += 1
+        replies += loop.step()
+    told = {(reply.id, getattr(reply, "index", 0)): [] for reply in replies}
+    for reply in replies:
+        told[reply.id, getattr(reply, "index", 0)].append(reply.queue_seconds)
+    assert told == {("first", 0): [1.5], ("second", 0): [2.0, 0, 0], ("second", 1): [0, 0, 0], ("third", 0): [5.0]}
+
+
+def test_a_preempted_request_tells_the_time_to_its_first_step(build):
+    loop, clock = build(), Clock()
+    loop._clock = loop._scheduler._clock = clock
+    loop.submit(wire.Generate("g", TOKENS, wire.Sampling(max_tokens=2, ignore_eos=True)))
+    clock.now = 2.0
+    loop._scheduler.schedule()
+    loop._scheduler._preempt(loop._scheduler.get("g"))
+    clock.now = 9.0
+    replies = run(loop)
+    assert [reply.queue_seconds for reply in replies] == [2.0, 0]
+
+
+def test_a_full_queue_is_shared(build, lines):
+    loop = build(max_running=1, max_waiting=4)
+    for place in range(6):
+        loop.submit(score(f"a{place}", "a"))
+    for place in range(3):
+        loop.submit(score(f"b{place}", "b"))
+    replies = run(loop)
+    failed = {reply.id: reply for reply in replies if isinstance(reply, wire.Failed)}
+    # Four wait; a4 and a5 find the queue full. Each of b takes the place of a's newest, until both have two.
+    assert set(failed) == {"a4", "a5", "a3", "a2", "b2"}
+    assert all((reply.code, reply.retryable) == ("overloaded", True) for reply in failed.values())
+    assert all(reply.retry_after >= 1 for reply in failed.values())
+    assert {reply.id for reply in replies} == {*(f"a{place}" for place in range(6)), "b0", "b1", "b2"}
+    assert (loop.stats.refused_queue, loop.stats.displaced, loop.stats.tenants) == (3, 2, 0)
+    text = [record.getMessage() for record in lines]
+    assert sum(line.startswith("request displaced ") for line in text) == 2
+    assert sum('reason="queue_full"' in line for line in text) == 3
+
+
+def test_a_tenant_is_refused_for_its_own_wait_only(build):
+    loop = build(max_running=1, max_wait_seconds=1e-9)
+    for place in range(6):
+        loop.submit(score(f"a{place}", "a"))
+    replies = [*loop.step(), *loop.step(), *loop.step()]
+    loop.submit(score("late", "a"))
+    loop.submit(score("other", "b"))
+    replies += run(loop)
+    assert [reply.id for reply in replies if isinstance(reply, wire.Failed)] == ["late"]
+    assert loop.stats.refused_wait == 1
+
+
+def test_metrics_name_reasons_and_no_tenants(build):
+    loop = build(max_running=1, max_waiting=1)
+    for tenant in ("secret-a", "secret-b"):
+        loop.submit(score(tenant, tenant))
+    loop.submit(wire.Score("bad", [5], [], []))
+    text = metrics.render(loop.stats)
+    assert "yardstick_engine_tenants 1.0" in text
+    assert 'yardstick_engine_refused_total{reason="queue_full"} 1.0' in text
+    assert 'yardstick_engine_refused_total{reason="invalid"} 1.0' in text
+    assert 'yardstick_engine_refused_total{reason="displaced"} 0.0' in text
+    assert "secret" not in text
+
+
+def test_the_log_names_requests_that_end_without_a_result(build, lines, monkeypatch):
+    loop, clock = build(), Clock()
+    loop._clock = loop._scheduler._clock = clock
+    loop.submit(wire.Score("invalid", TOKENS, [[]], [1], caller=wire.Caller("client-invalid")))
+    loop.submit(score("late", deadline=1.0))
+    loop.submit(wire.Generate("left", TOKENS, wire.Sampling(max_tokens=9), caller=wire.Caller("client-left")))
+    loop.submit(wire.Abort("left"))
+    clock.now = 2.0
+    loop.step()
+
+    def fail(*args):
+        raise torch.OutOfMemoryError(f"no memory for {TOKENS}")
+
+    monkeypatch.setattr(loop._runner, "launch", fail)
+    run(loop, score("failed"))
+    assert [(record.levelname, *record.getMessage().split()[1:3]) for record in lines] == [
+        ("WARNING", "refused", 'request_id="client-invalid"'),
+        ("INFO", "aborted", 'request_id="client-left"'),
+        ("INFO", "expired", 'request_id="client-late"'),
+        ("WARNING", "failed", 'request_id="client-failed"'),
+    ]
+    own = [record.getMessage() for record in lines]
+    assert 'code="out_of_memory"' in own[-1]
+    assert not [line for line in own for token in TOKENS if str(token) in line]
+
+
+def test_what_ends_well_is_logged_for_debugging_only(build, caplog):
+    with caplog.at_level(logging.INFO, "engine.request_log"):
+        run(build(), score("s"))
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "engine.request_log"):
+        run(build(), score("s"), wire.Generate("g", TOKENS, wire.Sampling(max_tokens=2, n=2, ignore_eos=True)))
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["finished", "finished"]
+
+
+def test_the_log_is_one_line_whatever_the_id(lines):
+    RequestLog().write("refused", wire.Caller('x" code="ok\nrequest refused'), "id\r\n\x1b[2J", code="invalid")
+    (line,) = [record.getMessage() for record in lines]
+    assert line.isprintable()
+    assert 'request_id="x\\" code=\\"ok\\nrequest refused"' in line
+
+
+def test_a_flood_does_not_fill_the_log(lines):
+    clock = Clock()
+    log = RequestLog(clock)
+    for _ in range(100):
+        for place in range(1000):
+            log.write("refused", wire.Caller("r"), str(place), code="overloaded")
+        clock.now += 1
+    assert len(lines) == pytest.approx(BURST + 99 * LINES_PER_SECOND, abs=2)
+    left_out = [int(record.getMessage().rpartition("left_out=")[2]) for record in lines if "left_out" in record.getMessage()]
+    assert sum(left_out) + len(lines) == pytest.approx(100_000, abs=1000)
+
+
+FAULTS = {
+    "weight 0": {"weight": 0.0},
+    "negative weight": {"weight": -1.0},
+    "weight too large": {"weight": 1e4},
+    "infinite weight": {"weight": math.inf},
+    "weight that is no number": {"weight": math.nan},
+    "long request id": {"request_id": "r" * (MAX_CALLER_CHARACTERS + 1)},
+    "long tenant": {"tenant": "t" * 10_000_000},
+    "long salt": {"cache_salt": "s" * (MAX_CALLER_CHARACTERS + 1)},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", [wire.Score, wire.Generate])
+def test_faulty_callers_are_refused(build, lines, fault: str, kind: type):
+    caller = wire.Caller(**FAULTS[fault])
+    message = wire.Score("x", [1], [[2]], [1], caller=caller) if kind is wire.Score else wire.Generate("x", [1], caller=caller)
+    loop = build()
+    (reply,) = run(loop, message)
+    assert (reply.id, reply.code, reply.retryable) == ("x", "invalid", False)
+    assert next(iter(FAULTS[fault])) in reply.message
+    assert len(reply.message) < 200
+    assert max(len(record.getMessage()) for record in lines) < 4 * MAX_CALLER_CHARACTERS
+    assert loop.stats.tenants == 0

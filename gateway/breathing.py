@@ -10,6 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 SLICE_SECONDS = 0.001
+FEW_ROWS = 32
 ROWS_AT_ONCE = 512
 TOKENS_AT_ONCE = 1 << 16
 
@@ -33,6 +34,9 @@ class Breath:
 
 def slices(rows: Sequence[Sequence[T]]) -> Iterator[tuple[int, int]]:
     """Begin and end of runs of ``rows``, each of which is about a millisecond of work."""
+    if len(rows) <= FEW_ROWS and sum(map(len, rows)) <= TOKENS_AT_ONCE:
+        yield 0, len(rows)
+        return
     begin = items = 0
     for place, row in enumerate(rows):
         items += len(row)

@@ -10,7 +10,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -63,25 +63,27 @@ class Reader:
     job_mib: int
     """Memory of one job in a worker."""
 
-    @asynccontextmanager
-    async def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AsyncIterator[Reading[T]]:
+    def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AbstractAsyncContextManager[Reading[T]]:
         """The request in ``body``, decoded. It may hold a worker, so leave the block once its prompts are read.
 
         Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`.
         """
-        name = NAMES[kind]
-        endpoint: Endpoint[T] = ENDPOINTS[name]
-        if body.size <= INLINE_BYTES:
-            whole = body.joined()
-            fields, ignored = endpoint.decode(whole)
+        if body.size > INLINE_BYTES:
+            return self._open_long(request, NAMES[kind], body)
+        endpoint: Endpoint[T] = ENDPOINTS[NAMES[kind]]
+        whole = body.joined()
+        fields, ignored = endpoint.decode(whole)
+        if ignored:
             Exchange.of(request).name_ignored(ignored)
-            yield _Short(self, request, endpoint, fields, Body([whole]))
-            return
+        return _Short(self, request, endpoint, fields, whole)
+
+    @asynccontextmanager
+    async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
         async with while_connected(request.receive), self._worker(request, body.size) as channel:
             decoded = await self._ask(channel, Decode(name), body.chunks)
             assert isinstance(decoded, Decoded)
             Exchange.of(request).name_ignored(decoded.ignored)
-            yield _Long(self, channel, endpoint.unpack_fields(decoded.fields))
+            yield _Long(self, channel, ENDPOINTS[name].unpack_fields(decoded.fields))
 
     async def read_whole(self, request: Request[Any, Any, Any], body: bytes, size: int, job: Whole) -> Prepared:
         """Decode and read in a worker. One that ends by accident is replaced once. Raises :class:`GatewayError`."""
@@ -146,25 +148,31 @@ class Reader:
         return NotReady("The process that read the request has ended; try again.", retry_after=1)
 
 
-@dataclass(frozen=True)
-class _Short(Reading[T]):
-    """A request that was decoded on the event loop."""
+@dataclass(slots=True)
+class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
+    """A request that was decoded on the event loop. It holds nothing."""
 
     reader: Reader
     request: Request[Any, Any, Any]
     endpoint: Endpoint[T]
     fields: T
-    body: Body[T]
+    body: bytes
+
+    async def __aenter__(self) -> Reading[T]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
 
     async def read(self, served: ServedModel) -> Prepared:
         if self.endpoint.is_light(self.fields):
             return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
         characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
         job = Whole(NAMES[self.endpoint.kind], self.reader.order(served))
-        return await self.reader.read_whole(self.request, self.body.joined(), max(self.body.size, characters), job)
+        return await self.reader.read_whole(self.request, self.body, max(len(self.body), characters), job)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Long(Reading[T]):
     """A request that a worker has decoded and keeps."""
 

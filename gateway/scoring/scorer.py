@@ -106,7 +106,7 @@ class Scorer:
         keys: list[bytes] = []
         for begin, end in slices(prompts.branches):
             keys += result_keys(model.info.fingerprint, prompts.labels, prompts.prefix, prompts.branches[begin:end], salt=salt)
-            if len(prompts.branches) > LOOKUP_KEYS:
+            if end > LOOKUP_KEYS:
                 await asyncio.sleep(0)
         branch_of = dict(zip(keys, prompts.branches, strict=True))
         if policy.read:

@@ -66,8 +66,8 @@ def bounded(places: list[int], lengths: Sequence[int], most_tokens: int) -> list
 
 def cut(asked: list[T], longest: int) -> list[list[T]]:
     """``asked`` in order, as few runs as possible of at most ``longest``, of even length."""
-    if not asked:
-        return []
+    if len(asked) <= longest:
+        return [asked] if asked else []
     count = math.ceil(len(asked) / longest)
     bounds = [len(asked) * part // count for part in range(count + 1)]
     return [asked[start:end] for start, end in pairwise(bounds)]

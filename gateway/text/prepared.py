@@ -12,7 +12,7 @@ Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Prepared:
     """Prompt i is ``prefix`` and ``rows[i]``."""
 

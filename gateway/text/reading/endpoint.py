@@ -33,7 +33,7 @@ class TextSide:
     template: ChatTemplate
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Model:
     """The model that a request is read for."""
 

@@ -60,6 +60,8 @@ from gateway.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+MOST_TEXT_WORKERS = 4
+"""Text workers unless a setting says otherwise: a container sees all processors of its node, and may use few of them."""
 _LEFT = "client disconnected prematurely"
 """What the framework says when a request is broken off."""
 
@@ -152,7 +154,7 @@ def _key_ring(settings: Settings, file: Path) -> KeyRing:
 
 
 def _text_capacity(settings: Settings) -> Capacity:
-    workers = settings.text_workers or max(2, os.cpu_count() or 2)
+    workers = settings.text_workers or min(max(2, os.cpu_count() or 2), MOST_TEXT_WORKERS)
     return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes)
 
 

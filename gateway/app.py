@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -46,7 +45,7 @@ from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
 from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
-from gateway.text.workers import Capacity, Workers
+from gateway.text.workers import Capacity, Workers, default_workers
 from gateway.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -127,7 +126,7 @@ def create_app(settings: Settings, *, cache: ResultCache | None = None, lifecycl
 
 
 def _text_capacity(settings: Settings) -> Capacity:
-    workers = settings.text_workers or max(2, os.cpu_count() or 2)
+    workers = settings.text_workers or default_workers()
     return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes)
 
 

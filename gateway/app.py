@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,13 +54,11 @@ from gateway.settings import Settings, SettingsError
 from gateway.streams import Streams
 from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
-from gateway.text.workers import Capacity, Workers
+from gateway.text.workers import Capacity, Workers, default_workers
 from gateway.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-MOST_TEXT_WORKERS = 4
-"""Text workers unless a setting says otherwise: a container sees all processors of its node, and may use few of them."""
 _LEFT = "client disconnected prematurely"
 """What the framework says when a request is broken off."""
 
@@ -154,7 +151,7 @@ def _key_ring(settings: Settings, file: Path) -> KeyRing:
 
 
 def _text_capacity(settings: Settings) -> Capacity:
-    workers = settings.text_workers or min(max(2, os.cpu_count() or 2), MOST_TEXT_WORKERS)
+    workers = settings.text_workers or default_workers()
     return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes)
 
 

@@ -149,7 +149,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_scores: Positive = 1 << 20
     """Scores of one request: its items times its labels."""
     text_workers: Count = 0
-    """Processes that read texts, chat templates and long bodies; 0 starts one for each processor, from two to four."""
+    """Processes that read texts, chat templates and long bodies; half of them at most read long ones. 0 starts one for each
+    processor, two to four."""
     text_seconds: Seconds = 10.0
     """Longest time that one of these processes may work on a request, after which the answer is 400."""
     template_seconds: Seconds = 2.0

@@ -1,8 +1,9 @@
 """The worker processes that read requests: who is next, how long a job may take, and what happens to the ones that die.
 
-Jobs wait in a fair queue between tenants, bounded in number and bytes. Bulk jobs leave at least one worker to the others, so a
-short chat never waits behind a body of many megabytes. The block of :meth:`Workers.job` holds a worker. Where it is left while the
-worker is busy, because the client is gone, the worker gets a short grace to finish and is killed after it.
+Jobs wait in a fair queue between tenants, bounded in number and bytes. Bulk jobs leave half of the workers to the others, so a
+short chat never waits behind a body of many megabytes, and memory is bounded by that of half of the workers. The block of
+:meth:`Workers.job` holds a worker. Where it is left while the worker is busy, because the client is gone, the worker gets a short
+grace to finish and is killed after it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
 import signal
 import time
 import weakref
@@ -164,7 +166,7 @@ class Workers:
 
     def _dispatch(self) -> None:
         """Give idle workers to those who wait."""
-        most_bulk = max(1, self._capacity.workers - 1)
+        most_bulk = max(1, self._capacity.workers // 2)
         while self._idle and (waiter := self._queue.pop(bulk=self._bulk_running < most_bulk)):
             self._queued_bytes -= waiter.size
             self._bulk_running += waiter.bulk
@@ -286,6 +288,12 @@ class Workers:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def default_workers() -> int:
+    """One for each processor that this process may use, two to four."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return max(2, min(4, available))
 
 
 def _digest(files: TokenizerFiles) -> str:

@@ -19,7 +19,7 @@ from engine.__main__ import _parser
 from engine.settings import ATTENTION, DEVICES, DTYPES, QUANTIZE
 from gateway.auth import ApiKey
 from gateway.settings import PREFIX, Settings
-from gateway.telemetry import ReplicaSample, Telemetry
+from gateway.telemetry import KeySample, ReplicaSample, Telemetry
 from tests.helm.chart import (
     BARE,
     CHART,
@@ -305,6 +305,9 @@ def metric_names() -> set[str]:
     """Every series that gateway and engine can write."""
     telemetry = Telemetry()
     telemetry.watch_replicas(lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)])
+    telemetry.watch_keys(lambda: KeySample(1, 0.0, False))
+    telemetry.watch_log(lambda: 0)
+    telemetry.watch_text_queue(lambda: 0)
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
     text = telemetry.exposition().decode() + metrics.render(stats)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]

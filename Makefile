@@ -25,7 +25,7 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-cluster test-cluster-all check lint types imports format bench wheelhouse wheels images chart
+.PHONY: help setup serve test test-all soak test-cluster test-cluster-all check lint types imports format bench wheelhouse wheels images chart
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -34,10 +34,12 @@ serve: $(READY) ## Serve the demo model, or MODEL=directory-or-hub-id, at HOST= 
 	@$(BIN)/yardstick serve $(SERVE)
 
 test: $(READY) ## Run the quick tests
-	@PYTHON=$(BIN)/python scripts/test.sh "not slow and not gpu and not cluster$(WITHOUT)"
+	@PYTHON=$(BIN)/python scripts/test.sh "not slow and not gpu and not cluster and not soak$(WITHOUT)"
 	$(if $(HAS_REDIS),,@echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
 test-all: $(READY) ## Run all tests that need neither a GPU nor a cluster
-	@PYTHON=$(BIN)/python scripts/test.sh "not gpu and not cluster"
+	@PYTHON=$(BIN)/python scripts/test.sh "not gpu and not cluster and not soak"
+soak: $(READY) ## Run hostile clients beside well-behaved ones for SOAK_SECONDS=600
+	@SOAK_SECONDS=$(or $(SOAK_SECONDS),600) $(BIN)/python -m pytest -q -s tests/attacks/test_soak.py
 test-cluster: $(READY) ## Run the tests that need a cluster, as CI does, on the one that KUBECONFIG names
 	$(BIN)/python -m pytest -q -m "cluster and not slow" --durations=12 tests/cluster
 test-cluster-all: $(READY) ## Run those that take minutes each too

@@ -141,7 +141,7 @@ async def test_a_tokeniser_that_hangs_holds_up_nobody_else(monkeypatch: pytest.M
 async def test_a_model_that_nobody_knows_is_not_found_while_an_engine_is_down() -> None:
     up, down, engine = Told(), Told(), FakeEngine()
     with served(engine) as url:
-        async with pool_of(up, down, startup_seconds=1) as (pool, _, telemetry):
+        async with pool_of(up, down, startup_seconds=5) as (pool, _, telemetry):
             with pytest.raises(NotReady):
                 pool.model("typo")
             up.say(url)
@@ -149,7 +149,7 @@ async def test_a_model_that_nobody_knows_is_not_found_while_an_engine_is_down() 
             await until(lambda: engines_ready(telemetry) == 1)
             with pytest.raises(NotReady):
                 pool.model("typo")  # it may be the one of the engine that has said nothing yet
-            await asyncio.sleep(1.1)
+            await asyncio.sleep(5.1)
             with pytest.raises(ModelNotFound):
                 pool.model("typo")
     assert pool.model("fake").name == "fake", "a model that was known is remembered"

@@ -17,6 +17,7 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
+from gateway.heap import return_freed_memory
 from gateway.http import Protocol
 from gateway.lifecycle import Lifecycle
 from gateway.settings import Settings, SettingsError, load_settings
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(settings: Settings) -> int:
     """Serve with ``settings``; returns the exit status. Raises :class:`SettingsError`."""
+    return_freed_memory()
     lifecycle = Lifecycle()
     config = uvicorn.Config(
         create_app(settings, lifecycle=lifecycle),

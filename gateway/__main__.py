@@ -20,6 +20,7 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
+from gateway.heap import return_freed_memory
 from gateway.lifecycle import Lifecycle
 from gateway.logs.writer import LineWriter, LogHandler
 from gateway.settings import Settings, SettingsError, load_settings
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(settings: Settings, log: LineWriter) -> int:
     """Serve with ``settings``; returns the exit status. Raises :class:`SettingsError`."""
+    return_freed_memory()
     lifecycle = Lifecycle()
     serve_on_seconds = max(1.0, settings.grace_seconds - settings.drain_seconds)
     app = create_app(settings, lifecycle=lifecycle, log=log)

@@ -21,6 +21,8 @@ UNSTATED_TOKENS = 1024
 the whole context would let no such request through."""
 WHOLE_TOKENS = 16
 """Tokens that come at a time where nothing is streamed: few enough for another engine to go on from, if this one is lost."""
+MAX_BIASES = 4096
+MAX_STOP_CHARACTERS = 4096
 
 
 def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> None:
@@ -34,6 +36,14 @@ def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None
         raise InvalidRequest(f"This model gives at most {limits.max_logprobs} log-probabilities a token.", param="logprobs")
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("`stream_options` is only for streams; set `stream` to true.", param="stream_options")
+    if len(fields.logit_bias or ()) > MAX_BIASES:
+        raise InvalidRequest(
+            f"`logit_bias` has {len(fields.logit_bias or ())} entries; at most {MAX_BIASES} count.", param="logit_bias"
+        )
+    for index, stop in enumerate(fields.stops):
+        if len(stop) > MAX_STOP_CHARACTERS:
+            message = f"`stop[{index}]` has {len(stop)} characters; at most {MAX_STOP_CHARACTERS} are looked for."
+            raise InvalidRequest(message, param=f"stop[{index}]")
     _check_tokens(model, fields.logit_bias or (), "logit_bias")
     _check_tokens(model, fields.stop_token_ids or (), "stop_token_ids")
 

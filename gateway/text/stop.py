@@ -17,16 +17,20 @@ class StopStrings:
         if "" in stops:
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
+        self._borders = [_borders(stop) for stop in stops]
+        self._begun = [0] * len(stops)  # how much of each stop string the text ends with
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that may be told now, and whether a stop string was met. Nothing may be pushed after it was."""
+        for place, stop in enumerate(self._stops):
+            self._begun[place] = _advanced(stop, self._borders[place], self._begun[place], text)
         text = self._held + text
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             self._held = ""
             return text[: min(matches)[1]], True
-        begin = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        begin = len(text) - max(self._begun, default=0)
         self._held = text[begin:]
         return text[:begin], False
 
@@ -36,7 +40,22 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that ``stop``, which is not in it, begins with."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+def _borders(stop: str) -> list[int]:
+    """For each beginning of ``stop``, the length of its longest proper part that it both begins and ends with (Knuth, Morris and
+    Pratt). With them the work is linear in the text, however long and repetitive the stop strings are."""
+    borders, length = [0] * len(stop), 0
+    for place in range(1, len(stop)):
+        while length and stop[place] != stop[length]:
+            length = borders[length - 1]
+        length += stop[place] == stop[length]
+        borders[place] = length
+    return borders
+
+
+def _advanced(stop: str, borders: list[int], begun: int, text: str) -> int:
+    """How much of ``stop`` the text ends with, after ``text`` was added to one that ended with ``begun`` characters of it."""
+    for char in text:
+        while begun and (begun == len(stop) or stop[begun] != char):
+            begun = borders[begun - 1]
+        begun += stop[begun] == char
+    return begun

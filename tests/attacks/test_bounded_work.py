@@ -7,6 +7,8 @@ no turn of the event loop more than 5 ms on a quiet machine.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +19,9 @@ import httpx
 import msgspec
 import pytest
 
-from tests.attacks.watch import Watch, metric_of, tree_mib
+from tests.attacks.watch import Watch, _tree, metric_of, tree_mib
 from tests.fakes import LIMITS, FakeEngine, Running, stop
-from tests.processes import Program, wait_until
+from tests.processes import Program, alive, wait_until
 
 CONTEXT = 1 << 17
 SECONDS = 5.0
@@ -182,6 +184,34 @@ def test_many_heavy_requests_of_one_client_do_not_delay_another(site: Site) -> N
 def _post_and_leave(site: Site) -> None:
     with pytest.raises(httpx.ReadTimeout):
         site.post("score", HEAVY, timeout=3)
+
+
+def test_workers_that_are_killed_cost_no_request(site: Site) -> None:
+    statuses: list[int] = []
+
+    def ask() -> None:
+        for _ in range(15):
+            body = {"query": "red shoes, ", "items": ["blue"], "label_token_ids": LABELS}
+            statuses.append(site.post("score", body).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        time.sleep(0.3)
+        for pid in _tree(site.program.process.pid)[2:3]:  # the gateway, its fork server, the first worker
+            os.kill(pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert statuses == [200] * 60
+
+
+def test_no_process_outlives_the_gateway() -> None:
+    site = Site(large_engine())
+    pids = _tree(site.program.process.pid)
+    site.close()
+    assert len(pids) >= 4
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 TEMPLATES = {

@@ -65,10 +65,10 @@ class BodyReader:
         :class:`InvalidRequest`, :class:`ClientGone`.
         """
         incoming = Incoming.of(scope)
-        length = int(incoming.noted.get(b"content-length", b"0"))
+        length = int(incoming.headers.get(b"content-length", b"0"))
         if length > self._settings.max_body_bytes:
             raise self._too_large()
-        coding = incoming.noted.get(b"content-encoding")
+        coding = incoming.headers.get(b"content-encoding")
         if coding is not None and coding.strip().lower() != b"identity":
             return await self._read_upload(receive, hold, self._inflater(coding))
         if length:

@@ -32,7 +32,7 @@ class Origins:
         other origins from their pages."""
         if scope["method"] != "OPTIONS" or not self._origins:
             return None
-        origin = Incoming.of(scope).noted.get(b"origin")
+        origin = Incoming.of(scope).headers.get(b"origin")
         return None if origin is None or self.allow(origin.decode("latin-1")) else Forbidden(_FORBIDDEN)
 
     def config(self) -> CORSConfig | None:

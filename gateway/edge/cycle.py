@@ -10,20 +10,6 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway.errors import GatewayError
 
-NOTED = frozenset(
-    {
-        b"host",
-        b"origin",
-        b"sec-fetch-site",
-        b"sec-fetch-mode",
-        b"content-type",
-        b"content-length",
-        b"content-encoding",
-        b"transfer-encoding",
-        b"expect",
-    }
-)
-"""Headers that the edge reads: they are found once, while the head is parsed."""
 INCOMING = "yardstick.incoming"
 """The key of the :class:`Incoming` in a scope."""
 
@@ -32,11 +18,13 @@ class Incoming:
     """A request as it arrives. Scopes refer to this, not to the :class:`Cycle`, which refers to the scope: reference cycles would
     keep bodies until the next garbage collection."""
 
-    __slots__ = ("complete", "noted")
+    __slots__ = ("complete", "headers")
 
-    def __init__(self, noted: dict[bytes, bytes]) -> None:
-        self.noted = noted
-        """The request's headers of :data:`NOTED`; several of one name are joined by commas."""
+    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self.headers = dict(headers)
+        """The headers by their lower-case names; several of one name are joined by commas."""
+        if len(self.headers) != len(headers):
+            self.headers = _joined(headers)
         self.complete = False
         """Whether the whole body has arrived."""
 
@@ -65,3 +53,10 @@ class Cycle(RequestResponseCycle):
 
     async def _raise(self, error: GatewayError) -> Any:
         raise error
+
+
+def _joined(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    joined: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        joined.setdefault(name, []).append(value)
+    return {name: b", ".join(values) for name, values in joined.items()}

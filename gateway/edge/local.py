@@ -30,13 +30,13 @@ class LocalGuard:
 
     def refusal(self, scope: HTTPScope) -> GatewayError | None:
         """Why the request is not answered; None where it is."""
-        noted = Incoming.of(scope).noted
-        host = noted.get(b"host", b"")
+        headers = Incoming.of(scope).headers
+        host = headers.get(b"host", b"")
         if host and not self._is_allowed_host(host):
             return self._count("host", Misdirected(_HOST))
-        if (b"origin" in noted or b"sec-fetch-site" in noted) and not self._is_allowed_page(scope["method"], noted):
+        if (b"origin" in headers or b"sec-fetch-site" in headers) and not self._is_allowed_page(scope["method"], headers):
             return self._count("origin", Forbidden(_ORIGIN))
-        kind = noted.get(b"content-type")
+        kind = headers.get(b"content-type")
         if kind and scope["method"] == "POST" and not _is_json(kind):
             return self._count("content_type", UnsupportedMediaType(_KIND))
         return None
@@ -56,13 +56,13 @@ class LocalGuard:
         except ValueError:
             return False
 
-    def _is_allowed_page(self, method: str, noted: Mapping[bytes, bytes]) -> bool:
-        origin = noted.get(b"origin")
+    def _is_allowed_page(self, method: str, headers: Mapping[bytes, bytes]) -> bool:
+        origin = headers.get(b"origin")
         if origin is not None:
-            same = origin.partition(b"://")[2].lower() == noted.get(b"host", b"").lower()
+            same = origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
             return same or self._origins.allow(origin.decode("latin-1"))
-        follows_a_link = method in ("GET", "HEAD") and noted.get(b"sec-fetch-mode") == b"navigate"
-        return follows_a_link or noted[b"sec-fetch-site"] in (b"same-origin", b"none")
+        follows_a_link = method in ("GET", "HEAD") and headers.get(b"sec-fetch-mode") == b"navigate"
+        return follows_a_link or headers[b"sec-fetch-site"] in (b"same-origin", b"none")
 
 
 @lru_cache(256)

@@ -59,6 +59,8 @@ from gateway.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+START_SECONDS = 1.0
+"""After which the event loop is expected to serve without delay."""
 _LEFT = "client disconnected prematurely"
 """What the framework says when a request is broken off."""
 
@@ -97,7 +99,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
-        watchdog.start()
+        watchdog.start(after=START_SECONDS)
         workers.start()
         pool.start()
         if keys:

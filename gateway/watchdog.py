@@ -38,9 +38,9 @@ class Watchdog:
         self._used = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        """Begin to measure."""
-        self._plan()
+    def start(self, after: float = 0.0) -> None:
+        """Begin to measure, ``after`` so many seconds."""
+        self._timer = asyncio.get_running_loop().call_later(after, self._plan)
 
     def stop(self) -> None:
         """Measure no longer."""

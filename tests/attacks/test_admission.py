@@ -94,7 +94,7 @@ def test_uploads_are_not_requests_in_flight(gateway: Program) -> None:
     """The review's attack: a few slow uploads of one key, and every other key got 429."""
     with uploads(gateway, "a", [head("a", 100) + b"{"] * ONE_KEY) as connections:
         assert refusals(connections) == 0
-        for key in "abc":
+        for key in "bc":  # a request of "a" is an upload itself until its body is complete
             assert score(gateway, key).status_code == 200
         for connection in connections:
             connection.sendall(b" " * 99)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+import pytest
 
 from gateway.app import create_app
 from gateway.openapi import as_openapi_3_0
@@ -169,3 +170,17 @@ def test_metrics_count_what_happened(start: Start, engine: FakeEngine) -> None:
     engine.faults.garbage = True
     client.post("/v1/completions", json={"prompt": [1]})
     assert metric(client, 'yardstick_engine_errors_total{code="engine_lost"}') == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("score", {"query": "a", "items": ["b"], "labels": [" Yes"]}),
+        ("completions", {"prompt": "a", "max_tokens": 1}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("length", {"input": "a"}),
+    ],
+)
+def test_long_bodies_are_read_in_workers(shared: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    answer = shared.post(f"/v1/{path}", json=body | {"user": "u" * 40_000})
+    assert answer.status_code == 200, answer.text

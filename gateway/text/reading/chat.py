@@ -88,7 +88,6 @@ CHAT = Endpoint(
     kind=ChatRequest,
     bulk={
         "messages": [ChatMessage("user")],
-        "tools": [{}],
         "chat_template_kwargs": {},
         "user": "",
     },

@@ -64,6 +64,9 @@ class Endpoint(Generic[T]):
     characters: Callable[[T, bool], int]
     """How much text ``read`` has to tokenise, about. The flag says whether a query is tokenised once."""
 
+    def __post_init__(self) -> None:
+        assert self.bulk.keys() <= set(self.kind.__struct_fields__), f"{self.kind.__name__} lacks a field of its bulk"
+
     @cached_property
     def _decoder(self) -> BodyDecoder[T]:
         return BodyDecoder(self.kind)

@@ -7,7 +7,6 @@ input closes, so that it cannot outlive the server that started it.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ import threading
 import msgspec
 import zmq
 
-from engine import channel, wire
+from engine import channel, logs, wire
 from engine.build import build_loop, tokenizer_files
 from engine.loop import Loop
 from engine.models.errors import ModelError
@@ -91,5 +90,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.start()
     sys.exit(main(*sys.argv[1:]))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import select
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -195,6 +198,26 @@ def test_a_flood_does_not_fill_the_log(lines):
     assert sum(left_out) + len(lines) == pytest.approx(100_000, abs=1000)
 
 
+def test_a_reader_that_stops_does_not_stop_the_engine():
+    """Standard error is often a pipe; once that is full, a write to it takes as long as nobody reads."""
+    code = """
+import logging
+from engine import logs, wire
+from engine.request_log import RequestLog
+handler, clock = logs.start(), iter(range(1 << 30))
+log = RequestLog(clock.__next__)
+for place in range(5000):
+    log.write("refused", wire.Caller("r" * 100), str(place), code="overloaded")
+assert handler.dropped > 0
+print("done", flush=True)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert select.select([process.stdout], [], [], 30)[0], "it waits for its reader"
+        assert process.stdout.readline() == "done\n"
+        process.kill()
+
+
 FAULTS = {
     "weight 0": {"weight": 0.0},
     "negative weight": {"weight": -1.0},
@@ -207,15 +230,18 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def loop(checkpoint: Path) -> Loop:
+    return build_loop(EngineSettings(model=str(checkpoint), name="test", max_tokens_in_cache=2048, overlap=False))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", [wire.Score, wire.Generate])
-def test_faulty_callers_are_refused(build, lines, fault: str, kind: type):
+def test_faulty_callers_are_refused(loop: Loop, lines, fault: str):
     caller = wire.Caller(**FAULTS[fault])
-    message = wire.Score("x", [1], [[2]], [1], caller=caller) if kind is wire.Score else wire.Generate("x", [1], caller=caller)
-    loop = build()
-    (reply,) = run(loop, message)
-    assert (reply.id, reply.code, reply.retryable) == ("x", "invalid", False)
-    assert next(iter(FAULTS[fault])) in reply.message
-    assert len(reply.message) < 200
+    for message in (wire.Score("x", [1], [[2]], [1], caller=caller), wire.Generate("x", [1], caller=caller)):
+        (reply,) = run(loop, message)
+        assert (reply.id, reply.code, reply.retryable) == ("x", "invalid", False)
+        assert next(iter(FAULTS[fault])) in reply.message
+        assert len(reply.message) < 200
     assert max(len(record.getMessage()) for record in lines) < 4 * MAX_CALLER_CHARACTERS
     assert loop.stats.tenants == 0

@@ -64,6 +64,7 @@ def test_a_python_too_old_is_one_line(tmp_path: Path, version: str | None, found
 def test_a_second_start_installs_nothing(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
+        os.utime(tmp_path / name, (1, 1))
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".ready").touch()
     assert "pip install" not in make("-n", "serve", directory=tmp_path).stdout

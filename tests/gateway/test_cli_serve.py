@@ -24,6 +24,7 @@ import pytest
 from gateway.commands.example import ITEMS as ITEMS_SHOWN
 from gateway.commands.example import example_body
 from tests.checkpoints import make_checkpoint
+from tests.processes import wait_until
 
 YARDSTICK = [sys.executable, "-m", "gateway.cli"]
 START_SECONDS = 60
@@ -345,10 +346,10 @@ def test_the_environment_sets_up_the_gateway_and_options_win(model: Path, tmp_pa
     try:
         assert httpx.post(f"{served.url}/v1/score", json={"query": "x" * 2000}, headers=headers).status_code == 413
         assert httpx.get(f"{served.url}/v1/models").status_code == 401
+        wait_until(lambda: '"id":"mine","key":"me"' in served.err.read_text())
     finally:
         served.process.terminate()
         assert served.process.wait(END_SECONDS) == 0
-    assert '"id":"mine","key":"me"' in served.err.read_text()
     assert "$YARDSTICK_API_KEY" in served.out.read_text()
 
 

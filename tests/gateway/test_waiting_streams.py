@@ -91,10 +91,12 @@ def test_a_client_that_leaves_while_it_waits(start: Start, after: int) -> None:
     client = start(engine, keepalive_seconds=0.1)
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         received = b""
         while received.count(KEEP_ALIVE) < 2:
-            received += connection.recv(1000)
+            chunk = connection.recv(1000)
+            assert chunk, received
+            received += chunk
     wait_for(lambda: len(engine.left) == 1, seconds=3)
     wait_for(lambda: metric(client, "yardstick_requests_in_flight") == 1)
     assert "yardstick_broken_streams_total{" not in client.get("/metrics").text

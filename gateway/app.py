@@ -97,6 +97,8 @@ def create_app(
     keys = _key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
     origins = Origins(settings.cors_origins)
 
+    access_log = _access_log(settings, log, telemetry)
+
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
         watchdog.start(after=START_SECONDS)
@@ -133,10 +135,10 @@ def create_app(
     return Gateway(
         telemetry,
         lifecycle,
-        log=_access_log(settings, log, telemetry),
-        protocol=protocol_factory(settings, telemetry),
+        log=access_log,
+        protocol=protocol_factory(settings, telemetry, access_log),
         check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
-        route_handlers=[v1, *health_routes(pool, telemetry, lifecycle), asset_route()],
+        route_handlers=[v1, *health_routes(pool, keys, telemetry, lifecycle), asset_route()],
         lifespan=[lifespan],
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},

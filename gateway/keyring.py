@@ -105,10 +105,14 @@ class KeyRing:
 
     def find(self, key: str) -> ApiKey | None:
         """The entry of ``key``, expired or not. Raises :class:`KeysUnavailable`."""
+        self.check_usable()
+        return self._keys.get(hashlib.sha256(key.encode()).digest())
+
+    def check_usable(self) -> None:
+        """Raise :class:`KeysUnavailable` where no key is accepted because the file cannot be read."""
         if self._clock() > self._good_until:
             message = "The server cannot read its API keys, so it accepts none at the moment; your key may be valid. Try again."
             raise KeysUnavailable(message, retry_after=RETRY_SECONDS)
-        return self._keys.get(hashlib.sha256(key.encode()).digest())
 
     def sample(self) -> KeySample:
         """State of the key file for the metrics."""

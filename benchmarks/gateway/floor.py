@@ -63,7 +63,7 @@ def main() -> None:
     config = uvicorn.Config(
         Floor(options.engine),
         loop="uvloop",
-        http=protocol_factory(Settings(engines=(options.engine,)), Telemetry()),  # type: ignore[arg-type]
+        http=protocol_factory(Settings(engines=(options.engine,)), Telemetry(), None),  # type: ignore[arg-type]
         lifespan="off",
         access_log=False,
         log_level="error",

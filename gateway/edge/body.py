@@ -20,11 +20,12 @@ _GONE = "The client left before its request was read."
 class Hold:
     """The bytes that one request holds of the room for all bodies, until :meth:`end`."""
 
-    __slots__ = ("_bytes", "_room", "_telemetry", "tenant")
+    __slots__ = ("_bytes", "_room", "_telemetry", "tenant", "weight")
 
-    def __init__(self, room: FairRoom, tenant: str | None, telemetry: Telemetry) -> None:
+    def __init__(self, room: FairRoom, tenant: str | None, weight: float, telemetry: Telemetry) -> None:
         self._room = room
         self.tenant = tenant
+        self.weight = weight
         self._telemetry = telemetry
         self._bytes = 0
 
@@ -33,7 +34,7 @@ class Hold:
         more = size - self._bytes
         if more <= 0:
             return
-        if not self._room.take(self.tenant, more):
+        if not self._room.take(self.tenant, more, self.weight):
             self._telemetry.rejected("bytes_in_flight")
             raise Overloaded("The bodies of the requests in progress leave no room for this one; try again soon.", retry_after=1)
         self._bytes = size
@@ -54,9 +55,9 @@ class BodyReader:
         self._bytes = FairRoom(settings.max_bytes_in_flight)
         telemetry.watch_bodies(lambda: self._bytes.used, lambda: self._uploads.used)
 
-    def hold(self, tenant: str | None) -> Hold:
-        """A hold of a request of ``tenant``, on no bytes yet."""
-        return Hold(self._bytes, tenant, self._telemetry)
+    def hold(self, tenant: str | None, weight: float = 1.0) -> Hold:
+        """A hold of a request of ``tenant``, on no bytes yet. ``weight`` is the tenant's share next to others."""
+        return Hold(self._bytes, tenant, weight, self._telemetry)
 
     async def read(self, scope: Scope, receive: Receive, hold: Hold) -> bytes:
         """The whole body, inflated. ``hold`` grows with it. The protocol bounds the time.
@@ -85,7 +86,7 @@ class BodyReader:
 
     async def _read_upload(self, receive: Receive, hold: Hold, inflater: Inflater | None) -> bytes:
         """Read a body that may take long to arrive or to inflate."""
-        if not self._uploads.take(hold.tenant):
+        if not self._uploads.take(hold.tenant, weight=hold.weight):
             raise self._counted("uploads", Overloaded("Too many request bodies are being sent; try again soon.", retry_after=1))
         try:
             # closed before an error leaves, whose traceback may outlive the request

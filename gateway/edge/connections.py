@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from typing import Protocol
 
+from gateway.logs.access import AccessLog
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
@@ -29,9 +30,11 @@ class Connections:
     """The open connections. Bounded: a new one beyond ``max_connections`` takes the place of the one that waits longest for a
     request; where all of them work, it is refused."""
 
-    def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
+    def __init__(self, settings: Settings, telemetry: Telemetry, log: AccessLog | None) -> None:
+        """``log``: where requests are logged that the application never sees."""
         self.settings = settings
         self.telemetry = telemetry
+        self.log = log
         self.open: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
         """Connections without a request in progress; the one that waits longest is first."""

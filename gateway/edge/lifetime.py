@@ -53,7 +53,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._connections = connections
         self._settings = settings = connections.settings
         self._phase: Phase = WAITING
-        self._deadline = self.loop.time() + settings.header_seconds
+        self._head_began = self.loop.time()
+        """When the connection was made, or the head of its latest request began, in the event loop's time."""
+        self._deadline = self._head_began + settings.header_seconds
         """When the present phase must have ended, in the event loop's time."""
         self._write_deadline = inf
         """When the client must have read more, while too much waits to be sent."""
@@ -160,11 +162,14 @@ class BoundedConnection(HttpToolsProtocol):
     def _refuse(self, error: GatewayError, reason: str) -> None:
         """Answer ``error`` without the application, and close."""
         self._connections.telemetry.rejected(reason)
+        request_id = new_id()
+        if (log := self._connections.log) is not None:
+            log.refused(request_id, error.status, error.code or error.type, self.loop.time() - self._head_began)
         body = msgspec.json.encode(error.body)
         fields = {
             "content-type": "application/json",
             "content-length": str(len(body)),
-            "x-request-id": new_id(),
+            "x-request-id": request_id,
             "connection": "close",
             **error.headers,
         }

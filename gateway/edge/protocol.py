@@ -25,6 +25,7 @@ from gateway.edge.connections import Connections
 from gateway.edge.cycle import INCOMING, Cycle, Incoming
 from gateway.edge.lifetime import HEAD, WAITING, WORKING, BoundedConnection
 from gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, MethodNotAllowed
+from gateway.logs.access import AccessLog
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
@@ -42,9 +43,9 @@ class _Pipelined(Exception):
     """A request began before the response to the one before it was complete."""
 
 
-def protocol_factory(settings: Settings, telemetry: Telemetry) -> Callable[..., Protocol]:
+def protocol_factory(settings: Settings, telemetry: Telemetry, log: AccessLog | None) -> Callable[..., Protocol]:
     """Makes the protocols of one server; for ``uvicorn.Config(http=…)``."""
-    return partial(Protocol, Connections(settings, telemetry))
+    return partial(Protocol, Connections(settings, telemetry, log))
 
 
 class Protocol(BoundedConnection):
@@ -75,7 +76,8 @@ class Protocol(BoundedConnection):
             self._feed(data)
         if self._phase is WAITING:
             self._phase = HEAD
-            self._deadline = self.loop.time() + self._settings.header_seconds
+            self._head_began = self.loop.time()
+            self._deadline = self._head_began + self._settings.header_seconds
 
     def _feed(self, data: bytes | memoryview) -> None:
         try:

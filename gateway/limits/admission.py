@@ -37,12 +37,12 @@ class Admission(ASGIMiddleware):
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Count the request until its answer is sent. Raises what :meth:`BodyReader.read` raises, and :class:`Overloaded`."""
         key = Exchange.in_scope(scope).key
-        tenant = None if key is None else key.id
-        hold = self._bodies.hold(tenant)
+        tenant, weight = (None, 1.0) if key is None else (key.id, key.weight)
+        hold = self._bodies.hold(tenant, weight)
         try:
             if scope["method"] == "POST":  # type: ignore[typeddict-item]
                 receive = _replay(await self._bodies.read(scope, receive, hold), receive)
-            if not self._requests.take(tenant):
+            if not self._requests.take(tenant, weight=weight):
                 self._telemetry.rejected("in_flight")
                 raise Overloaded("The server has as much to do as it can; try again soon.", retry_after=1)
             try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 ALPHA = 4.0
 """One busy tenant alone may use four fifths of the room; of n busy tenants each gets 4/(1 + 4n), and 1/(1 + 4n) stays free."""
+MAX_WEIGHT = 4.0
+"""Weight above which a tenant gets no more room: 16 of 17 parts when it is the only busy one, so others always find some."""
 
 
 class FairRoom:
@@ -21,14 +23,14 @@ class FairRoom:
         self._held: dict[str, int] = {}
 
     def take(self, tenant: str | None, amount: int = 1, weight: float = 1.0) -> bool:
-        """Take ``amount`` units for ``tenant`` and return True; or take nothing and return False. ``weight`` scales its threshold.
-        Tenant None, as on a server without keys, is alone and may use all room."""
+        """Take ``amount`` units for ``tenant`` and return True; or take nothing and return False. ``weight`` scales its threshold,
+        up to ``MAX_WEIGHT``. Tenant None, as on a server without keys, is alone and may use all room."""
         free = self.capacity - self.used
         if amount > free:
             return False
         if tenant is not None:
             held = self._held.get(tenant, 0) + amount
-            if held > self._alpha * weight * free:
+            if held > self._alpha * min(weight, MAX_WEIGHT) * free:
                 return False
             self._held[tenant] = held
         self.used += amount

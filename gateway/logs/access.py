@@ -101,6 +101,29 @@ class AccessLog:
         )
         self._writer.put(partial(self._render, line))
 
+    def refused(self, id: str, status: int, error: str, seconds: float) -> None:
+        """Log a request that was refused with ``status`` before it was complete, ``seconds`` after its connection began to wait
+        for it."""
+        line = AccessLine(
+            time=datetime.fromtimestamp(time.time(), UTC),
+            id=id,
+            key=None,
+            model=None,
+            endpoint="none",
+            status=status,
+            outcome="refused",
+            error=error,
+            prompt_tokens=0,
+            cached_tokens=0,
+            completion_tokens=0,
+            items=0,
+            cache_hits=0,
+            queue_seconds=0.0,
+            first_byte_seconds=None,
+            total_seconds=seconds,
+        )
+        self._writer.put(partial(self._render, line))
+
 
 def outcome_of(exchange: Exchange) -> str:
     """How the request ended."""

@@ -6,14 +6,16 @@ from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from gateway.breathing import Breath
 from gateway.errors import NotReady
+from gateway.keyring import KeyRing
 from gateway.lifecycle import Lifecycle
 from gateway.pool.pool import Pool
 from gateway.telemetry import Telemetry
 
 
-def health_routes(pool: Pool, telemetry: Telemetry, lifecycle: Lifecycle) -> list[HTTPRouteHandler]:
-    """The endpoints; they need no key."""
+def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecycle: Lifecycle) -> list[HTTPRouteHandler]:
+    """The endpoints; they need no key. ``keys`` None: no route needs one."""
 
     @get("/livez", media_type="text/plain", tags=["operation"])
     async def livez() -> str:
@@ -25,12 +27,20 @@ def health_routes(pool: Pool, telemetry: Telemetry, lifecycle: Lifecycle) -> lis
         """Tell whether any model can be asked here."""
         if lifecycle.draining:
             raise NotReady("This gateway is shutting down; ask another one.", retry_after=1)
+        if keys is not None:
+            keys.check_usable()
         pool.check_ready()
         return "ok"
 
     @get("/metrics", media_type="text/plain", tags=["operation"])
     async def metrics() -> Response[bytes]:
         """Report the metrics in Prometheus's text format."""
-        return Response(telemetry.exposition(), media_type=CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8"))
+        breath = Breath()
+        parts: list[bytes] = []
+        for part in telemetry.exposition():
+            parts.append(part)
+            if breath.due:
+                await breath.take()
+        return Response(b"".join(parts), media_type=CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8"))
 
     return [livez, readyz, metrics]

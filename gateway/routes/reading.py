@@ -10,8 +10,8 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -79,25 +79,24 @@ class Reader:
 
     @asynccontextmanager
     async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
-        async with while_connected(request.receive), self._worker(request, body.size) as channel:
-            decoded = await self._ask(channel, Decode(name), body.chunks)
-            assert isinstance(decoded, Decoded)
-            Exchange.of(request).name_ignored(decoded.ignored)
-            yield _Long(self, channel, ENDPOINTS[name].unpack_fields(decoded.fields))
+        async with while_connected(request.receive), AsyncExitStack() as held:
+            long = _Long(self, request, name, body, held)
+            await long.decode()
+            yield long
 
     async def read_whole(self, request: Request[Any, Any, Any], body: bytes, size: int, job: Whole) -> Prepared:
         """Decode and read in a worker. One that ends by accident is replaced once. Raises :class:`GatewayError`."""
         async with while_connected(request.receive):
             try:
-                async with self._worker(request, size) as channel:
+                async with self.worker(request, size) as channel:
                     return await self.prepared(channel, job, [body])
             except NotReady:
-                async with self._worker(request, size) as channel:
+                async with self.worker(request, size) as channel:
                     return await self.prepared(channel, job, [body])
 
     async def prepared(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> Prepared:
         """The prompts that a worker reads. Raises :class:`GatewayError`."""
-        packed = await self._ask(channel, job, body)
+        packed = await self.ask(channel, job, body)
         assert isinstance(packed, Packed)
         if len(packed.ids) + 64 * len(packed.lengths) <= LARGE_ANSWER:
             return unpack(packed)
@@ -110,17 +109,19 @@ class Reader:
         """The message that has a request read for ``served``."""
         return Read(served.text, served.facts, self.bounds)
 
-    @asynccontextmanager
-    async def _worker(self, request: Request[Any, Any, Any], size: int) -> AsyncIterator[Channel]:
-        async with self.workers.job(tenant=_tenant(request), size=size, bulk=size > BULK) as channel:
-            try:
-                yield channel
-            except WorkerLostError as error:
-                raise self._lost(error.loss) from None
+    def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
+        """A worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
+        tenant, weight = _tenant(request)
+        return self.workers.job(tenant=tenant, weight=weight, size=size, bulk=size > BULK)
 
-    async def _ask(self, channel: Channel, job: Job, body: Sequence[bytes]) -> msgspec.Struct:
+    async def ask(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> msgspec.Struct:
+        """The worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` where another worker may succeed."""
         began = time.perf_counter()
-        answer = await channel.ask(job, body, seconds=self.text_seconds)
+        try:
+            answer = await channel.ask(job, body, seconds=self.text_seconds)
+        except WorkerLostError as error:
+            self.telemetry.text_worker_ended(error.loss)
+            raise self._lost(error.loss) from None
         self.telemetry.text_read(time.perf_counter() - began)
         if isinstance(answer, Refused):
             refusal = ContextExceeded if answer.code == ContextExceeded.code else InvalidRequest
@@ -174,19 +175,46 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
 
 @dataclass(slots=True)
 class _Long(Reading[T]):
-    """A request that a worker has decoded and keeps."""
+    """A request that a worker has decoded and keeps. Where that worker ends by accident, another one starts again, once for each
+    step."""
 
     reader: Reader
-    channel: Channel
-    fields: T
+    request: Request[Any, Any, Any]
+    name: str
+    body: Body[T]
+    held: AsyncExitStack
+    """Holds the worker."""
+    channel: Channel = field(init=False)
+    fields: T = field(init=False)
+
+    async def decode(self) -> None:
+        """Set ``fields``. Raises :class:`GatewayError`."""
+        job = Decode(self.name)
+        try:
+            decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
+        except NotReady:
+            decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
+        assert isinstance(decoded, Decoded)
+        Exchange.of(self.request).name_ignored(decoded.ignored)
+        self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
 
     async def read(self, served: ServedModel) -> Prepared:
-        return await self.reader.prepared(self.channel, self.reader.order(served))
+        order = self.reader.order(served)
+        try:
+            return await self.reader.prepared(self.channel, order)
+        except NotReady:
+            return await self.reader.prepared(await self._new_worker(), Whole(self.name, order), self.body.chunks)
+
+    async def _new_worker(self) -> Channel:
+        """A worker in the place of the one before."""
+        await self.held.aclose()
+        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, self.body.size))
+        return self.channel
 
 
-def _tenant(request: Request[Any, Any, Any]) -> str:
-    """The flow in the fair queue: the API key, or the connection where no keys are asked for."""
+def _tenant(request: Request[Any, Any, Any]) -> tuple[str, float]:
+    """The flow in the fair queue and its weight: the API key, or the connection where no keys are asked for."""
     key = Exchange.of(request).key
     if key is not None:
-        return key.id
-    return str(request.scope.get("client"))
+        return key.id, key.weight
+    return str(request.scope.get("client")), 1.0

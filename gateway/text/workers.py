@@ -128,25 +128,23 @@ class Workers:
         raise TokenizerError("tokenizer.json cannot be read: the process that reads it ends")
 
     @asynccontextmanager
-    async def job(self, *, tenant: str, size: int, bulk: bool) -> AsyncIterator[Channel]:
-        """A worker for one job whose body has ``size`` bytes. Raises :class:`Overloaded`."""
+    async def job(self, *, tenant: str, size: int, bulk: bool, weight: float = 1.0) -> AsyncIterator[Channel]:
+        """A worker for one job whose body has ``size`` bytes. ``weight`` is the tenant's share next to others. Raises
+        :class:`Overloaded`."""
         began = time.perf_counter()
         bulk = bulk and self._capacity.workers > 1
-        channel = await self._acquire(_Waiter(size, bulk), tenant)
+        channel = await self._acquire(_Waiter(size, bulk), tenant, weight)
         self._telemetry.text_waited(time.perf_counter() - began)
         try:
             yield channel
-        except WorkerLostError as error:
-            self._telemetry.text_worker_ended(error.loss)
-            raise
         finally:
             self._release(channel, bulk)
 
-    async def _acquire(self, waiter: _Waiter, tenant: str) -> Channel:
+    async def _acquire(self, waiter: _Waiter, tenant: str, weight: float) -> Channel:
         full = len(self._queue) >= self._capacity.max_jobs or self._queued_bytes + waiter.size > self._capacity.max_bytes
         if full and self._queue:
             raise Overloaded("The server has as much text to read as it can; try again soon.", retry_after=1)
-        self._queue.push(waiter, tenant=tenant, cost=max(waiter.size, LEAST_COST), bulk=waiter.bulk)
+        self._queue.push(waiter, tenant=tenant, cost=max(waiter.size, LEAST_COST), weight=weight, bulk=waiter.bulk)
         self._queued_bytes += waiter.size
         self._dispatch()
         if waiter.ready.done():

@@ -186,12 +186,13 @@ def _post_and_leave(site: Site) -> None:
         site.post("score", HEAVY, timeout=3)
 
 
-def test_workers_that_are_killed_cost_no_request(site: Site) -> None:
+@pytest.mark.parametrize("repeats", [1, 3500], ids=["short", "long"])
+def test_workers_that_are_killed_cost_no_request(site: Site, repeats: int) -> None:
     statuses: list[int] = []
 
     def ask() -> None:
         for _ in range(15):
-            body = {"query": "red shoes, ", "items": ["blue"], "label_token_ids": LABELS}
+            body = {"query": "red shoes, " * repeats, "items": ["blue"], "label_token_ids": LABELS}
             statuses.append(site.post("score", body).status_code)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]

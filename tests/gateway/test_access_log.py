@@ -107,6 +107,9 @@ def test_each_request_is_one_line(engine: FakeEngine, start: Callable[..., Gatew
     client.get(f"/nowhere/{SECRET}")
     client.get("/v1/models/fake", headers=sent)
     client.get("/livez")
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(f"{SECRET} HTTP/1.1\r\n\r\n".encode())
+        refused = connection.recv(1 << 16)
     gateway.end()
     lines = access_lines(file)
     text = file.read_text()
@@ -131,7 +134,9 @@ def test_each_request_is_one_line(engine: FakeEngine, start: Callable[..., Gatew
         ("/v1/score", 401, "refused", "invalid_api_key", None, None, 0),
         ("none", 404, "refused", "not_found", None, None, 0),
         ("/v1/models/{model}", 200, "ok", None, "ci team", None, 0),
+        ("none", 400, "refused", "invalid_request_error", None, None, 0),
     ]
+    assert f"x-request-id: {lines[-1]['id']}\r\n" in refused.decode()
     first, second, stream_line = lines[:3]
     assert first["id"] == "mine-1"
     prompt = sum(len(ids(SECRET + item)) for item in "ab")

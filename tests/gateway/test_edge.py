@@ -168,14 +168,14 @@ def connection() -> tuple[Protocol, Inner, Clock, Telemetry]:
     telemetry, inner, clock = Telemetry(), Inner(), Clock()
     settings = Settings(engines=("http://127.0.0.1:1",), write_seconds=10, idle_seconds=30)
     config = uvicorn.Config(lambda *_: None, log_config=None)
-    make = protocol_factory(settings, telemetry)
+    make = protocol_factory(settings, telemetry, None)
     protocol = make(config=config, server_state=ServerState(), app_state={}, _loop=clock)
     protocol.connection_made(inner)
     return protocol, inner, clock, telemetry
 
 
 def write_timeouts(telemetry: Telemetry) -> bool:
-    return b'yardstick_rejected_requests_total{reason="write_timeout"} 1.0' in telemetry.exposition()
+    return b'yardstick_rejected_requests_total{reason="write_timeout"} 1.0' in b"".join(telemetry.exposition())
 
 
 def test_a_client_that_does_not_read_is_left(connection: tuple[Protocol, Inner, Clock, Telemetry]) -> None:

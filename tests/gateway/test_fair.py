@@ -66,6 +66,14 @@ def test_weights_scale_the_threshold() -> None:
     assert 88 <= room.used <= 90  # 8/9
 
 
+def test_the_largest_weight_leaves_room_for_others() -> None:
+    room = FairRoom(170)
+    while room.take("heavy", weight=100):
+        pass
+    assert 158 <= room.used <= 160  # 16/17
+    assert room.take("light", weight=0.1)
+
+
 def test_a_room_of_one_can_be_used() -> None:
     room = FairRoom(1)
     assert room.take("a")

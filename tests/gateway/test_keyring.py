@@ -55,12 +55,12 @@ class Followed:
         return [name for name in names if self.ring.find(name)]
 
     def count(self, result: str) -> int:
-        lines = self.telemetry.exposition().decode().splitlines()
+        lines = b"".join(self.telemetry.exposition()).decode().splitlines()
         name = f'yardstick_key_reloads_total{{result="{result}"}} '
         return next((int(float(line.removeprefix(name))) for line in lines if line.startswith(name)), 0)
 
     def gauge(self, name: str) -> float:
-        lines = self.telemetry.exposition().decode().splitlines()
+        lines = b"".join(self.telemetry.exposition()).decode().splitlines()
         return next(float(line.partition(" ")[2]) for line in lines if line.startswith(f"{name} "))
 
 
@@ -300,9 +300,11 @@ def test_the_server_follows_links_as_kubernetes_changes_them(
     assert refused.headers["retry-after"] == "5"
     assert str(tmp_path) not in refused.text
     assert client.get("/livez").status_code == 200
+    assert client.get("/readyz").json()["error"]["code"] == "keys_unavailable"
     assert metric(client, 'yardstick_key_reloads_total{result="broken"}') == 1
     write(tmp_path / "1" / "keys.json", entry("c"))
     wait_for(lambda: ask(client, "c").status_code == 200)
+    assert client.get("/readyz").status_code == 200
     file.unlink()
     wait_for(lambda: ask(client, "c").status_code == 401)
     assert metric(client, 'yardstick_key_reloads_total{result="revoked"}') == 1

@@ -66,7 +66,7 @@ async def pool_of(
 
 
 def engines_ready(telemetry: Telemetry) -> int:
-    return int(float(telemetry.exposition().decode().split("\nyardstick_engines_ready ")[1].split()[0]))
+    return int(float(b"".join(telemetry.exposition()).decode().split("\nyardstick_engines_ready ")[1].split()[0]))
 
 
 async def score(pool: Pool, dispatcher: Dispatcher, name: str | None = None) -> wire.Scored:
@@ -89,7 +89,7 @@ async def test_replicas_come_and_go() -> None:
             for _ in range(5):
                 await score(pool, dispatcher)
             assert (len(first.scores), len(second.scores)) == (0, 5)
-            assert one not in telemetry.exposition().decode(), "nothing is told of what is gone"
+            assert one not in b"".join(telemetry.exposition()).decode(), "nothing is told of what is gone"
 
 
 @pytest.mark.parametrize("how", ["draining", "gone", "not ready"])

@@ -138,9 +138,9 @@ async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: Red
     await cache.put_many({b"early": (1.0,)})  # nobody has seen Redis yet
     await closed(link)
     await cache.put_many({place.to_bytes(16, "big"): (float(place),) for place in range(QUEUE_ENTRIES + 5)})
-    assert b'yardstick_cache_writes_total{result="dropped"} 6.0' in telemetry.exposition()
+    assert b'yardstick_cache_writes_total{result="dropped"} 6.0' in b"".join(telemetry.exposition())
     await cache.stop()
-    assert b'yardstick_cache_writes_total{result="stored"} 20000.0' in telemetry.exposition()
+    assert b'yardstick_cache_writes_total{result="stored"} 20000.0' in b"".join(telemetry.exposition())
     assert await cache.get_many([(7).to_bytes(16, "big"), (QUEUE_ENTRIES + 1).to_bytes(16, "big")]) == [(7.0,), None]
     await link.stop()
 

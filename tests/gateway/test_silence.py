@@ -95,7 +95,7 @@ def test_a_gateway_that_was_blocked_blames_no_engine() -> None:
                     time.sleep(1)  # noqa: ASYNC251  the event loop is blocked, which is what is tested
                     await asyncio.sleep(0)
                 await running
-                assert "yardstick_engine_silences_total 0.0" in telemetry.exposition().decode()
+                assert "yardstick_engine_silences_total 0.0" in b"".join(telemetry.exposition()).decode()
 
     asyncio.run(scenario())
 

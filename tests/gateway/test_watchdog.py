@@ -12,9 +12,8 @@ from gateway.watchdog import BUSY_SECONDS, IDLE_SECONDS, Watchdog
 
 
 def longest(telemetry: Telemetry) -> float:
-    line = next(
-        line for line in telemetry.exposition().decode().splitlines() if line.startswith("yardstick_event_loop_blocked_max")
-    )
+    lines = b"".join(telemetry.exposition()).decode().splitlines()
+    line = next(line for line in lines if line.startswith("yardstick_event_loop_blocked_max"))
     return float(line.split()[-1])
 
 

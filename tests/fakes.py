@@ -83,8 +83,8 @@ class Faults:
     """Messages of a generation after which the connection breaks; a score's at once."""
     skip_after: int | None = None
     """Messages of a generation after which one token is lost."""
-    seconds_per_branch: float = 0.0
-    """Seconds of work that a score's branch is, one score at a time, as where a device does it."""
+    hold: bool = False
+    """Scores that have come are answered when this is False again."""
     garbage: bool = False
     """The answer is no msgpack."""
     seconds_per_token: float = 0.0
@@ -124,7 +124,6 @@ class FakeEngine:
     running: set[str] = field(default_factory=set)
     """Ids of the requests that are being worked on."""
     url: str = ""
-    device: asyncio.Lock = field(default_factory=asyncio.Lock)
     silent: bool = False
     """Nothing is answered, and no connection closed."""
     frozen: bool = False
@@ -254,9 +253,8 @@ class _Call:
         """Whether ``request`` should be answered; where not, the fault has been done."""
         engine, faults = self.engine, self.engine.faults
         await asyncio.sleep(faults.delay)
-        if faults.seconds_per_branch:
-            async with engine.device:
-                await asyncio.sleep(faults.seconds_per_branch * len(request.branches))
+        while faults.hold:  # noqa: ASYNC110  a flag that tests set from another thread
+            await asyncio.sleep(0.01)
         longest = len(request.prefix) + max(map(len, request.branches))
         if failed := faults.fail or _refusal(engine, request.id, longest, len(request.branches)):
             await self._refuse(failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -20,9 +21,19 @@ START_SECONDS = 60
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of 127.0.0.1 that stays free for about a minute.
+
+    A connection to the port leaves it in TIME_WAIT, so the kernel gives it to no other process that asks for any free port. Servers
+    can still listen on it, as they set SO_REUSEADDR.
+    """
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        with socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            accepted.close()  # first, so that this end, which has the port, keeps TIME_WAIT
+        return listener.getsockname()[1]
 
 
 class Program:
@@ -79,16 +90,24 @@ class Pod(Program):
         return int(children[0])
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Return when ``condition`` holds; fail when it does not in time."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
+        assert time.monotonic() < end, f"waited {seconds} s in vain"
+        time.sleep(0.01)
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """:func:`wait_until` on an event loop."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  what is waited for sets no event
+            await asyncio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and waits to be collected does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
@@ -23,7 +22,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.processes import free_port
+from tests.processes import free_port, wait_until
 
 IMAGE = os.environ.pop("YARDSTICK_TEST_REDIS_IMAGE", "redis:7.4-alpine")
 """Taken out of the environment because gateways, which inherit it, refuse settings that they do not know."""
@@ -74,17 +73,18 @@ class RedisServer:
 
     def wait(self) -> RedisServer:
         """Until it answers, if only to say that it wants a password."""
-        end = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                with self.client() as client:
-                    client.ping()
-                return self
-            except redis.AuthenticationError:
-                return self
-            except redis.RedisError:
-                assert time.monotonic() < end, "Redis did not start"
-                time.sleep(0.02)
+        wait_until(self._answers, START_SECONDS)
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            with self.client() as client:
+                client.ping()
+        except redis.AuthenticationError:
+            return True
+        except redis.RedisError:
+            return False
+        return True
 
     def pause(self) -> None:
         """It still has its connections, takes new ones, and answers nothing."""
@@ -200,14 +200,13 @@ def cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
 
 
 def _wait_for_cluster(servers: list[RedisServer]) -> None:
-    end = time.monotonic() + START_SECONDS
+    def formed(client: redis.Redis) -> bool:
+        slots = client.execute_command("CLUSTER SLOTS")
+        return client.execute_command("CLUSTER INFO")["cluster_state"] == "ok" and len(slots) == len(servers)
+
     for server in servers:
         with server.client() as client:
-            while client.execute_command("CLUSTER INFO")["cluster_state"] != "ok" or len(
-                client.execute_command("CLUSTER SLOTS")
-            ) < len(servers):
-                assert time.monotonic() < end, "the cluster did not form"
-                time.sleep(0.05)
+            wait_until(lambda client=client: formed(client), START_SECONDS)
 
 
 def _run(*command: str) -> None:

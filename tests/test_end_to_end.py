@@ -23,7 +23,7 @@ from examples.demo_models.text import load_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
-TOUR = Path(__file__).parent / "gateway" / "sdk_tour.py"
+TOUR = Path(__file__).parent / "gateway" / "routes" / "sdk_tour.py"
 SDK_2 = Path(sys.prefix) / "openai-2"
 """Where `make setup` puts version 2 of the OpenAI SDK."""
 

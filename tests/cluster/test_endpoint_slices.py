@@ -17,7 +17,8 @@ from gateway.pool.discovery.access import Access, find_access
 from gateway.pool.discovery.address import ServiceAddress
 from gateway.pool.discovery.base import Endpoint
 from gateway.pool.discovery.kubernetes import EndpointSlices
-from tests.gateway.test_discovery import following, until
+from tests.gateway.pool.test_discovery import following
+from tests.processes import until
 
 pytestmark = [
     pytest.mark.cluster,

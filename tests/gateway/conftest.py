@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,8 +14,19 @@ from gateway.app import create_app
 from gateway.redis.link import Link
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop
+from tests.processes import wait_until
 
 Start = Callable[..., httpx.Client]
+
+
+class Clock:
+    """Stands for the module ``time`` in a module whose clock a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @contextmanager
@@ -38,7 +48,7 @@ def gateways() -> Iterator[Start]:
             app = create_app(Settings(**options))
             client = stack.enter_context(httpx.Client(base_url=serve(app, app.protocol), timeout=20))
             if wait:
-                wait_for(lambda: metric(client, "yardstick_engines_ready") == len(engines))
+                wait_until(lambda: metric(client, "yardstick_engines_ready") == len(engines))
             return client
 
         yield start_gateway
@@ -81,11 +91,3 @@ def metric(client: httpx.Client, name: str) -> float:
     """The value of a metric, named with its labels as in the exposition; 0 where it has none yet."""
     lines = client.get("/metrics").text.splitlines()
     return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    """Return when ``condition`` holds; fail when it does not in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)

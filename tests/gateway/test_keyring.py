@@ -22,8 +22,9 @@ from gateway.keyring import HANG_SECONDS, LOOKS_TO_REVOKE, MAX_FILE_BYTES, KeyRi
 from gateway.settings import SettingsError
 from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import Start, metric, wait_for
-from tests.gateway.test_key_limits import ask, entry, replace, write
+from tests.gateway.conftest import Start, metric
+from tests.gateway.limits.test_key_limits import ask, entry, replace, write
+from tests.processes import wait_until
 
 STALE = 60.0
 
@@ -290,11 +291,11 @@ def test_the_server_follows_links_as_kubernetes_changes_them(
     assert (ask(client, "a").status_code, ask(client, "b").status_code) == (200, 401)
     (tmp_path / "new").symlink_to("1")
     (tmp_path / "new").rename(data)
-    wait_for(lambda: ask(client, "b").status_code == 200)
+    wait_until(lambda: ask(client, "b").status_code == 200)
     assert ask(client, "a").status_code == 401
     replace(tmp_path / "1" / "keys.json", '{"keys": [')
-    wait_for(lambda: metric(client, "yardstick_key_file_stale") == 1)
-    wait_for(lambda: ask(client, "b").status_code == 503)
+    wait_until(lambda: metric(client, "yardstick_key_file_stale") == 1)
+    wait_until(lambda: ask(client, "b").status_code == 503)
     refused = ask(client, "b")
     assert refused.json()["error"]["code"] == "keys_unavailable"
     assert refused.headers["retry-after"] == "5"
@@ -303,10 +304,10 @@ def test_the_server_follows_links_as_kubernetes_changes_them(
     assert client.get("/readyz").json()["error"]["code"] == "keys_unavailable"
     assert metric(client, 'yardstick_key_reloads_total{result="broken"}') == 1
     write(tmp_path / "1" / "keys.json", entry("c"))
-    wait_for(lambda: ask(client, "c").status_code == 200)
+    wait_until(lambda: ask(client, "c").status_code == 200)
     assert client.get("/readyz").status_code == 200
     file.unlink()
-    wait_for(lambda: ask(client, "c").status_code == 401)
+    wait_until(lambda: ask(client, "c").status_code == 401)
     assert metric(client, 'yardstick_key_reloads_total{result="revoked"}') == 1
     assert metric(client, "yardstick_api_keys") == 0
 

@@ -20,7 +20,8 @@ import pytest
 from gateway.keyring import KeyRing
 from gateway.settings import Settings, SettingsError, load_settings
 from tests.fakes import FakeEngine, served
-from tests.gateway.conftest import Start, wait_for
+from tests.gateway.conftest import Start
+from tests.processes import wait_until
 
 URL = "http://127.0.0.1:1"
 
@@ -125,8 +126,8 @@ def test_the_process_serves_and_ends_in_order(process: subprocess.Popen[str], en
     assert process.stderr is not None
     base_url = next(found[1] for line in process.stderr if (found := re.search(r"listening at (http://\S+)", line)))
     with httpx.Client(base_url=base_url) as client:
-        wait_for(lambda: client.get("/livez").status_code == 200)
-        wait_for(lambda: client.get("/readyz").status_code == 200)
+        wait_until(lambda: client.get("/livez").status_code == 200)
+        wait_until(lambda: client.get("/readyz").status_code == 200)
         body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
         assert client.post("/v1/score", json=body).status_code == 200
     process.send_signal(signal.SIGINT)

@@ -22,10 +22,10 @@ from gateway.scoring.keys import result_keys
 from gateway.scoring.scorer import Prompts, Scorer, affinity_of
 from gateway.tenancy import salt_of
 from tests.fakes import FakeEngine, served
-from tests.gateway.conftest import Start, metric, wait_for
-from tests.gateway.test_discovery import until
-from tests.gateway.test_key_limits import by, entry, write
-from tests.gateway.test_pool import Told, engines_ready, pool_of
+from tests.gateway.conftest import Start, metric
+from tests.gateway.limits.test_key_limits import by, entry, write
+from tests.gateway.pool.test_pool import Told, engines_ready, pool_of
+from tests.processes import until, wait_until
 
 BODIES: dict[str, dict[str, Any]] = {
     "score": {"query": [1], "items": [[2]], "label_token_ids": [1]},
@@ -183,7 +183,7 @@ def test_a_flood_while_no_engine_is_ready_keeps_no_other_key_out(start: Start, t
     file = write(tmp_path / "keys", entry("flood"), entry("other"))
     client = start(engine, api_keys_file=file, wait_seconds=20, max_waiting=8)
     engine.ready = False
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 0)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
 
     async def scenario() -> None:
         limits = httpx.Limits(max_connections=None)

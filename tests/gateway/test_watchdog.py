@@ -24,6 +24,7 @@ def spin(seconds: float) -> None:
         pass
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("seconds", [0.02, 0.1])
 async def test_a_callback_that_runs_too_long_is_measured(seconds: float) -> None:
     telemetry = Telemetry()

@@ -88,6 +88,7 @@ async def measure(port: int) -> Try:
     return Try(percentile(lags, 99), cpu / len(client.records), waiting / SECONDS)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_thousand_requests_a_second_are_sent_on_time() -> None:
@@ -110,6 +111,7 @@ def test_two_thousand_requests_a_second_are_sent_on_time() -> None:
     assert tries[-1].lag <= LAG_LIMIT, tries
 
 
+@pytest.mark.alone
 def test_the_clock_of_the_schedule_is_finer_than_the_loops() -> None:
     """Requests leave within a few milliseconds of their time although the event loop's timers have whole ones."""
 

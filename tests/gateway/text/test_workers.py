@@ -31,12 +31,13 @@ from gateway.text.prepared import Packed, unpack
 from gateway.text.spelling import TokenizerError
 from gateway.text.workers import BULK, Capacity, Workers
 from tests.fakes import EOS, TEMPLATE, ids, library
+from tests.processes import until
 
 FILES = TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})
 SCORE = msgspec.json.encode({"query": "red shoes, ", "items": ["blue", "red"], "label_token_ids": [1]})
 FACTS = Facts("m", 10**9, 320, 16)
 SLOW = msgspec.json.encode({"query": "x" * 20_000, "items": [str(i) for i in range(3000)], "label_token_ids": [1]})
-"""A minute of tokenising."""
+"""A minute of tokenising, which no limit of seconds below comes near."""
 UNBOUND = Bounds(max_request_characters=10**12, max_request_tokens=10**9)
 
 
@@ -61,12 +62,6 @@ async def ask(workers: Workers, key: str, body: bytes = SCORE, *, tenant: str = 
 
 def children(pid: int) -> list[int]:
     return [int(each) for task in Path(f"/proc/{pid}/task").glob("*/children") for each in task.read_text().split()]
-
-
-async def until(condition: Any, seconds: float = 10) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - processes set no event
-            await asyncio.sleep(0.02)
 
 
 def is_right(answer: Answer) -> bool:
@@ -146,7 +141,7 @@ async def test_a_job_over_its_time_is_killed_and_says_so() -> None:
         with pytest.raises(WorkerLostError) as caught:
             await ask(workers, key, SLOW, seconds=0.5)
         assert caught.value.loss == "slow"
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20
         assert is_right(await ask(workers, key))
 
 
@@ -179,7 +174,7 @@ async def test_a_job_that_is_left_is_killed_after_a_grace() -> None:
         await asyncio.gather(job, return_exceptions=True)
         began = time.monotonic()
         assert is_right(await ask(workers, key))
-        assert time.monotonic() - began < channel_module.GRACE_SECONDS + 2
+        assert time.monotonic() - began < channel_module.GRACE_SECONDS + 15
         assert not any(channel.pid == pid for channel in workers._open)
 
 
@@ -229,7 +224,7 @@ async def test_bulk_leaves_one_worker_to_others() -> None:
         await asyncio.sleep(0.3)
         began = time.monotonic()
         assert is_right(await ask(workers, key))
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 15
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.fakes import EOS, FakeEngine, ids, library, logprobs_after
-from tests.gateway.conftest import wait_for
+from tests.processes import wait_until
 
 
 def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_stop_strings_end_the_work(client: httpx.Client, engine: FakeEngine) -> 
     assert "".join(choice["logprobs"]["tokens"]).startswith("the quick brown")
     assert choice["logprobs"]["text_offset"][-1] < len("the quick brown ")
     assert answer["usage"]["completion_tokens"] < len(engine.says)
-    wait_for(lambda: engine.left == [engine.generates[0].id])
+    wait_until(lambda: engine.left == [engine.generates[0].id])
     kept = complete(client, stop="fox", include_stop_str_in_output=True)
     assert kept["choices"][0]["text"] == "the quick brown fox"
     later = complete(client, stop="q", min_tokens=len(ids("the quick brown")), max_tokens=500)

@@ -23,9 +23,10 @@ from gateway.errors import from_engine
 from gateway.limits.base import NOTHING, Cost, Lease, Limits, used
 from gateway.limits.local import LocalLimiter
 from tests.fakes import LIMITS, FakeEngine
-from tests.gateway.conftest import Start, metric, wait_for
-from tests.gateway.test_key_limits import by, entry, write
-from tests.gateway.test_shared_limits import limiter
+from tests.gateway.conftest import Start, metric
+from tests.gateway.limits.test_key_limits import by, entry, write
+from tests.gateway.limits.test_shared_limits import limiter
+from tests.processes import wait_until
 from tests.redis import RedisServer
 
 LIMITED = {"requests_per_minute": 30, "tokens_per_minute": 3000, "items_per_minute": 60}
@@ -53,7 +54,7 @@ def begin(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Begin
             settings |= {"redis_url": server.url, "redis_seconds": 2.0, "redis_prefix": f"r{random.getrandbits(60)}"}
         client = start(*engines, api_keys_file=write(tmp_path / "keys.json", entry("a", **LIMITED)), **settings)
         if request.param == "redis":
-            wait_for(lambda: metric(client, "yardstick_redis_available") == 1)
+            wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
         return client
 
     return begin_with
@@ -125,10 +126,10 @@ def test_an_engine_that_breaks_or_is_away_costs_nothing(begin: Begin) -> None:
     assert send(client, "completions", BODIES["completions"]).status_code == 502
     engine.faults.break_after = None
     engine.ready = False
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 0)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
     assert send(client, "score", SCORE).status_code == 503
     engine.ready = True
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 1)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     assert charged(client) == expected
 
 
@@ -158,11 +159,11 @@ def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[
     thread = threading.Thread(target=lambda: asyncio.run(ask()))
     thread.start()
     try:
-        wait_for(when)
+        wait_until(when)
     finally:
         over.set()
         thread.join()
-    wait_for(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -170,10 +171,10 @@ def test_a_client_that_leaves_before_an_engine_has_its_request_pays_nothing(begi
     engine = FakeEngine()
     client, expected = begin(engine, wait_seconds=20), About(0, 0, 0)
     engine.ready = False
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 0)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
     leave(client, path, BODIES[path], lambda: metric(client, "yardstick_requests_waiting") == 1)
     engine.ready = True
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 1)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     assert charged(client) == expected
     assert not engine.generates
     assert not engine.values
@@ -215,7 +216,7 @@ def test_a_stream_that_breaks_is_charged_what_was_used(begin: Begin, who: str) -
             for _ in range(100):
                 next(lines)
         engine.faults.delay = 0
-    wait_for(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
     time.sleep(0.1)
     found, slack = charged(client), came_back.slack
     assert found.requests == 1

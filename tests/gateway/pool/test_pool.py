@@ -19,7 +19,7 @@ from gateway.pool.replica import Replica
 from gateway.telemetry import Telemetry
 from gateway.text.workers import Capacity, Workers
 from tests.fakes import FakeEngine, served
-from tests.gateway.test_discovery import until
+from tests.processes import until
 
 
 class Told:

@@ -11,7 +11,8 @@ import pytest
 
 from engine import wire
 from tests.fakes import FakeEngine, ids
-from tests.gateway.conftest import Start, metric, wait_for
+from tests.gateway.conftest import Start, metric
+from tests.processes import wait_until
 
 EMOJI = "a 🦊 naïve 👩‍👩‍👧 東京 fox"
 
@@ -136,7 +137,7 @@ def test_a_prompt_that_fails_ends_its_neighbours(client: httpx.Client, engine: F
     engine.faults.fail_after = 3
     answer = client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 100, "ignore_eos": True})
     assert answer.status_code == 500
-    wait_for(lambda: len(engine.generates) == 3)
+    wait_until(lambda: len(engine.generates) == 3)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -147,11 +148,11 @@ def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: Fak
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
         connection.sendall(head + body)
-        wait_for(lambda: len(engine.generates) == prompts)
+        wait_until(lambda: len(engine.generates) == prompts)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    wait_for(lambda: len(engine.left) == prompts, seconds=2)
-    wait_for(lambda: "yardstick_requests_in_flight 1.0" in client.get("/metrics").text)
+    wait_until(lambda: len(engine.left) == prompts, seconds=2)
+    wait_until(lambda: "yardstick_requests_in_flight 1.0" in client.get("/metrics").text)
 
 
 def test_another_replica_takes_over_before_the_first_token(start: Start) -> None:
@@ -168,5 +169,5 @@ def test_another_replica_takes_over_before_the_first_token(start: Start) -> None
 def test_a_request_that_is_broken_off_is_no_fault(client: httpx.Client) -> None:
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
         connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"prompt":')
-    wait_for(lambda: metric(client, 'yardstick_requests_total{route="/v1/completions",status="499"}') == 1)
+    wait_until(lambda: metric(client, 'yardstick_requests_total{route="/v1/completions",status="499"}') == 1)
     assert metric(client, "yardstick_requests_in_flight") == 1

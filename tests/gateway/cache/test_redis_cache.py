@@ -19,7 +19,8 @@ from gateway.redis.link import Link
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import Start, closed, metric, wait_for
+from tests.gateway.conftest import Start, closed, metric
+from tests.processes import wait_until
 from tests.redis import Certificates, RedisServer, cluster
 
 pytestmark = pytest.mark.redis
@@ -41,7 +42,7 @@ def shared(server: RedisServer, request: pytest.FixtureRequest) -> dict[str, Any
 
 
 def connected(client: httpx.Client) -> httpx.Client:
-    wait_for(lambda: metric(client, AVAILABLE) == 1)
+    wait_until(lambda: metric(client, AVAILABLE) == 1)
     return client
 
 
@@ -61,7 +62,7 @@ def test_gateways_share_results(start: Start, shared: dict[str, Any]) -> None:
     first, second = (connected(start(engine, **shared)) for engine in engines)
     answer = score(first, [[5], [6], [5]])
     assert hits(answer) == "0/3"
-    wait_for(lambda: metric(first, STORED) == 2)
+    wait_until(lambda: metric(first, STORED) == 2)
     again = score(second, [[6], [5], [7]])
     assert hits(again) == "2/3"
     assert again.json()["scores"][:2] == [pytest.approx(row) for row in answer.json()["scores"][1::-1]]
@@ -74,7 +75,7 @@ def test_gateways_share_results(start: Start, shared: dict[str, Any]) -> None:
 def test_another_fingerprint_shares_nothing(start: Start, shared: dict[str, Any]) -> None:
     first = connected(start(FakeEngine(), **shared))
     score(first, [[5]])
-    wait_for(lambda: metric(first, STORED) == 1)
+    wait_until(lambda: metric(first, STORED) == 1)
     assert hits(score(connected(start(FakeEngine(fingerprint="fake-2"), **shared)), [[5]])) == "0/1"
 
 
@@ -88,7 +89,7 @@ def test_clients_decide_what_is_kept(start: Start, shared: dict[str, Any], serve
 
         score(client, [[5]], **{"cache-control": "no-store"})
         score(client, [[6]])
-        wait_for(lambda: len(names()) > 0)
+        wait_until(lambda: len(names()) > 0)
         time.sleep(0.05)
         assert len(names()) == 1, "no-store left no trace"
         assert hits(score(client, [[6]], **{"cache-control": "no-cache"})) == "0/1"
@@ -100,7 +101,7 @@ def test_clients_decide_what_is_kept(start: Start, shared: dict[str, Any], serve
 def test_entries_expire_one_after_the_other(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
     client = connected(start(FakeEngine(), cache_ttl_seconds=100, **shared))
     score(client, [[item] for item in range(50)])
-    wait_for(lambda: metric(client, STORED) == 50)
+    wait_until(lambda: metric(client, STORED) == 50)
     with server.client() as redis:
         left = [redis.pttl(name) for name in redis.keys(f"{shared['redis_prefix']}:*")]
     assert 85_000 < min(left) < 97_000 < 103_000 < max(left) <= 110_000
@@ -109,7 +110,7 @@ def test_entries_expire_one_after_the_other(start: Start, shared: dict[str, Any]
 def test_what_was_not_written_here_is_a_miss(start: Start, shared: dict[str, Any], server: RedisServer) -> None:
     client = connected(start(FakeEngine(), **shared))
     expected = score(client, [[5], [6]]).json()["scores"]
-    wait_for(lambda: metric(client, STORED) == 2)
+    wait_until(lambda: metric(client, STORED) == 2)
     with server.client() as redis:
         for name, junk in zip(redis.keys(f"{shared['redis_prefix']}:*"), (b"", b"\x00" * 7), strict=True):
             redis.set(name, junk)
@@ -128,7 +129,7 @@ def test_a_full_redis_evicts_and_goes_on(start: Start) -> None:
                     break
             assert redis.info("stats")["evicted_keys"] > 0
         score(client, [[301]])
-        wait_for(lambda: hits(score(client, [[301]])) == "1/1")
+        wait_until(lambda: hits(score(client, [[301]])) == "1/1")
 
 
 async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: RedisServer) -> None:
@@ -150,7 +151,7 @@ def test_tls_with_an_authority_of_ones_own(start: Start, tmp_path: Path) -> None
     with RedisServer.start(tls=certificates) as server:
         client = connected(start(FakeEngine(), redis_url=server.url, redis_ca_file=certificates.ca, redis_seconds=1.0))
         score(client, [[5]])
-        wait_for(lambda: hits(score(client, [[5]])) == "1/1")
+        wait_until(lambda: hits(score(client, [[5]])) == "1/1")
         stranger = start(FakeEngine(), redis_url=server.url, redis_seconds=1.0)
         assert hits(score(stranger, [[5]])) == "0/1"
         assert metric(stranger, AVAILABLE) == 0, "a certificate that nobody vouches for"
@@ -166,13 +167,13 @@ def test_a_user_of_redis_with_a_password_that_changes(start: Start, tmp_path: Pa
         url = server.url.replace("127", "gateway@127")
         client = connected(start(FakeEngine(), redis_url=url, redis_password_file=file, redis_prefix="ys", redis_seconds=1.0))
         score(client, [[5]])
-        wait_for(lambda: hits(score(client, [[5]])) == "1/1")
+        wait_until(lambda: hits(score(client, [[5]])) == "1/1")
         with server.client(password="admin") as admin:
             admin.execute_command("ACL", "SETUSER", "gateway", "resetpass", ">two")
             file.write_text("two\n")
             admin.execute_command("CLIENT", "KILL", "USER", "gateway")
         score(client, [[6]])
-        wait_for(lambda: hits(score(client, [[5]])) == "1/1")
+        wait_until(lambda: hits(score(client, [[5]])) == "1/1")
 
 
 def test_a_wrong_password_is_no_reason_to_fail(start: Start) -> None:
@@ -188,7 +189,7 @@ def test_a_cluster(start: Start) -> None:
         client = connected(start(FakeEngine(), redis_url=url, redis_seconds=1.0))
         items = [[item] for item in range(1, 31)]
         score(client, items)
-        wait_for(lambda: metric(client, STORED) == 30)
+        wait_until(lambda: metric(client, STORED) == 30)
         assert hits(score(client, items)) == "30/30"
         sizes = []
         for server in servers:
@@ -248,10 +249,10 @@ def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, 
         client = connected(start(FakeEngine(), redis_url=server.url, redis_seconds=LIMIT))
         load = Load(client)
         with load.running(workers):
-            wait_for(lambda: len(load.answers) > 50)
+            wait_until(lambda: len(load.answers) > 50)
             before = slow_lookups(client)
             server.pause() if how == "stalled" else server.kill()
-            wait_for(lambda: metric(client, AVAILABLE) == 0)
+            wait_until(lambda: metric(client, AVAILABLE) == 0)
             told = len(load.answers)
             time.sleep(1.0)
             lost = slow_lookups(client) - before
@@ -261,9 +262,9 @@ def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, 
                 server.resume()
             else:
                 server.boot()
-            wait_for(lambda: metric(client, AVAILABLE) == 1, 20)
+            wait_until(lambda: metric(client, AVAILABLE) == 1, 20)
             stored = metric(client, STORED)
-            wait_for(lambda: metric(client, STORED) > stored)
+            wait_until(lambda: metric(client, STORED) > stored)
         assert {answer.status_code for answer in load.answers} == {200}
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from engine import wire
 from tests.fakes import LIMITS, FakeEngine, ids, library, logprobs_after
-from tests.gateway.conftest import Start, wait_for
+from tests.gateway.conftest import Start
+from tests.processes import wait_until
 
 YES, NO = ids(" Yes")[0], ids(" No")[0]
 QUERY = "Is it relevant? "
@@ -156,7 +157,7 @@ def test_who_waited_for_a_client_that_left_still_gets_its_scores(client: httpx.C
     body = {"query": [1], "items": [[2]], "label_token_ids": [YES]}
     with ThreadPoolExecutor(2) as threads:
         leaving = threads.submit(httpx.post, f"{client.base_url}/v1/score", json=body, timeout=0.3)
-        wait_for(lambda: len(engine.scores) == 1)
+        wait_until(lambda: len(engine.scores) == 1)
         staying = threads.submit(score, client, **body)
         assert isinstance(leaving.exception(), httpx.ReadTimeout)
         assert staying.result().json()["scores"] == expected(engine, [[1, 2]], [YES])
@@ -167,7 +168,7 @@ def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: Fak
     engine.faults.delay = 30
     with pytest.raises(httpx.ReadTimeout):
         client.post("/v1/score", json={"query": [1], "items": [[2]], "label_token_ids": [YES]}, timeout=0.3)
-    wait_for(lambda: engine.left == [request.id for request in engine.scores] != [])
+    wait_until(lambda: engine.left == [request.id for request in engine.scores] != [])
 
 
 def test_another_replica_answers_where_one_fails(start: Start) -> None:

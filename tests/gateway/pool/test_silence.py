@@ -12,9 +12,9 @@ from gateway.errors import EngineSilent, ModelNotFound, NotReady
 from gateway.pool import pool as pool_module
 from gateway.pool.silence import AwakeClock
 from tests.fakes import FakeEngine, served
-from tests.gateway.conftest import Start, metric, wait_for
-from tests.gateway.test_discovery import until
-from tests.gateway.test_pool import Told, engines_ready, pool_of, score
+from tests.gateway.conftest import Start, metric
+from tests.gateway.pool.test_pool import Told, engines_ready, pool_of, score
+from tests.processes import until, wait_until
 
 SCORE = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 
@@ -62,13 +62,13 @@ def test_requests_in_flight_go_to_another_engine(start: Start) -> None:
     assert silent is not None
     assert data[-1] == "data: [DONE]"
     assert "".join(httpx.Response(200, text=line[6:]).json()["choices"][0]["text"] for line in data[:-1]) == whole
-    assert gap < 2
+    assert gap < 5
     assert metric(client, "yardstick_engine_silences_total") == 1
     assert metric(client, 'yardstick_engines{model="fake",state="silent"}') == 1
     assert metric(client, 'yardstick_engine_retries_total{code="deadline_exceeded"}') == 1
     silent.silent = silent.frozen = False
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 2)
-    wait_for(lambda: len(silent.left) == 1)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 2)
+    wait_until(lambda: len(silent.left) == 1)
 
 
 def test_slow_probes_are_no_silence(start: Start) -> None:
@@ -129,7 +129,7 @@ async def test_a_tokeniser_that_hangs_holds_up_nobody_else(monkeypatch: pytest.M
             source.say(first, second, third)
             began = time.monotonic()
             await until(lambda: engines_ready(telemetry) == 2)
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 8
             await score(pool, dispatcher, "other")
             await score(pool, dispatcher, "fake")
             assert (len(hanging.scores), len(twin.scores), len(other.scores)) == (0, 1, 1)

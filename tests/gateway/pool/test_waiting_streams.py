@@ -17,8 +17,9 @@ import pytest
 from engine import wire
 from gateway.streams import KEEP_ALIVE, _Line
 from tests.fakes import FakeEngine, ids
-from tests.gateway.conftest import Start, metric, wait_for
-from tests.gateway.test_sdk import SDK_2
+from tests.gateway.conftest import Start, metric
+from tests.gateway.routes.test_sdk import SDK_2
+from tests.processes import wait_until
 
 COMMENT = KEEP_ALIVE.decode().strip()
 READ_WITH_SDK = """
@@ -39,10 +40,10 @@ def lines_of(client: httpx.Client, **body: Any) -> list[str]:
 @pytest.mark.parametrize("after", [0, 3])
 def test_comments_while_nothing_comes(start: Start, after: int) -> None:
     engine = FakeEngine(says=ids("red shoes, blue table"))
-    engine.faults.pause_after, engine.faults.pause = after, 1.0
+    engine.faults.pause_after, engine.faults.pause = after, 2.0
     lines = lines_of(start(engine, keepalive_seconds=0.2))
     places = [place for place, line in enumerate(lines) if line == COMMENT]
-    assert 3 <= len(places) <= 5
+    assert 3 <= len(places) <= 10
     assert places == list(range(places[0], places[0] + len(places))), "at one place"
     assert (places[0] == 0) == (after == 0)
     events = [line.removeprefix("data: ") for line in lines if line != COMMENT]
@@ -52,20 +53,20 @@ def test_comments_while_nothing_comes(start: Start, after: int) -> None:
 
 def test_no_comments_while_tokens_come(start: Start) -> None:
     engine = FakeEngine(says=ids("red shoes, blue table, red shoes"))
-    engine.faults.delay = 0.1
+    engine.faults.delay = 0.2
     began = time.monotonic()
-    assert COMMENT not in lines_of(start(engine, keepalive_seconds=0.5))
-    assert time.monotonic() - began > 0.5
+    assert COMMENT not in lines_of(start(engine, keepalive_seconds=1.5))
+    assert time.monotonic() - began > 1.5
 
 
 def test_an_error_has_its_own_status_until_the_first_comment(start: Start) -> None:
     engine = FakeEngine()
-    client = start(engine, keepalive_seconds=0.5)
+    client = start(engine, keepalive_seconds=1.5)
     engine.faults.fail = wire.Failed("", "internal", "broken")
     engine.faults.delay = 0.1
     assert client.post("/v1/completions", json={"prompt": "x", "stream": True}).status_code == 500
     assert metric(client, 'yardstick_broken_streams_total{code="internal_error"}') == 0
-    engine.faults.delay = 1.2
+    engine.faults.delay = 2.5
     *comments, last = lines_of(client)
     assert set(comments) == {COMMENT}
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
@@ -97,8 +98,8 @@ def test_a_client_that_leaves_while_it_waits(start: Start, after: int) -> None:
             chunk = connection.recv(1000)
             assert chunk, received
             received += chunk
-    wait_for(lambda: len(engine.left) == 1, seconds=3)
-    wait_for(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    wait_until(lambda: len(engine.left) == 1, seconds=10)
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
     assert "yardstick_broken_streams_total{" not in client.get("/metrics").text
 
 

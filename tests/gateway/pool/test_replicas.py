@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 
 import httpx
@@ -13,7 +12,8 @@ from engine import wire
 from gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady
 from gateway.pool.client import EngineClient, open_transport
 from tests.fakes import FakeEngine, served
-from tests.gateway.conftest import Start, metric, wait_for
+from tests.gateway.conftest import Start, metric
+from tests.processes import free_port, wait_until
 
 SCORE = wire.Score("x", [1], [[2]], [3])
 IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
@@ -73,16 +73,14 @@ async def test_more_calls_at_once_than_a_client_usually_allows(transport: httpx.
         client = EngineClient(url, transport, connect_seconds=5, engine_seconds=20)
         scores = [client.score(wire.Score(str(place), [1], [[place]], [3])) for place in range(150)]
         answers = asyncio.gather(*scores)
-        await asyncio.to_thread(wait_for, lambda: len(engine.scores) == 150)
+        await asyncio.to_thread(wait_until, lambda: len(engine.scores) == 150)
         assert len(await answers) == 150
 
 
 @pytest.fixture
 def port() -> int:
     """A port where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        number: int = free.getsockname()[1]
-    return number
+    return free_port()
 
 
 def test_an_engine_may_go_and_come_back_as_another_model(start: Start, port: int) -> None:
@@ -91,13 +89,13 @@ def test_an_engine_may_go_and_come_back_as_another_model(start: Start, port: int
     client = start(wait=False, engines=(url,))
     assert client.post("/v1/score", json=IDS).status_code == 503
     with served(old, port):
-        wait_for(lambda: client.get("/readyz").status_code == 200)
+        wait_until(lambda: client.get("/readyz").status_code == 200)
         assert client.post("/v1/score", json=IDS).json()["model"] == "old"
     gone = client.post("/v1/score", json={**IDS, "items": [[3]]})
     assert (gone.status_code, gone.json()["error"]["code"]) in [(503, "not_ready"), (502, "engine_lost")]
-    wait_for(lambda: client.get("/readyz").status_code == 503)
+    wait_until(lambda: client.get("/readyz").status_code == 503)
     with served(new, port):
-        wait_for(lambda: client.get("/readyz").status_code == 200)
+        wait_until(lambda: client.get("/readyz").status_code == 200)
         assert client.post("/v1/score", json={**IDS, "model": "new"}).json()["model"] == "new"
         assert client.post("/v1/score", json={**IDS, "model": "old"}).status_code == 404
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["new"]
@@ -109,7 +107,7 @@ def test_work_goes_to_the_replica_with_the_least(start: Start) -> None:
     for engine in engines:
         engine.faults.delay = 0.05
     body = {"prompt": "x", "stream": True, "max_tokens": 2000, "ignore_eos": True}
-    with httpx.Client(base_url=client.base_url) as other, other.stream("POST", "/v1/completions", json=body):
+    with httpx.Client(base_url=client.base_url, timeout=20) as other, other.stream("POST", "/v1/completions", json=body):
         for place in range(5):
             assert client.post("/v1/score", json={**IDS, "items": [[place]]}).status_code == 200
     assert sorted((len(engine.generates), len(engine.scores)) for engine in engines) == [(0, 5), (1, 0)]
@@ -125,6 +123,6 @@ def test_replicas_that_differ_are_not_mixed(start: Start) -> None:
     assert engines[0].scores == []
     assert len(engines[1].scores + engines[2].scores) == 6
     engines[1].ready = engines[2].ready = False
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 1)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     assert client.post("/v1/score", json=IDS).headers["x-yardstick-cache"] == "0/1"
     assert engines[0].scores

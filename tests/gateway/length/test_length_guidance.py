@@ -13,9 +13,9 @@ from engine import wire
 from gateway.length.remaining import remaining_tokens
 from tests.fakes import FakeEngine, guided, ids, library
 from tests.gateway.conftest import Start, metric
-from tests.gateway.test_completions_api import chat, complete
+from tests.gateway.routes.test_completions_api import chat, complete
+from tests.gateway.routes.test_streaming import events
 from tests.gateway.test_error_table import told
-from tests.gateway.test_streaming import events
 
 GUIDES = ("length_guidance", "custom_params")
 

@@ -7,7 +7,7 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gateway.pool.discovery.base import Backoff, Discovery, Endpoint
 from gateway.pool.discovery.dns import Dns
 from gateway.pool.discovery.kubernetes import EndpointSlices, endpoints_of
 from tests.fakes import served
+from tests.processes import free_port, until
 
 
 @pytest.mark.parametrize(
@@ -231,12 +232,6 @@ async def following(source: Discovery) -> AsyncIterator[list[Sequence[Endpoint]]
             await task
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  nobody signals it
-            await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def watching(api: FakeApi, watch_seconds: int = 30, silence_seconds: float = 5) -> AsyncIterator[list[set[str]]]:
     """The addresses that a source in front of ``api`` has brought; draining ones end with ``!``."""
@@ -359,8 +354,7 @@ async def test_garbage_is_listed_anew(api: FakeApi) -> None:
 
 
 async def test_an_api_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     away = Access(f"http://127.0.0.1:{port}", "models", ssl.create_default_context(), {})
     async with following(EndpointSlices(ServiceAddress("engines", "http"), access=lambda: away)) as seen:
         await until(lambda: caplog.text.count("the last known ones stay in use") >= 3)

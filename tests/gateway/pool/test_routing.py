@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,8 @@ from gateway.pool.health import Health
 from gateway.pool.replica import Replica, ServedModel
 from gateway.scoring.split import split
 from tests.fakes import LIMITS, FakeEngine, logprobs_after
-from tests.gateway.conftest import Start, metric, wait_for
+from tests.gateway.conftest import Clock, Start, metric
+from tests.processes import wait_until
 
 INFO = wire.Info("m", "1", 300, 1000, [1], ["score"], LIMITS)
 
@@ -81,8 +83,16 @@ def test_no_more_than_half_are_ejected() -> None:
     assert alone.choose(1) is replicas[0], "the only one is never left alone"
 
 
-def test_one_trial_at_a_time() -> None:
-    health = Health(tolerance=2, seconds=0.05)
+@pytest.fixture
+def health_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which replicas are ejected."""
+    clock = Clock()
+    monkeypatch.setattr("gateway.pool.health.time", clock)
+    return clock
+
+
+def test_one_trial_at_a_time(health_clock: Clock) -> None:
+    health = Health(tolerance=2, seconds=10)
     assert not health.failed()
     assert health.failed()
     assert health.ejected
@@ -90,12 +100,12 @@ def test_one_trial_at_a_time() -> None:
     sick.health = health
     pool = model(sick, replica(1, tokens=100))
     assert pool.usable == pool.replicas[1:]
-    time.sleep(0.07)
+    health_clock.now += 13
     assert (sick.state, pool.choose(1)) == ("half_open", sick)
     with sick.busy(1):
         assert pool.usable == pool.replicas[1:]
     assert health.failed(), "a failed trial ejects at once"
-    time.sleep(0.07)
+    health_clock.now += 13
     assert health.ejected, "and for longer"
     health.succeeded()
     assert sick.state == "ready"
@@ -145,27 +155,27 @@ def test_queries_keep_to_a_replica(start: Start) -> None:
     assert all(homes)
 
 
-def test_fan_out(start: Start) -> None:
-    """500 items on four engines take a third of the time that they take on one, or less."""
+@pytest.mark.parametrize("count", [1, 4])
+def test_fan_out(start: Start, count: int) -> None:
+    """500 items keep four engines busy at the same time, each with a quarter of them."""
     items = [[place % 250, place // 250] for place in range(500)]
-    limits = wire.Limits(512, 2048, 20, 16, 8)
-
-    def seconds(count: int) -> float:
-        engines = [FakeEngine(limits=limits) for _ in range(count)]
-        for engine in engines:
-            engine.faults.seconds_per_branch = 0.006
-        client = start(*engines, split_tokens=100)
-        began = time.perf_counter()
-        answer = client.post("/v1/score", json={"query": [7] * 20, "items": items, "label_token_ids": [1, 2]}).json()
-        taken = time.perf_counter() - began
-        assert [len(engine.scores) for engine in engines] == [1] * count
-        rows = [logprobs_after([7] * 20 + item, engines[0].vocab_size) for item in (items[0], items[-1])]
-        weights = [[2.718281828459045 ** row[label] for label in (1, 2)] for row in rows]
-        assert [answer["scores"][0], answer["scores"][-1]] == [pytest.approx(weight) for weight in weights]
-        return taken
-
-    one, four = seconds(1), seconds(4)
-    assert one / four >= 3, (one, four)
+    engines = [FakeEngine(limits=wire.Limits(512, 2048, 20, 16, 8)) for _ in range(count)]
+    client = start(*engines, split_tokens=100)
+    for engine in engines:
+        engine.faults.hold = True
+    with ThreadPoolExecutor(1) as pool:
+        body = {"query": [7] * 20, "items": items, "label_token_ids": [1, 2]}
+        asked = pool.submit(lambda: client.post("/v1/score", json=body).json())
+        try:
+            wait_until(lambda: all(engine.running for engine in engines))
+        finally:
+            for engine in engines:
+                engine.faults.hold = False
+        answer = asked.result()
+    assert [[len(score.branches) for score in engine.scores] for engine in engines] == [[500 // count]] * count
+    rows = [logprobs_after([7] * 20 + item, engines[0].vocab_size) for item in (items[0], items[-1])]
+    weights = [[2.718281828459045 ** row[label] for label in (1, 2)] for row in rows]
+    assert [answer["scores"][0], answer["scores"][-1]] == [pytest.approx(weight) for weight in weights]
 
 
 def test_only_the_failed_part_is_sent_again(start: Start) -> None:
@@ -182,9 +192,9 @@ def test_only_the_failed_part_is_sent_again(start: Start) -> None:
     assert metric(client, 'yardstick_engine_retries_total{code="engine_lost"}') == 1
 
 
-def test_a_replica_that_fails_is_left_alone(start: Start) -> None:
+def test_a_replica_that_fails_is_left_alone(start: Start, health_clock: Clock) -> None:
     engines = [FakeEngine(), FakeEngine()]
-    client = start(*engines, eject_failures=3, eject_seconds=0.5)
+    client = start(*engines, eject_failures=3, eject_seconds=10)
     engines[0].faults.break_after = 0
     place = 0
 
@@ -200,7 +210,8 @@ def test_a_replica_that_fails_is_left_alone(start: Start) -> None:
     assert metric(client, "yardstick_engine_ejections_total") == 1
     assert metric(client, 'yardstick_engines{model="fake",state="ejected"}') == 1
     engines[0].faults.break_after = None
-    wait_for(lambda: metric(client, 'yardstick_engines{model="fake",state="half_open"}') == 1)
+    health_clock.now += 13
+    assert metric(client, 'yardstick_engines{model="fake",state="half_open"}') == 1
     ask(20)
     assert len(engines[0].scores) > 4
     assert metric(client, 'yardstick_engines{model="fake",state="ready"}') == 2
@@ -210,13 +221,13 @@ def test_requests_wait_for_an_engine(start: Start) -> None:
     engine = FakeEngine()
     client = start(engine, wait_seconds=10)
     engine.ready = False
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 0)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
 
     async def scenario() -> None:
         async with httpx.AsyncClient(base_url=client.base_url, timeout=20) as asking:
             score = asyncio.create_task(asking.post("/v1/score", json={"query": [1], "items": [[2]], "label_token_ids": [1]}))
             text = asyncio.create_task(asking.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
-            await asyncio.to_thread(wait_for, lambda: metric(client, "yardstick_requests_waiting") == 2)
+            await asyncio.to_thread(wait_until, lambda: metric(client, "yardstick_requests_waiting") == 2)
             engine.ready = True
             assert [(await score).status_code, (await text).status_code] == [200, 200]
 
@@ -226,22 +237,22 @@ def test_requests_wait_for_an_engine(start: Start) -> None:
 
 def test_waiting_is_bounded(start: Start) -> None:
     engine = FakeEngine()
-    client = start(engine, wait_seconds=0.5, max_waiting=1)
+    client = start(engine, wait_seconds=2, max_waiting=1)
     engine.ready = False
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 0)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
     body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 
     async def scenario() -> None:
         async with httpx.AsyncClient(base_url=client.base_url, timeout=20) as asking:
             began = time.perf_counter()
             first = asyncio.create_task(asking.post("/v1/score", json=body))
-            await asyncio.to_thread(wait_for, lambda: metric(client, "yardstick_requests_waiting") == 1)
+            await asyncio.to_thread(wait_until, lambda: metric(client, "yardstick_requests_waiting") == 1)
             second = await asking.post("/v1/score", json={**body, "query": [2]})
-            assert time.perf_counter() - began < 0.4, "the queue is full, so it does not wait"
+            assert time.perf_counter() - began < 1.9, "the queue is full, so it does not wait"
             for answer in (await first, second):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
                 assert int(answer.headers["retry-after"]) >= 1
-            assert time.perf_counter() - began >= 0.5
+            assert time.perf_counter() - began >= 2
 
     asyncio.run(scenario())
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["fake"], "it is remembered"
@@ -259,7 +270,7 @@ def test_engines_are_told_who_asks(start: Start, tmp_path: Path) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
     (tmp_path / "new").write_text("second")
     (tmp_path / "new").rename(file)
-    wait_for(lambda: metric(client, "yardstick_engines_ready") == 1)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
     assert client.post("/v1/score", json={**body, "items": [[4]]}).status_code == 200
 
 

@@ -19,8 +19,8 @@ import kernels
 import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-COMPUTING = [Path(__file__).parent / name for name in ("benchmarks", "engine", "examples", "helm", "kernels")]
-"""Folders whose tests take as long as the processor needs, and are indifferent to what else runs."""
+ALONE = [Path(__file__).parent / name for name in ("attacks", "cluster")]
+"""Folders whose tests load the machine and measure what that does to others; all of them are marked ``alone``."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 if DEVICE == "cpu" and HAS_TRITON:
@@ -52,9 +52,9 @@ def leaks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where there is none; tests of servers have the machine to themselves."""
+    """Skip tests marked ``gpu`` where there is no GPU; mark the tests of the folders in ``ALONE``."""
     for item in items:
-        if not any(folder in item.path.parents for folder in COMPUTING):
+        if any(folder in item.path.parents for folder in ALONE):
             item.add_marker("alone")
     if DEVICE == "cpu":
         for item in items:

@@ -32,6 +32,26 @@ class Breath:
         self._until = time.perf_counter() + SLICE_SECONDS
 
 
+class Pace:
+    """Spreads what many tasks are ready to do over several turns of the event loop: in each turn, they run for about a millisecond
+    together."""
+
+    def __init__(self) -> None:
+        self._renew()
+
+    async def step(self) -> None:
+        """Wait for a turn with time left."""
+        while time.perf_counter() > self._until:
+            if not self._renewing:
+                self._renewing = True
+                asyncio.get_running_loop().call_soon(self._renew)
+            await asyncio.sleep(0)
+
+    def _renew(self) -> None:
+        self._until = time.perf_counter() + SLICE_SECONDS
+        self._renewing = False
+
+
 def slices(rows: Sequence[Sequence[T]]) -> Iterator[tuple[int, int]]:
     """Begin and end of runs of ``rows``, each of which is about a millisecond of work."""
     if len(rows) <= FEW_ROWS and sum(map(len, rows)) <= TOKENS_AT_ONCE:

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def make(*arguments: str, directory: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    """Run make with an environment that has nothing of the make that may have started the tests."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "PYTHON"}
     command = ["make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=directory, env=clean | environment, capture_output=True, text=True, timeout=60, check=False)
 

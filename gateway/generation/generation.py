@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from engine import wire
+from gateway.breathing import Breath
 from gateway.errors import EngineLost
 from gateway.generation.merge import merged
 from gateway.generation.relay import Relay
@@ -75,9 +76,17 @@ class Generation:
                     if first is None:
                         continue
                     echoed, batch = True, early
-                    pieces += self._echoes(first.prompt_logprobs)
-                pieces += [self._sequence(delta.index).push(delta) for delta in batch]
-                yield [piece for piece in pieces if piece.text or piece.tokens or piece.finish]
+                    pieces += await self._echoes(first.prompt_logprobs)
+                breath = Breath()
+                for delta in batch:
+                    piece = self._sequence(delta.index).push(delta)
+                    if piece.text or piece.tokens or piece.finish:
+                        pieces.append(piece)
+                    if breath.due:
+                        yield pieces
+                        pieces = []
+                        await breath.take()
+                yield pieces
                 if all(sequence.finish for sequence in self.sequences):
                     return
         raise EngineLost("The engine's answer ended too early; try again.")
@@ -87,10 +96,10 @@ class Generation:
             raise EngineLost("The engine sent a sequence that was not asked for.")
         return self.sequences[index]
 
-    def _echoes(self, logprobs: wire.Logprobs | None) -> list[Piece]:
+    async def _echoes(self, logprobs: wire.Logprobs | None) -> list[Piece]:
         """The prompt, once for each sequence."""
         text = self._echo or ""
-        tokens = prompt_tokens(self.model.tokenizer, self.request.prompt, text, logprobs) if self._logprobs else []
+        tokens = await prompt_tokens(self.model.tokenizer, self.request.prompt, text, logprobs) if self._logprobs else []
         return [Piece(sequence.index, text, tokens) for sequence in self.sequences]
 
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from gateway.breathing import Pace
+
 T = TypeVar("T")
 
 
@@ -20,9 +22,12 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int = 64) 
     arrived: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(maxsize=2 * at_once)
     waiting = iter(streams)
 
+    pace = Pace()
+
     async def run() -> None:
         try:
             for stream in waiting:
+                await pace.step()
                 async with aclosing(stream):
                     async for news in stream:
                         await arrived.put((news,))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine import wire
+from gateway.breathing import Breath
 from gateway.errors import EngineLost
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopStrings
@@ -157,11 +158,14 @@ def _token(id: int, place: int, logprobs: wire.Logprobs | None, offset: int) -> 
     return Token(id, None if chosen is None else max(chosen, LEAST_LOGPROB), top, judged, offset)
 
 
-def prompt_tokens(tokenizer: Vocabulary, ids: Run[int], text: str, logprobs: wire.Logprobs | None) -> list[Token]:
+async def prompt_tokens(tokenizer: Vocabulary, ids: Run[int], text: str, logprobs: wire.Logprobs | None) -> list[Token]:
     """The tokens of an echoed prompt with their places in ``text``. A token that was put before the text takes no room."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-    tokens, offset = [], 0
+    tokens: list[Token] = []
+    offset, breath = 0, Breath()
     for place, id in enumerate(ids):
+        if breath.due:
+            await breath.take()
         tokens.append(_token(id, place, logprobs, min(offset, len(text))))
         if place == 0 and id in tokenizer.special_ids and not text.startswith(tokenizer.token_text(id)):
             continue

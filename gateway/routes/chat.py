@@ -98,7 +98,10 @@ class ChatAnswer(Answer):
         self._created = int(time.time())
         self._fingerprint = system_fingerprint(model)
 
-    def whole(self, choices: list[Piece], usage: Usage) -> ChatCompletion:
+    def logprobs(self, tokens: list[Token]) -> ChatLogprobs | None:
+        return ChatLogprobs([self._token_logprob(token) for token in tokens]) if self._logprobs else None
+
+    def whole(self, choices: list[Piece], logprobs: list[ChatLogprobs | None], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
             id=self._id,
             created=self._created,
@@ -108,19 +111,18 @@ class ChatAnswer(Answer):
                 ChatChoice(
                     index=piece.index,
                     message=AssistantMessage(content=piece.text),
-                    logprobs=self._logprobs_of(piece),
+                    logprobs=told,
                     finish_reason=piece.finish or "stop",
                 )
-                for piece in choices
+                for piece, told in zip(choices, logprobs, strict=True)
             ],
             usage=usage,
         )
 
     def chunk(self, piece: Piece) -> ChatChunk:
         delta = ChatDelta(content=piece.text or None)
-        return self._chunk(
-            [ChatChunkChoice(index=piece.index, delta=delta, logprobs=self._logprobs_of(piece), finish_reason=piece.finish)]
-        )
+        logprobs = self.logprobs(piece.tokens)
+        return self._chunk([ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish)])
 
     def opening(self, index: int, /) -> ChatChunk:
         return self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))])
@@ -137,11 +139,6 @@ class ChatAnswer(Answer):
             choices=choices,
             usage=usage,
         )
-
-    def _logprobs_of(self, piece: Piece) -> ChatLogprobs | None:
-        if not self._logprobs:
-            return None
-        return ChatLogprobs([self._token_logprob(token) for token in piece.tokens])
 
     def _token_logprob(self, token: Token) -> TokenLogprob:
         tops = [TopLogprob(**self._entry(id, logprob, token.values)) for id, logprob in token.top]

@@ -100,11 +100,14 @@ class CompletionAnswer(Answer):
         self._created = int(time.time())
         self._fingerprint = system_fingerprint(model)
 
-    def whole(self, choices: list[Piece], usage: Usage) -> Completion:
-        return self._completion([self._choice(piece) for piece in choices], usage)
+    def logprobs(self, tokens: list[Token]) -> CompletionLogprobs | None:
+        return _logprobs(self._model.tokenizer, tokens, self._gamma) if self._logprobs else None
+
+    def whole(self, choices: list[Piece], logprobs: list[CompletionLogprobs | None], usage: Usage) -> Completion:
+        return self._completion([_choice(piece, told) for piece, told in zip(choices, logprobs, strict=True)], usage)
 
     def chunk(self, piece: Piece) -> Completion:
-        return self._completion([self._choice(piece)])
+        return self._completion([_choice(piece, self.logprobs(piece.tokens))])
 
     def opening(self, _: int, /) -> None:
         return None
@@ -122,9 +125,9 @@ class CompletionAnswer(Answer):
             usage=usage,
         )
 
-    def _choice(self, piece: Piece) -> CompletionChoice:
-        logprobs = _logprobs(self._model.tokenizer, piece.tokens, self._gamma) if self._logprobs else None
-        return CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish)
+
+def _choice(piece: Piece, logprobs: CompletionLogprobs | None) -> CompletionChoice:
+    return CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish)
 
 
 def _logprobs(tokenizer: Vocabulary, tokens: list[Token], gamma: float | None) -> CompletionLogprobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from litestar import Request, Response
 
+from gateway.breathing import Breath
 from gateway.exchange import Account, Exchange
 from gateway.generation.generation import Generation, run_all
-from gateway.generation.sequence import Piece
+from gateway.generation.sequence import Piece, Token
 from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
@@ -22,13 +23,23 @@ from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.streams import DONE, Streams, sse, while_connected
 from gateway.telemetry import Telemetry
 
+_encoder = msgspec.json.Encoder()
+
+TOKENS_AT_ONCE = 32
+"""Tokens whose log-probabilities are turned into JSON at once: less than 2 ms, with twenty for each token."""
+
 
 class Answer(ABC):
     """Turns pieces into the bodies of one endpoint."""
 
     @abstractmethod
-    def whole(self, choices: list[Piece], usage: Usage) -> msgspec.Struct:
-        """The body of an answer that is not streamed."""
+    def logprobs(self, tokens: list[Token]) -> msgspec.Struct | None:
+        """A struct of lists, each of which has an entry for each of ``tokens``. None where none were asked for."""
+
+    @abstractmethod
+    def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage) -> msgspec.Struct:
+        """The body of an answer that is not streamed. ``logprobs`` holds for each choice what :meth:`logprobs` returns for its
+        tokens; the lists may be encoded."""
 
     @abstractmethod
     def chunk(self, piece: Piece) -> msgspec.Struct:
@@ -64,7 +75,9 @@ class Generator:
             return await self.streams.begin(events, request)
         async with while_connected(request.receive), aclosing(self._run(generations, lease, account)) as batches:
             choices = joined([piece async for batch in batches for piece in batch])
-        return Response(answer.whole(sorted(choices, key=lambda piece: piece.index), usage_of(generations)))
+            choices.sort(key=lambda piece: piece.index)
+            logprobs = [await _encoded(answer, choice.tokens) for choice in choices]
+        return Response(answer.whole(choices, logprobs, usage_of(generations)))
 
     async def _events(
         self, generations: list[Generation], answer: Answer, lease: Lease | None, account: Account, *, includes_usage: bool
@@ -72,13 +85,20 @@ class Generator:
         opened = False
         async with aclosing(self._run(generations, lease, account)) as batches:
             async for batch in batches:
-                chunks = [answer.chunk(piece) for piece in joined(batch)]
+                breath = Breath()
+                chunks: list[bytes] = []
                 if not opened:
                     opened = True
                     indices = [sequence.index for generation in generations for sequence in generation.sequences]
-                    chunks = [opening for index in indices if (opening := answer.opening(index))] + chunks
+                    chunks = [sse(opening) for index in indices if (opening := answer.opening(index))]
+                for piece in _small(joined(batch)):
+                    chunks.append(sse(answer.chunk(piece)))
+                    if breath.due:
+                        yield b"".join(chunks)
+                        chunks.clear()
+                        await breath.take()
                 if chunks:
-                    yield b"".join(map(sse, chunks))
+                    yield b"".join(chunks)
         if includes_usage:
             yield sse(answer.closing(usage_of(generations)))
         yield DONE
@@ -115,6 +135,41 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
         Piece(index, "".join(part.text for part in of_one), [token for part in of_one for token in part.tokens], of_one[-1].finish)
         for index, of_one in parts.items()
     ]
+
+
+def _small(pieces: list[Piece]) -> Iterator[Piece]:
+    """``pieces`` in parts of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
+    for piece in pieces:
+        tokens = piece.tokens
+        if len(tokens) <= TOKENS_AT_ONCE:
+            yield piece
+            continue
+        last = len(tokens) - TOKENS_AT_ONCE
+        for begin in range(0, len(tokens), TOKENS_AT_ONCE):
+            text = piece.text if begin == 0 else ""
+            finish = piece.finish if begin >= last else None
+            yield Piece(piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish)
+
+
+async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:
+    """``answer.logprobs(tokens)``. Where there are many, its lists are JSON already, so that neither they nor their encoding block
+    the event loop."""
+    if len(tokens) <= TOKENS_AT_ONCE:
+        return answer.logprobs(tokens)
+    breath = Breath()
+    kind: type[msgspec.Struct] | None = None
+    parts: dict[str, list[bytes]] = {}
+    for begin in range(0, len(tokens), TOKENS_AT_ONCE):
+        if (told := answer.logprobs(tokens[begin : begin + TOKENS_AT_ONCE])) is None:
+            return None
+        kind = type(told)
+        for name in told.__struct_fields__:
+            if (entries := getattr(told, name)) is not msgspec.UNSET:
+                parts.setdefault(name, []).append(_encoder.encode(entries)[1:-1])
+        if breath.due:
+            await breath.take()
+    assert kind is not None
+    return kind(**{name: msgspec.Raw(b"[%b]" % b",".join(lists)) for name, lists in parts.items()})
 
 
 def usage_of(generations: list[Generation]) -> Usage:

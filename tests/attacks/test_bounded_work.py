@@ -28,7 +28,8 @@ SECONDS = 5.0
 MIB = 640
 LIVEZ_SECONDS = 0.5
 TURN_SECONDS = "0.025"
-"""A bucket of the histogram: five times the promise."""
+"""A bucket of the histogram. The promise is 5 ms and the watchdog may be off by 5 ms; the rest is for processors that are slow or
+shared."""
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 LABELS = [5, 6]
@@ -76,7 +77,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    site = Site(large_engine())
+    site = Site(large_engine(says=[5] * 600))
     yield site
     site.close()
 
@@ -128,12 +129,17 @@ def test_a_request_beyond_its_bounds_is_refused_cheaply(site: Site, name: str) -
     assert site.long_turns() == before
 
 
+TOPS = {"messages": HI["messages"], "max_tokens": 600, "logprobs": True, "top_logprobs": 20}
 ANSWERED = {
     "10,000 empty items": ("score", {"query": [7] * 15_000, "items": [[]] * 10_000, "label_token_ids": LABELS}),
     "1,000 items": ("score", {"query": "red shoes " * 200, "items": [f" {i % 3}" for i in range(1000)], "label_token_ids": [5]}),
     "100 KB prompt, partial answers": ("length", {"prompt": "red shoes " * 10_000, "partial": [" a"] * 2}),
     "a long prompt": ("completions", {"prompt": "red shoes " * 10_000, "max_tokens": 1}),
     "120,000 ids": ("completions", ids_body(120_000)[:-1] + b',"max_tokens":1}'),
+    "1,024 prompts": ("completions", {"prompt": ["x"] * 1024, "max_tokens": 1}),
+    "12,000 log-probabilities": ("chat/completions", TOPS | {"stream": False}),
+    "a stream of 12,000 log-probabilities": ("chat/completions", TOPS | {"stream": True}),
+    "log-probabilities of a prompt": ("completions", {"prompt": [7] * 600, "echo": True, "logprobs": 20, "max_tokens": 0}),
 }
 
 
@@ -198,8 +204,8 @@ def test_workers_that_are_killed_cost_no_request(site: Site, repeats: int) -> No
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for _ in range(4):
-        time.sleep(0.3)
+    for kills in range(4):
+        wait_until(lambda kills=kills: len(statuses) >= 10 * (1 + kills), 60)  # so that no request loses two workers
         for pid in _tree(site.program.process.pid)[2:3]:  # the gateway, its fork server, the first worker
             os.kill(pid, signal.SIGKILL)
     for thread in threads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -207,3 +208,24 @@ def test_chat_logprobs(client: httpx.Client, engine: FakeEngine) -> None:
 def test_seeded_requests_repeat(client: httpx.Client) -> None:
     texts = [chat(client, seed=seed, max_tokens=20)["choices"][0]["message"]["content"] for seed in (1, 1, 2, -1)]
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_long_log_probabilities_are_the_same_whole_and_streamed(client: httpx.Client, engine: FakeEngine, path: str) -> None:
+    """They are turned into JSON in slices: a hundred tokens that come at once, after an echoed prompt of as many."""
+    engine.tokens_per_delta = 100
+    prompt: dict[str, Any] = {"prompt": "red shoes, " * 30, "echo": True, "logprobs": 2}
+    if path != "completions":
+        prompt = {"messages": [{"role": "user", "content": "The fox"}], "logprobs": True, "top_logprobs": 2}
+    body = {**prompt, "max_tokens": 100, "ignore_eos": True, "seed": 5}
+    whole = post(client, path, **body)["choices"][0]
+    with client.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    chunks = [event["choices"][0] for event in events if event["choices"] and event["choices"][0]["logprobs"]]
+    assert len(chunks) > 3
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    for name, entries in whole["logprobs"].items():
+        assert entries == [entry for chunk in chunks for entry in chunk["logprobs"][name]]
+        assert len(entries) >= 100
+    texts = [chunk["delta"].get("content") or "" if "delta" in chunk else chunk["text"] for chunk in chunks]
+    assert "".join(texts) == (whole["text"] if "text" in whole else whole["message"]["content"])

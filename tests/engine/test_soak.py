@@ -13,7 +13,7 @@ from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
 
-ITEMS = 200_000
+ITEMS = 100_000
 
 
 def resident_mib() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any
 
 import httpx
@@ -67,15 +68,29 @@ def shared() -> Iterator[httpx.Client]:
         yield start_gateway(FakeEngine())
 
 
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    """An engine that tests change, and a client of the gateway before it."""
+    engine = FakeEngine()
+    with gateways() as start_gateway:
+        yield engine, start_gateway(engine)
 
 
 @pytest.fixture
-def client(start: Start, engine: FakeEngine) -> httpx.Client:
-    """A client of a gateway before ``engine``."""
-    return start(engine)
+def engine(pair: tuple[FakeEngine, httpx.Client]) -> FakeEngine:
+    """The engine of the module, as new: no faults, nothing asked."""
+    engine, _ = pair
+    wait_until(lambda: not engine.running)
+    new = FakeEngine(url=engine.url)
+    for attribute in fields(engine):
+        setattr(engine, attribute.name, getattr(new, attribute.name))
+    return engine
+
+
+@pytest.fixture
+def client(pair: tuple[FakeEngine, httpx.Client], engine: FakeEngine) -> httpx.Client:
+    """A client of the gateway before ``engine``. Its cache and its metrics are those of the module."""
+    return pair[1]
 
 
 async def closed(link: Link) -> Link:

@@ -169,7 +169,8 @@ def test_request_ids_are_kept_where_sane(shared: httpx.Client) -> None:
         assert "mine" not in shared.get(path, headers={"x-request-id": "mine" * 100}).headers["x-request-id"]
 
 
-def test_a_body_that_is_too_large(start: Start, engine: FakeEngine) -> None:
+def test_a_body_that_is_too_large(start: Start) -> None:
+    engine = FakeEngine()
     client = start(engine, max_body_bytes=1000)
     answer = client.post("/v1/score", json={**SCORE, "query": "x" * 1000})
     assert (answer.status_code, told(answer)["code"]) == (413, "request_too_large")
@@ -181,7 +182,8 @@ def test_a_body_that_is_too_large(start: Start, engine: FakeEngine) -> None:
     assert client.post("/v1/score", content=chunks()).status_code == 413
 
 
-def test_engines_that_are_not_ready(start: Start, engine: FakeEngine) -> None:
+def test_engines_that_are_not_ready(start: Start) -> None:
+    engine = FakeEngine()
     engine.ready = False
     client = start(engine, wait=False)
     for answer in (client.post("/v1/score", json=SCORE), client.get("/readyz")):
@@ -234,7 +236,8 @@ def test_an_engine_that_is_gone_comes_back(start: Start) -> None:
     assert client.post("/v1/score", json=IDS).status_code == 200
 
 
-def test_more_requests_than_admitted(start: Start, engine: FakeEngine) -> None:
+def test_more_requests_than_admitted(start: Start) -> None:
+    engine = FakeEngine()
     client = start(engine, max_in_flight=1)
     engine.faults.delay = 0.1
     body = {**COMPLETION, "stream": True, "max_tokens": 5, "ignore_eos": True}

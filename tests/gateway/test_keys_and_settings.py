@@ -35,7 +35,8 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_keys_open_v1_and_nothing_else_needs_one(start: Start, engine: FakeEngine, key_file: Path) -> None:
+def test_keys_open_v1_and_nothing_else_needs_one(start: Start, key_file: Path) -> None:
+    engine = FakeEngine()
     client = start(engine, api_keys_file=key_file)
     for path in ("/livez", "/readyz", "/metrics", "/schema"):
         assert client.get(path).status_code == 200

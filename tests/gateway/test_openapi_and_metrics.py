@@ -49,7 +49,8 @@ def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client
 KEYS = {"keys": [{"name": "me", "sha256": hashlib.sha256(b"secret").hexdigest(), "requests_per_minute": 100}]}
 
 
-def test_operations_below_v1_need_a_key_and_others_do_not(start: Start, engine: FakeEngine, tmp_path: Path) -> None:
+def test_operations_below_v1_need_a_key_and_others_do_not(start: Start, tmp_path: Path) -> None:
+    engine = FakeEngine()
     (tmp_path / "keys.json").write_text(json.dumps(KEYS))
     document = start(engine, wait=False, api_keys_file=tmp_path / "keys.json").get("/schema/openapi.json").json()
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
@@ -144,7 +145,8 @@ def test_openapi_3_0_has_other_words() -> None:
     }
 
 
-def test_metrics_count_what_happened(start: Start, engine: FakeEngine) -> None:
+def test_metrics_count_what_happened(start: Start) -> None:
+    engine = FakeEngine()
     client = start(engine)
     engine.says = ids("red")
     for _ in range(2):

@@ -131,7 +131,8 @@ def test_triton_in_half_precision(device: torch.device) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_triton_on_many_layouts(seed: int, device: torch.device) -> None:
     group, head_dim = [1, 2, 4, 8, 7][seed], [32, 64, 128][seed % 3]
-    compare(TritonAttention, device, seed, 300, group, head_dim, torch.float32)
+    longest = 300 if device.type == "cuda" else 130  # the interpreter takes minutes for more
+    compare(TritonAttention, device, seed, longest, group, head_dim, torch.float32)
 
 
 @pytest.mark.gpu

@@ -216,8 +216,9 @@ def test_what_is_left_when_a_connection_closes_must_be_read(connection: tuple[Pr
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/score"])
-def test_a_body_that_nobody_reads_ends_the_connection(start: Start, engine: FakeEngine, path: str) -> None:
+def test_a_body_that_nobody_reads_ends_the_connection(start: Start, path: str) -> None:
     """Where the answer comes before the body: otherwise the rest of the body would have to be read."""
+    engine = FakeEngine()
     client = start(engine, max_body_bytes=1000)
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000\r\n\r\nx".encode())
@@ -228,7 +229,8 @@ def test_a_body_that_nobody_reads_ends_the_connection(start: Start, engine: Fake
     assert received.split()[1] == (b"413" if path == "/v1/score" else b"404")
 
 
-def test_bodies_of_get_requests_do_no_harm(start: Start, engine: FakeEngine) -> None:
+def test_bodies_of_get_requests_do_no_harm(start: Start) -> None:
+    engine = FakeEngine()
     client: httpx.Client = start(engine)
     for _ in range(3):
         assert client.request("GET", "/v1/models", content=b"x" * 100).status_code == 200

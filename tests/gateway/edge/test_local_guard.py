@@ -56,7 +56,8 @@ def test_names_of_others(shared: httpx.Client, host: str, path: str) -> None:
     assert error(shared.get(path, headers={"host": host})) == (421, "host_not_allowed")
 
 
-def test_more_names_can_be_allowed(start: Start, engine: FakeEngine) -> None:
+def test_more_names_can_be_allowed(start: Start) -> None:
+    engine = FakeEngine()
     client = start(engine, allowed_hosts=("Rankers.test",))
     assert client.get("/v1/models", headers={"host": "rankers.TEST:80"}).status_code == 200
     assert error(client.get("/v1/models", headers={"host": "x.rankers.test"})) == (421, "host_not_allowed")
@@ -95,7 +96,8 @@ def test_a_link_may_be_followed(shared: httpx.Client) -> None:
         assert shared.get("/schema", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": mode}).status_code == status
 
 
-def test_with_keys_the_key_protects(start: Start, engine: FakeEngine, key_file: Path) -> None:
+def test_with_keys_the_key_protects(start: Start, key_file: Path) -> None:
+    engine = FakeEngine()
     client = start(engine, api_keys_file=key_file)
     headers = {"authorization": "Bearer k", "host": "api.example", "origin": PAGE, "content-type": "text/plain"}
     answer = client.post("/v1/score", content=json.dumps(SCORE), headers=headers)
@@ -105,7 +107,8 @@ def test_with_keys_the_key_protects(start: Start, engine: FakeEngine, key_file: 
 
 @pytest.mark.parametrize("keyed", [True, False])
 @pytest.mark.parametrize("origins", [(PAGE, "http://localhost:3000"), ("*",)])
-def test_cors(start: Start, engine: FakeEngine, key_file: Path, keyed: bool, origins: tuple[str, ...]) -> None:
+def test_cors(start: Start, key_file: Path, keyed: bool, origins: tuple[str, ...]) -> None:
+    engine = FakeEngine()
     client = start(engine, cors_origins=origins, api_keys_file=key_file if keyed else None)
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     preflight = client.options("/v1/score", headers={"origin": PAGE} | asked)

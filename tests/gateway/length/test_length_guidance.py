@@ -236,7 +236,8 @@ def test_ruled_out_candidates_are_told_with_their_values(client: httpx.Client, v
         assert [values.keys() for values in written["top_values"]] == [top.keys() for top in written["top_logprobs"]]
 
 
-def test_guided_prompts_are_counted(client: httpx.Client) -> None:
+def test_guided_prompts_are_counted(start: Start) -> None:
+    client = start(FakeEngine())
     complete(client, prompt=["a", "b"], length_guidance={"scale": 2})
     complete(client, length_guidance={"target_length": 3})
     complete(client)

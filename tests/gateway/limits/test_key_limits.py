@@ -128,23 +128,22 @@ def test_the_sdk_waits_as_it_is_told(start: Start, tmp_path: Path) -> None:
     client = start(FakeEngine(), api_keys_file=write(tmp_path / "keys", entry("a", requests_per_minute=30)))
     answers: list[tuple[float, httpx.Response]] = []
     hooks = {"response": [lambda answer: answers.append((time.monotonic(), answer))]}
-    sdk = openai.OpenAI(
-        base_url=f"{client.base_url}/v1", api_key="a", max_retries=3, http_client=httpx.Client(event_hooks=hooks, timeout=20)
-    )
-    while ask(client, "a").status_code == 200:
-        pass
-    sdk.completions.create(model="fake", prompt=[1], max_tokens=1)
-    (refused_at, refused), (answered_at, answered) = answers
-    assert (refused.status_code, answered.status_code) == (429, 200)
-    assert answered_at - refused_at > int(refused.headers["retry-after-ms"]) / 1000
-    impatient = sdk.with_options(max_retries=0)
+    with httpx.Client(event_hooks=hooks, timeout=20) as http:
+        sdk = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="a", max_retries=3, http_client=http)
+        while ask(client, "a").status_code == 200:
+            pass
+        sdk.completions.create(model="fake", prompt=[1], max_tokens=1)
+        (refused_at, refused), (answered_at, answered) = answers
+        assert (refused.status_code, answered.status_code) == (429, 200)
+        assert answered_at - refused_at > int(refused.headers["retry-after-ms"]) / 1000
+        impatient = sdk.with_options(max_retries=0)
 
-    def hurry() -> None:
-        for _ in range(5):
-            impatient.completions.create(model="fake", prompt=[1], max_tokens=1)
+        def hurry() -> None:
+            for _ in range(5):
+                impatient.completions.create(model="fake", prompt=[1], max_tokens=1)
 
-    with pytest.raises(openai.RateLimitError, match="30 requests a minute"):
-        hurry()
+        with pytest.raises(openai.RateLimitError, match="30 requests a minute"):
+            hurry()
 
 
 def test_models_that_a_key_may_not_use_do_not_exist_for_it(start: Start, tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_gamma_may_be_another(client: httpx.Client) -> None:
     check(length(client, input="The fox", gamma=0.5), [ids("The fox")], gamma=0.5)
 
 
-def test_many_texts_are_cut_and_merged_in_order(client: httpx.Client, engine: FakeEngine) -> None:
+def test_many_texts_are_cut_and_merged_in_order(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine)
     texts = [[9, place % 250, place // 250] for place in range(1000)]
     check(length(client, input=texts), texts)
     assert len(engine.values) == math.ceil(1000 / LIMITS.max_branches)

@@ -100,7 +100,9 @@ def test_large_requests_are_cut_and_merged_in_order(client: httpx.Client, engine
     assert len(sizes) == math.ceil(10_000 / LIMITS.max_branches)
 
 
-def test_identical_items_are_computed_once(client: httpx.Client, engine: FakeEngine) -> None:
+def test_identical_items_are_computed_once(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine)
     answer = score(client, query=QUERY, items=["a", "b", "a", "a"])
     assert [len(request.branches) for request in engine.scores] == [2]
     scores = answer.json()["scores"]
@@ -108,7 +110,9 @@ def test_identical_items_are_computed_once(client: httpx.Client, engine: FakeEng
     assert answer.headers["x-yardstick-cache"] == "0/4"
 
 
-def test_results_are_cached_however_the_prompt_is_split(client: httpx.Client, engine: FakeEngine) -> None:
+def test_results_are_cached_however_the_prompt_is_split(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine)
     first = score(client, query=[1, 2, 3], items=[[4], [5]])
     second = score(client, query=[1, 2], items=[[3, 5], [3, 4], [9]])
     assert second.headers["x-yardstick-cache"] == "2/3"
@@ -117,7 +121,9 @@ def test_results_are_cached_however_the_prompt_is_split(client: httpx.Client, en
     assert [request.branches for request in engine.scores] == [[[4], [5]], [[9]]]
 
 
-def test_other_labels_are_other_results(client: httpx.Client, engine: FakeEngine) -> None:
+def test_other_labels_are_other_results(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine)
     score(client, query=[1], items=[[2]], label_token_ids=[YES, NO])
     answer = score(client, query=[1], items=[[2]], label_token_ids=[NO, YES])
     assert answer.headers["x-yardstick-cache"] == "0/1"
@@ -127,7 +133,9 @@ def test_other_labels_are_other_results(client: httpx.Client, engine: FakeEngine
 @pytest.mark.parametrize(
     ("header", "asked", "kept"), [("no-cache", True, True), ("no-store", True, False), ("max-age=0", False, True)]
 )
-def test_cache_control_is_honoured(client: httpx.Client, engine: FakeEngine, header: str, asked: bool, kept: bool) -> None:
+def test_cache_control_is_honoured(start: Start, header: str, asked: bool, kept: bool) -> None:
+    engine = FakeEngine()
+    client = start(engine)
     score(client, query=[1], items=[[2]])
     score(client, {"cache-control": header}, query=[1], items=[[2]])
     assert len(engine.scores) == 1 + asked
@@ -135,13 +143,16 @@ def test_cache_control_is_honoured(client: httpx.Client, engine: FakeEngine, hea
     assert score(client, query=[1], items=[[3]]).headers["x-yardstick-cache"] == f"{int(kept)}/1"
 
 
-def test_the_cache_can_be_off(start: Start, engine: FakeEngine) -> None:
+def test_the_cache_can_be_off(start: Start) -> None:
+    engine = FakeEngine()
     client = start(engine, cache_entries=0)
     for _ in range(2):
         assert score(client, query=[1], items=[[2]]).headers["x-yardstick-cache"] == "0/1"
 
 
-def test_requests_in_flight_share_results(client: httpx.Client, engine: FakeEngine) -> None:
+def test_requests_in_flight_share_results(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine)
     engine.faults.delay = 0.5
     with ThreadPoolExecutor(4) as threads:
         bodies = [{"query": [1], "items": [[2], [3]]}, {"query": [1], "items": [[3], [2], [4]]}] * 2
@@ -152,7 +163,9 @@ def test_requests_in_flight_share_results(client: httpx.Client, engine: FakeEngi
         assert answer.json()["scores"] == expected(engine, [[1, *item] for item in body["items"]], [YES, NO])
 
 
-def test_who_waited_for_a_client_that_left_still_gets_its_scores(client: httpx.Client, engine: FakeEngine) -> None:
+def test_who_waited_for_a_client_that_left_still_gets_its_scores(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine)
     engine.faults.delay = 1.0
     body = {"query": [1], "items": [[2]], "label_token_ids": [YES]}
     with ThreadPoolExecutor(2) as threads:
@@ -164,7 +177,9 @@ def test_who_waited_for_a_client_that_left_still_gets_its_scores(client: httpx.C
     assert len(engine.left) == 1
 
 
-def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: FakeEngine) -> None:
+def test_a_client_that_leaves_stops_the_engine(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine)
     engine.faults.delay = 30
     with pytest.raises(httpx.ReadTimeout):
         client.post("/v1/score", json={"query": [1], "items": [[2]], "label_token_ids": [YES]}, timeout=0.3)

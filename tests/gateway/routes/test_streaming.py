@@ -151,7 +151,7 @@ def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, engine: Fak
         wait_until(lambda: len(engine.generates) == prompts)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: len(engine.left) == prompts, seconds=2)
+    wait_until(lambda: len(engine.left) == prompts)
     wait_until(lambda: "yardstick_requests_in_flight 1.0" in client.get("/metrics").text)
 
 
@@ -166,7 +166,8 @@ def test_another_replica_takes_over_before_the_first_token(start: Start) -> None
     assert engines[0].generates, "replicas with equally little to do take turns"
 
 
-def test_a_request_that_is_broken_off_is_no_fault(client: httpx.Client) -> None:
+def test_a_request_that_is_broken_off_is_no_fault(start: Start) -> None:
+    client = start(FakeEngine())
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
         connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"prompt":')
     wait_until(lambda: metric(client, 'yardstick_requests_total{route="/v1/completions",status="499"}') == 1)

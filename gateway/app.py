@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 from litestar import Litestar, Request, Response, Router
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.types import HTTPScope
@@ -34,7 +33,7 @@ from gateway.limits.quotas import Quotas
 from gateway.logs.access import AccessLog
 from gateway.logs.writer import LineWriter
 from gateway.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
-from gateway.pool.client import EngineClient, EngineToken, open_transport
+from gateway.pool.client import Connections, EngineClient, EngineToken
 from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.health import Health
@@ -72,14 +71,14 @@ def create_app(
     keys."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry()
-    transport = open_transport()
+    connections = Connections()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
     watchdog = Watchdog(telemetry)
     workers = Workers(_text_capacity(settings), telemetry)
     reader = Reader(workers, _bounds(settings), telemetry, text_seconds=settings.text_seconds, job_mib=settings.text_job_mib)
     pool = Pool(
         sources,
-        _connector(settings, transport),
+        _connector(settings, connections),
         telemetry,
         workers,
         probe_seconds=settings.probe_seconds,
@@ -118,7 +117,7 @@ def create_app(
             watchdog.stop()
             if share:
                 await share.stop()
-            await transport.aclose()
+            await connections.close()
 
     v1 = Router(
         path="",
@@ -163,13 +162,13 @@ def _bounds(settings: Settings) -> Bounds:
     return Bounds(**{name: getattr(settings, name) for name in Bounds.__struct_fields__})
 
 
-def _connector(settings: Settings, transport: httpx.AsyncBaseTransport) -> Callable[[str, str], Replica]:
+def _connector(settings: Settings, connections: Connections) -> Callable[[str, str], Replica]:
     """Makes the replica at a URL that an entry led to. Raises :class:`SettingsError` where the engines' token is missing."""
     token = _read_token(settings.engine_token_file) if settings.engine_token_file else None
 
     def connect(url: str, entry: str) -> Replica:
         client = EngineClient(
-            url, transport, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds, token=token
+            url, connections, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds, token=token
         )
         return Replica(client, entry, Health(settings.eject_failures, settings.eject_seconds))
 

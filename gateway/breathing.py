@@ -37,7 +37,8 @@ class Pace:
     together."""
 
     def __init__(self) -> None:
-        self._renew()
+        self._until = time.perf_counter() + SLICE_SECONDS
+        self._renewing = False
 
     async def step(self) -> None:
         """Wait for a turn with time left."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import aiohttp
-import httpx
 import msgspec
-from httpx_aiohttp import AiohttpTransport
+from yarl import URL
 
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady, from_engine
@@ -32,7 +32,6 @@ KEEPALIVE_SECONDS = 2.0
 T = TypeVar("T")
 
 _MSGPACK = "application/msgpack"
-_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _scored = msgspec.msgpack.Decoder(wire.Scored)
 _valued = msgspec.msgpack.Decoder(wire.Valued)
 _failed = msgspec.msgpack.Decoder(wire.Failed)
@@ -40,9 +39,31 @@ _info = msgspec.msgpack.Decoder(wire.Info)
 _tokenizer = msgspec.msgpack.Decoder(wire.TokenizerFiles)
 
 
-def open_transport() -> AiohttpTransport:
-    """Connections to engines. aiohttp's cost far less than httpx's own; 0 means that their number is bounded by admission alone."""
-    return AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=KEEPALIVE_SECONDS), trust_env=False)
+class Connections:
+    """The connections to all engines. Admission bounds their number."""
+
+    @cached_property
+    def session(self) -> aiohttp.ClientSession:
+        """Opened when it is first used, because aiohttp needs the running event loop."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("accept", "accept-encoding", "user-agent"),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if "session" in self.__dict__:
+            await self.session.close()
+
+
+class _Answer(NamedTuple):
+    """An engine's whole answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -92,7 +113,7 @@ class EngineClient:
     def __init__(
         self,
         url: str,
-        transport: httpx.AsyncBaseTransport,
+        connections: Connections,
         *,
         connect_seconds: float,
         engine_seconds: float,
@@ -101,32 +122,31 @@ class EngineClient:
         self.url = url
         self._token = token
         self._engine_seconds = engine_seconds
-        self._transport = transport
-        self._timeout = httpx.Timeout(engine_seconds, connect=connect_seconds).as_dict()
-        self._probe_timeout = httpx.Timeout(PROBE_SECONDS, connect=connect_seconds).as_dict()
-        self._score_url = httpx.URL(f"{url}/score")
-        self._value_url = httpx.URL(f"{url}/value")
-        self._generate_url = httpx.URL(f"{url}/generate")
+        self._connections = connections
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=engine_seconds)
+        self._probe_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=PROBE_SECONDS)
+        self._score_url = URL(f"{url}/score")
+        self._value_url = URL(f"{url}/value")
+        self._generate_url = URL(f"{url}/generate")
 
     async def ready(self) -> Readiness | None:
         """Whether the pod takes requests; None where it does not answer."""
-        request = self._get("/readyz", self._probe_timeout)
         try:
-            answer = await self._fetch(request)
+            answer = await self._get("/readyz", self._probe_timeout)
         except GatewayError:
             return None
         name = answer.headers.get(wire.MODEL_HEADER)
-        return Readiness(answer.status_code == 200, None if name is None else unquote(name))
+        return Readiness(answer.status == 200, None if name is None else unquote(name))
 
     async def info(self) -> wire.Info:
         """What the pod serves."""
-        return _read(_info, await self._fetch(self._get("/info", self._probe_timeout)))
+        return _read(_info, await self._get("/info", self._probe_timeout))
 
     async def tokenizer(self) -> wire.TokenizerFiles:
         """The text side of its model."""
         try:
             async with asyncio.timeout(TOKENIZER_SECONDS):
-                return _read(_tokenizer, await self._fetch(self._get("/tokenizer", self._timeout)))
+                return _read(_tokenizer, await self._get("/tokenizer", self._timeout))
         except TimeoutError:
             raise EngineSilent(f"The engine did not send its tokeniser within {TOKENIZER_SECONDS:g} s.") from None
 
@@ -134,89 +154,74 @@ class EngineClient:
         """One sub-batch. Where it has no deadline, it gets the time after which the answer would be waited for no longer."""
         deadline = self._engine_seconds if score.deadline is None else score.deadline
         score = msgspec.structs.replace(score, id=new_id(), deadline=deadline)
-        return _read(_scored, await self._fetch(self._post(self._score_url, score)))
+        return _read(_scored, await self._post(self._score_url, score))
 
     async def value(self, value: wire.Value) -> wire.Valued:
         """One sub-batch of texts for the length model, with a deadline like a score's."""
         deadline = self._engine_seconds if value.deadline is None else value.deadline
         value = msgspec.structs.replace(value, id=new_id(), deadline=deadline)
-        return _read(_valued, await self._fetch(self._post(self._value_url, value)))
+        return _read(_valued, await self._post(self._value_url, value))
 
     async def generate(self, generate: wire.Generate) -> AsyncGenerator[list[wire.Delta], None]:
         """The deltas of all sequences, as many at a time as have arrived. Close the iterator to abort."""
         generate = msgspec.structs.replace(generate, id=new_id())
+        reader = wire.FrameReader()
         with _engine_errors():
-            response = await self._transport.handle_async_request(self._post(self._generate_url, generate))
-        try:
-            if response.status_code != 200:
-                with _engine_errors():
-                    await response.aread()
-                raise from_engine(_failure(response))
-            async with aclosing(_deltas(response)) as batches:
-                async for batch in batches:
-                    yield batch
-        finally:
-            await response.aclose()
+            async with self._open("POST", self._generate_url, self._timeout, wire.encode(generate)) as response:
+                if response.status != 200:
+                    raise from_engine(_failure(_Answer(response.status, response.headers, await response.read())))
+                while chunk := await response.content.readany():
+                    replies = list(reader.feed(chunk))
+                    batch = [reply for reply in replies if isinstance(reply, wire.Delta)]
+                    if batch:
+                        yield batch
+                    if len(batch) < len(replies):
+                        raise from_engine(_failed_reply(replies))
+            if reader.pending:
+                raise EngineLost("The engine broke off in the middle of a message.", retryable=True)
 
-    def _post(self, url: httpx.URL, message: wire.Score | wire.Value | wire.Generate) -> httpx.Request:
-        headers = self._headers | {"content-type": _MSGPACK}
-        return httpx.Request("POST", url, headers=headers, content=wire.encode(message), extensions={"timeout": self._timeout})
+    async def _post(self, url: URL, message: wire.Score | wire.Value) -> _Answer:
+        return await self._fetch("POST", url, self._timeout, wire.encode(message))
 
-    def _get(self, path: str, timeout: dict[str, float | None]) -> httpx.Request:
-        return httpx.Request("GET", f"{self.url}{path}", headers=self._headers, extensions={"timeout": timeout})
+    async def _get(self, path: str, timeouts: aiohttp.ClientTimeout) -> _Answer:
+        return await self._fetch("GET", URL(f"{self.url}{path}"), timeouts, None)
 
-    @property
-    def _headers(self) -> dict[str, str]:
-        return self._token.headers if self._token else {}
-
-    async def _fetch(self, request: httpx.Request) -> httpx.Response:
+    async def _fetch(self, method: str, url: URL, timeouts: aiohttp.ClientTimeout, body: bytes | None) -> _Answer:
         with _engine_errors():
-            response = await self._transport.handle_async_request(request)
-            try:
-                await response.aread()
-            finally:
-                await response.aclose()
-        return response
+            async with self._open(method, url, timeouts, body) as response:
+                return _Answer(response.status, response.headers, await response.read())
+
+    def _open(
+        self, method: str, url: URL, timeouts: aiohttp.ClientTimeout, body: bytes | None
+    ) -> aiohttp.client._RequestContextManager:
+        headers = self._token.headers if self._token else {}
+        if body is not None:
+            headers = {**headers, "content-type": _MSGPACK}
+        session = self._connections.session
+        return session.request(method, url, data=body, headers=headers, timeout=timeouts, allow_redirects=False)
 
 
-async def _deltas(response: httpx.Response) -> AsyncGenerator[list[wire.Delta], None]:
-    reader = wire.FrameReader()
+def _read(decoder: msgspec.msgpack.Decoder[T], answer: _Answer) -> T:
+    if answer.status != 200:
+        raise from_engine(_failure(answer))
     with _engine_errors():
-        async for chunk in response.aiter_raw():
-            batch: list[wire.Delta] = []
-            failed: wire.Failed | None = None
-            for reply in reader.feed(chunk):
-                if isinstance(reply, wire.Delta):
-                    batch.append(reply)
-                else:
-                    failed = reply if isinstance(reply, wire.Failed) else _nonsense()
-            if batch:
-                yield batch
-            if failed:
-                raise from_engine(failed)
-        if reader.pending:
-            raise EngineLost("The engine broke off in the middle of a message.", retryable=True)
+        return decoder.decode(answer.content)
 
 
-def _read(decoder: msgspec.msgpack.Decoder[T], response: httpx.Response) -> T:
-    if response.status_code != 200:
-        raise from_engine(_failure(response))
-    with _engine_errors():
-        return decoder.decode(response.content)
-
-
-def _failure(response: httpx.Response) -> wire.Failed:
+def _failure(answer: _Answer) -> wire.Failed:
     try:
-        return _failed.decode(response.content)
+        return _failed.decode(answer.content)
     except msgspec.DecodeError:  # not the engine's own words: it crashed, or something else listens there
-        if response.status_code == 401:
+        if answer.status == 401:
             return wire.Failed("", "not_ready", "The engine does not accept the gateway's token.", retryable=True, retry_after=1)
-        message = f"The engine failed with status {response.status_code} and gave no reason; try again."
-        return wire.Failed("", "internal", message, retryable=response.status_code >= 500)
+        message = f"The engine failed with status {answer.status} and gave no reason; try again."
+        return wire.Failed("", "internal", message, retryable=answer.status >= 500)
 
 
-def _nonsense() -> wire.Failed:
-    return wire.Failed("", "internal", "The engine answered a generation with a message of another kind.")
+def _failed_reply(replies: list[wire.Reply]) -> wire.Failed:
+    """The failure among the messages of a stream, which are deltas otherwise."""
+    failed = next((reply for reply in replies if isinstance(reply, wire.Failed)), None)
+    return failed or wire.Failed("", "internal", "The engine answered a generation with a message of another kind.")
 
 
 @contextmanager
@@ -224,12 +229,11 @@ def _engine_errors() -> Iterator[None]:
     """What can go wrong on the way to an engine, as errors that a client may see."""
     try:
         yield
-    except httpx.ReadTimeout:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+        raise NotReady("The model's engine cannot be reached; try again soon.", retry_after=1, retryable=True) from None
+    except aiohttp.SocketTimeoutError:
         raise EngineSilent("The engine was silent for too long; try again, or ask for less at once.") from None
-    except httpx.TransportError as error:
-        # the transport gives a refused connection and a broken one the same class; their causes differ
-        if isinstance(error.__cause__, _UNREACHABLE):
-            raise NotReady("The model's engine cannot be reached; try again soon.", retry_after=1, retryable=True) from None
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
         raise EngineLost("The connection to the engine broke; try again.", retryable=True) from None
     except (msgspec.DecodeError, aiohttp.ClientError):  # the latter for what is not even HTTP
         raise EngineLost("The engine's answer cannot be read; its version may not match the gateway's.") from None

@@ -11,7 +11,7 @@ import pytest
 
 from engine import wire
 from gateway.errors import ModelNotFound, NotReady
-from gateway.pool.client import EngineClient, open_transport
+from gateway.pool.client import Connections, EngineClient
 from gateway.pool.discovery.base import Endpoint
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.pool import Pool
@@ -40,11 +40,11 @@ class Told:
 async def pool_of(
     *sources: Told, silence_seconds: float = 5, startup_seconds: float = 60
 ) -> AsyncIterator[tuple[Pool, Dispatcher, Telemetry]]:
-    transport, telemetry = open_transport(), Telemetry()
+    connections, telemetry = Connections(), Telemetry()
     workers = Workers(Capacity(workers=1, job_mib=512, max_jobs=10, max_bytes=1 << 20), telemetry)
 
     def connect(url: str, entry: str) -> Replica:
-        return Replica(EngineClient(url, transport, connect_seconds=1, engine_seconds=5), entry)
+        return Replica(EngineClient(url, connections, connect_seconds=1, engine_seconds=5), entry)
 
     pool = Pool(
         {str(place): source for place, source in enumerate(sources)},
@@ -62,7 +62,7 @@ async def pool_of(
     finally:
         await pool.stop()
         await workers.stop()
-        await transport.aclose()
+        await connections.close()
 
 
 def engines_ready(telemetry: Telemetry) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from engine import wire
 from gateway.errors import DeadlineExceeded, EngineLost, GatewayError, NotReady
-from gateway.pool.client import EngineClient, open_transport
+from gateway.pool.client import Connections, EngineClient
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start, metric
 from tests.processes import free_port, wait_until
@@ -20,14 +20,14 @@ IDS = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 
 
 @pytest.fixture
-async def transport() -> AsyncIterator[httpx.AsyncBaseTransport]:
-    transport = open_transport()
-    yield transport
-    await transport.aclose()
+async def connections() -> AsyncIterator[Connections]:
+    connections = Connections()
+    yield connections
+    await connections.close()
 
 
-def engine_at(port: int, transport: httpx.AsyncBaseTransport) -> EngineClient:
-    return EngineClient(f"http://127.0.0.1:{port}", transport, connect_seconds=1, engine_seconds=0.3)
+def engine_at(port: int, connections: Connections) -> EngineClient:
+    return EngineClient(f"http://127.0.0.1:{port}", connections, connect_seconds=1, engine_seconds=0.3)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def engine_at(port: int, transport: httpx.AsyncBaseTransport) -> EngineClient:
         (None, DeadlineExceeded),
     ],
 )
-async def test_what_is_no_engine(transport: httpx.AsyncBaseTransport, reply: bytes | None, error: type[GatewayError]) -> None:
+async def test_what_is_no_engine(connections: Connections, reply: bytes | None, error: type[GatewayError]) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         if reply is None:
@@ -52,25 +52,25 @@ async def test_what_is_no_engine(transport: httpx.AsyncBaseTransport, reply: byt
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        client = engine_at(server.sockets[0].getsockname()[1], transport)
+        client = engine_at(server.sockets[0].getsockname()[1], connections)
         with pytest.raises(error):
             await client.score(SCORE)
         with pytest.raises(GatewayError):
             await anext(client.generate(wire.Generate("x", [1])))
 
 
-async def test_a_refused_connection_is_not_ready(transport: httpx.AsyncBaseTransport, port: int) -> None:
-    assert not await engine_at(port, transport).ready()
+async def test_a_refused_connection_is_not_ready(connections: Connections, port: int) -> None:
+    assert not await engine_at(port, connections).ready()
     with pytest.raises(NotReady) as error:
-        await engine_at(port, transport).score(SCORE)
+        await engine_at(port, connections).score(SCORE)
     assert error.value.retryable
 
 
-async def test_more_calls_at_once_than_a_client_usually_allows(transport: httpx.AsyncBaseTransport) -> None:
+async def test_more_calls_at_once_than_a_client_usually_allows(connections: Connections) -> None:
     engine = FakeEngine()
     engine.faults.delay = 0.5
     with served(engine) as url:
-        client = EngineClient(url, transport, connect_seconds=5, engine_seconds=20)
+        client = EngineClient(url, connections, connect_seconds=5, engine_seconds=20)
         scores = [client.score(wire.Score(str(place), [1], [[place]], [3])) for place in range(150)]
         answers = asyncio.gather(*scores)
         await asyncio.to_thread(wait_until, lambda: len(engine.scores) == 150)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine import wire
 from gateway.errors import NotReady
-from gateway.pool.client import EngineClient, EngineToken
+from gateway.pool.client import Connections, EngineClient, EngineToken
 from gateway.pool.health import Health
 from gateway.pool.replica import Replica, ServedModel
 from gateway.scoring.split import split
@@ -27,7 +27,7 @@ INFO = wire.Info("m", "1", 300, 1000, [1], ["score"], LIMITS)
 
 
 def replica(name: int, tokens: int = 0) -> Replica:
-    client = EngineClient(f"http://engine-{name}", httpx.MockTransport(lambda _: None), connect_seconds=1, engine_seconds=1)
+    client = EngineClient(f"http://engine-{name}", Connections(), connect_seconds=1, engine_seconds=1)
     return Replica(client, ready=True, tokens=tokens, health=Health(tolerance=1, seconds=60))
 
 

@@ -60,7 +60,7 @@ def test_not_ready_at_once_but_serving_until_the_drain_is_over(start: Callable[.
     assert "connection" not in gateway.client.get("/livez").headers
     began = time.monotonic()
     gateway.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: gateway.client.get("/readyz").status_code == 503, 2)
+    wait_until(lambda: gateway.client.get("/readyz").status_code == 503, 3)
     while time.monotonic() - began < 1.2:
         answer = gateway.client.post("/v1/score", json=SCORE)
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")

@@ -23,6 +23,7 @@ from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.edge.cycle import Incoming
 from gateway.errors import KeyExpired, Unauthorized
 from gateway.exchange import Exchange
 from gateway.limits.base import Limits
@@ -173,7 +174,7 @@ class RequireKey(ASGIMiddleware):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Pass on a request whose key is valid. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        given = Incoming.of(scope).headers.get(b"authorization", b"")
         if len(given) > MAX_HEADER_BYTES:
             raise Unauthorized(f"The `Authorization` header is longer than {MAX_HEADER_BYTES} bytes; no API key is that long.")
         scheme, _space, secret = given.decode("latin-1").partition(" ")

@@ -14,6 +14,7 @@ import msgspec
 from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, ShuttingDown
 from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
@@ -115,7 +116,7 @@ async def exchange(
     app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, log: AccessLog | None, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer, count it and log it."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    given = Incoming.of(scope).headers.get(b"x-request-id", b"")
     state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
     scope[_KEY] = state  # type: ignore[literal-required]
 

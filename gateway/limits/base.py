@@ -104,7 +104,7 @@ class Lease(msgspec.Struct, eq=False):
     @property
     def more(self) -> Cost:
         """Final cost less the expected one: negative where something is given back. Nothing before the end."""
-        if self.charged is None:
+        if self.charged is None or self.charged is self.cost:
             return NOTHING
         return Cost(*(final - expected for final, expected in zip(self.charged, self.cost, strict=True)))
 

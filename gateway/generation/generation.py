@@ -103,8 +103,6 @@ class Generation:
         return [Piece(sequence.index, text, tokens) for sequence in self.sequences]
 
 
-async def run_all(generations: list[Generation], dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
+def run_all(generations: list[Generation], dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
     """The pieces of all prompts. The first failure ends them all; closing the iterator does too."""
-    async with aclosing(merged([generation.pieces(dispatcher) for generation in generations], CONCURRENT_PROMPTS)) as batches:
-        async for batch in batches:
-            yield batch
+    return merged([generation.pieces(dispatcher) for generation in generations], CONCURRENT_PROMPTS)

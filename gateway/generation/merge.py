@@ -12,13 +12,12 @@ from gateway.breathing import Pace
 T = TypeVar("T")
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int = 64) -> AsyncGenerator[T, None]:
+def merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int = 64) -> AsyncGenerator[T, None]:
     """Everything that ``streams`` bring, ``at_once`` of them at a time. The first failure ends them all, as closing does."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for news in stream:
-                yield news
-        return
+    return streams[0] if len(streams) == 1 else _merged(streams, at_once)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int) -> AsyncGenerator[T, None]:
     arrived: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(maxsize=2 * at_once)
     waiting = iter(streams)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +73,10 @@ class Generator:
         if stream:
             events = self._events(generations, answer, lease, account, includes_usage=includes_usage)
             return await self.streams.begin(events, request)
-        async with while_connected(request.receive), aclosing(self._run(generations, lease, account)) as batches:
-            choices = joined([piece async for batch in batches for piece in batch])
+        async with while_connected(request.receive):
+            with self._counted(generations, lease, account):
+                async with aclosing(run_all(generations, self.dispatcher)) as batches:
+                    choices = joined([piece async for batch in batches for piece in batch])
             choices.sort(key=lambda piece: piece.index)
             logprobs = [await _encoded(answer, choice.tokens) for choice in choices]
         return Response(answer.whole(choices, logprobs, usage_of(generations)))
@@ -83,32 +85,32 @@ class Generator:
         self, generations: list[Generation], answer: Answer, lease: Lease | None, account: Account, *, includes_usage: bool
     ) -> AsyncGenerator[bytes, None]:
         opened = False
-        async with aclosing(self._run(generations, lease, account)) as batches:
-            async for batch in batches:
-                breath = Breath()
-                chunks: list[bytes] = []
-                if not opened:
-                    opened = True
-                    indices = [sequence.index for generation in generations for sequence in generation.sequences]
-                    chunks = [sse(opening) for index in indices if (opening := answer.opening(index))]
-                for piece in _small(joined(batch)):
-                    chunks.append(sse(answer.chunk(piece)))
-                    if breath.due:
+        with self._counted(generations, lease, account):
+            async with aclosing(run_all(generations, self.dispatcher)) as batches:
+                async for batch in batches:
+                    breath = Breath()
+                    chunks: list[bytes] = []
+                    if not opened:
+                        opened = True
+                        indices = [sequence.index for generation in generations for sequence in generation.sequences]
+                        chunks = [sse(opening) for index in indices if (opening := answer.opening(index))]
+                    for piece in _small(joined(batch)):
+                        chunks.append(sse(answer.chunk(piece)))
+                        if breath.due:
+                            yield b"".join(chunks)
+                            chunks.clear()
+                            await breath.take()
+                    if chunks:
                         yield b"".join(chunks)
-                        chunks.clear()
-                        await breath.take()
-                if chunks:
-                    yield b"".join(chunks)
         if includes_usage:
             yield sse(answer.closing(usage_of(generations)))
         yield DONE
 
-    async def _run(self, generations: list[Generation], lease: Lease | None, account: Account) -> AsyncGenerator[list[Piece], None]:
-        """All pieces; however it ends, the tokens are counted."""
+    @contextmanager
+    def _counted(self, generations: list[Generation], lease: Lease | None, account: Account) -> Iterator[None]:
+        """A block that runs ``generations``. However it ends, the tokens are counted."""
         try:
-            async with aclosing(run_all(generations, self.dispatcher)) as batches:
-                async for batch in batches:
-                    yield batch
+            yield
         finally:
             account.cached_tokens = sum(generation.cached_tokens for generation in generations)
             account.completion_tokens = sum(generation.completion_tokens for generation in generations)

@@ -68,7 +68,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     group: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
     """Trust group: keys of one group share cached results and prefixes. None: a group of its own."""
     weight: Annotated[float, msgspec.Meta(ge=0.1, le=100)] = 1.0
-    """Share of a busy engine relative to other keys."""
+    """Share of busy engines, of text workers and of places for requests, relative to other keys."""
     priority_min: Priority = PRIORITY_RANGE[0]
     """Lowest ``priority`` that a request may ask for; lower runs earlier."""
     priority_max: Priority = PRIORITY_RANGE[1]

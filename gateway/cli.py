@@ -149,7 +149,7 @@ def new_key(
     concurrency: Annotated[int | None, typer.Option(min=1, max=10**12, help="Requests at a time.")] = None,
     expires: Annotated[datetime | None, typer.Option(formats=_MOMENTS, help="Expiry time, in UTC.")] = None,
     group: Annotated[str | None, typer.Option(help="Keys of one group share cached results; without it, none does.")] = None,
-    weight: Annotated[float | None, typer.Option(min=0.1, max=100, help="Share of a busy engine next to other keys; 1.")] = None,
+    weight: Annotated[float | None, typer.Option(min=0.1, max=100, help="Share of busy servers next to other keys; 1.")] = None,
     priority_min: Annotated[int | None, typer.Option(help="Lowest priority that requests may ask for; -100.")] = None,
     priority_max: Annotated[int | None, typer.Option(help="Highest priority that requests may ask for; 100.")] = None,
 ) -> None:

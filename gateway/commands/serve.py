@@ -123,7 +123,7 @@ class _Supervisor:
         """Return when the gateway is, which needs the engine. Raises :class:`CommandError` where one ends."""
         started = time.monotonic()
         what = options.model or "the demo model"
-        self._console.print(f"Loading {what} …")
+        self._console.print(f"Loading {what} …", soft_wrap=True)
         with self._console.status("") as status, httpx.Client(trust_env=False) as client:
             while not _answers(client, f"{self._url}/readyz"):
                 self._check_running()

@@ -42,3 +42,14 @@ def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
     assert {page for page in pages if f"({page})" not in index} == set()
+
+
+def test_the_tests_that_the_security_page_names_exist() -> None:
+    path = None
+    named = re.findall(r"`([\w/]+\.py)?(?:::(\w+))?`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    for file, name in named:
+        path = ROOT / "tests" / file if file else path
+        assert path is not None
+        assert path.is_file(), file
+        assert f"def {name}(" in path.read_text(encoding="utf-8") or not name, f"{path}::{name}"

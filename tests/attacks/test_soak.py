@@ -63,7 +63,7 @@ class Deployment:
         self.wait_engines(2)
 
     def _pod(self, port: int | None = None) -> Pod:
-        pod = Pod(self._model, "--name", "soak", "--threads", "1", port=port)
+        pod = Pod(self._model, "--name", "soak", "--threads", "1", "--max-batched-tokens", "256", port=port)
         threading.Thread(target=pod.process.stderr.read, daemon=True).start()
         return pod
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import uvicorn
 from litestar import Litestar
 
-from engine.link import Link
+from engine.link import LoopClient
 from engine.server import create_app, create_health_app
 from engine.settings import ATTENTION, CUDA_GRAPHS, DEVICES, DTYPES, QUANTIZE, EngineSettings
-from engine.token import Token, TokenError
+from engine.token import BearerTokenError, BearerTokens
 
 FLUSH_SECONDS = 2
 """Time for the last bytes to be sent, once every request has its last word."""
@@ -38,9 +38,9 @@ def main() -> int:
         quantize=arguments.quantize,
         attention=arguments.attention,
         cuda_graphs=arguments.cuda_graphs,
-        max_tokens_in_cache=arguments.max_tokens_in_cache,
-        token_budget=arguments.token_budget,
-        max_running=arguments.max_running,
+        max_total_tokens=arguments.max_total_tokens,
+        max_batched_tokens=arguments.max_batched_tokens,
+        max_running_requests=arguments.max_running_requests,
         max_waiting=arguments.max_waiting,
         max_wait_seconds=arguments.max_wait_seconds,
         stall_seconds=arguments.stall_seconds,
@@ -49,17 +49,17 @@ def main() -> int:
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        token = Token(arguments.token_file) if arguments.token_file else None
+        token = BearerTokens(arguments.token_file) if arguments.token_file else None
         listener = _listen(arguments.host, arguments.port, "--port")
         health = _listen(arguments.host, arguments.health_port, "--health-port") if arguments.health_port else None
-    except (TokenError, OSError) as error:
+    except (BearerTokenError, OSError) as error:
         return _fail(str(error))
     return asyncio.run(_serve(create_app(settings, token), listener, health, arguments.grace_seconds))
 
 
 async def _serve(app: Litestar, listener: socket.socket, health: socket.socket | None, grace_seconds: float) -> int:
     """Serve until a signal comes or the loop ends. After a signal, running requests have ``grace_seconds`` to end."""
-    link: Link = app.state.link
+    link: LoopClient = app.state.link
     servers = [(_Server(_config(app)), listener)]
     if health is not None:
         servers.append((_Server(_config(create_health_app(link))), health))
@@ -161,9 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cuda-graphs", choices=CUDA_GRAPHS, default="auto", help="capture small steps and replay them (%(default)s)"
     )
-    parser.add_argument("--max-tokens-in-cache", type=_positive, help="tokens whose keys and values are kept (what memory allows)")
-    parser.add_argument("--token-budget", type=_positive, help="tokens computed in one step (2048 on a CPU, 8192 on a GPU)")
-    parser.add_argument("--max-running", type=_positive, default=256, help="requests worked on at once (%(default)s)")
+    parser.add_argument("--max-total-tokens", type=_positive, help="tokens whose keys and values are kept (what memory allows)")
+    parser.add_argument("--max-batched-tokens", type=_positive, help="tokens computed in one step (2048 on a CPU, 8192 on a GPU)")
+    parser.add_argument("--max-running-requests", type=_positive, default=256, help="requests worked on at once (%(default)s)")
     parser.add_argument("--max-waiting", type=_positive, default=4096, help="requests queued before refusal (%(default)s)")
     parser.add_argument(
         "--max-wait-seconds", type=float, default=30, help="time that a request may have to be queued before refusal (%(default)s)"

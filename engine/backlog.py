@@ -31,7 +31,7 @@ class Queued:
     total: int = 0
 
 
-class Backlog:
+class WaitEstimator:
     """The requests that nobody has begun."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -18,7 +18,7 @@ from engine.attention.branches import FixedBranches
 from engine.attention.select import choose, problem_of
 from engine.attention.triton import FixedTritonAttention
 from engine.guidance.graphs import ROWS, WIDTH, PassGraphs
-from engine.guidance.guide import Guide
+from engine.guidance.guide import LenVMRunner
 from engine.guidance.pairing import check_pairing, gamma_of
 from engine.loop import Loop
 from engine.memory.kv import KVCache
@@ -29,7 +29,7 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.loader import fingerprint, load_model
 from engine.models.source import locate
-from engine.models.value import ValueModel, load_value_model
+from engine.models.value import LenVM, load_lenvm
 from engine.parallel.leader import LeadingDecoder
 from engine.runner.graphs import BUCKETS, CudaCapture, StepGraphs
 from engine.runner.runner import Runner
@@ -67,21 +67,21 @@ def build_loop(settings: EngineSettings) -> Loop:
     return assemble(decoder, settings, both[: len(digest)], length)
 
 
-class Length(NamedTuple):
+class PairedLenVM(NamedTuple):
     """What guides generations."""
 
-    model: ValueModel
+    model: LenVM
     gamma: float
 
 
-def load_length(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> Length:
+def load_length(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> PairedLenVM:
     """The length model of a directory. Raises :class:`ModelError` where it cannot serve beside the model in ``base``."""
     check_pairing(base, directory)
-    model = load_value_model(directory, dtype, settings.quantize).to(device)
+    model = load_lenvm(directory, dtype, settings.quantize).to(device)
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")
-    return Length(model, gamma_of(directory, settings.length_gamma))
+    return PairedLenVM(model, gamma_of(directory, settings.length_gamma))
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
@@ -108,26 +108,28 @@ def set_threads(settings: EngineSettings) -> None:
         torch.set_num_threads(threads)
 
 
-def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: Length | None = None) -> Loop:
+def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: PairedLenVM | None = None) -> Loop:
     """A loop around a loaded model, and the length model where there is one."""
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
     decoders = [decoder] if length is None else [decoder, length.model.decoder]
-    slots = settings.max_tokens_in_cache or _default_slots(decoders, settings.tensor_parallel)
+    slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention)
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
-    budget = Budget(settings.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running)
-    guide = None
+    budget = Budget(
+        settings.max_batched_tokens or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running_requests
+    )
+    lenvm = None
     if length is not None:
         length_attention = make_attention(length.model.decoder, slots, settings.attention)
         passes = make_pass_graphs(length.model, length_attention.kv, settings.cuda_graphs, budget)
         compact = not on_gpu and not overlap
-        guide = Guide(length.model, length_attention, length.gamma, config.eos_token_ids, passes, compact=compact)
+        lenvm = LenVMRunner(length.model, length_attention, length.gamma, config.eos_token_ids, passes, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, guide)
-    length_pool = None if length is None else SlotPool(slots)
-    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, length_pool=length_pool)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
+    lenvm_pool = None if length is None else SlotPool(slots)
+    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool)
     info = describe(config, settings, slots, digest, length)
     return Loop(
         runner, scheduler, info, max_waiting=settings.max_waiting, max_wait_seconds=settings.max_wait_seconds, overlap=overlap
@@ -157,7 +159,7 @@ def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> S
     return _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, kv, budget))
 
 
-def make_pass_graphs(model: ValueModel, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
+def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
     """The same of the length model's passes over candidates."""
     return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
 
@@ -194,20 +196,22 @@ def _graphs_problem(decoder: Decoder) -> str | None:
 
 def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
     """For steps up to the budget."""
-    buckets = [size for size in BUCKETS if size <= max(budget.tokens, BUCKETS[0])]
+    buckets = [size for size in BUCKETS if size <= max(budget.max_batched_tokens, BUCKETS[0])]
     attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets))
     return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
 
 
-def _capture_passes(model: ValueModel, kv: KVCache, budget: Budget) -> PassGraphs:
+def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
     """For as many rows as a step within the budget draws for."""
     capture = CudaCapture(kv.keys.device)
-    buckets = [rows for rows in ROWS if rows <= max(budget.tokens, ROWS[0])]
+    buckets = [rows for rows in ROWS if rows <= max(budget.max_batched_tokens, ROWS[0])]
     attention = FixedBranches(kv, model.config.num_heads, max(buckets), WIDTH)
     return PassGraphs(model, attention, capture, buckets)
 
 
-def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str, length: Length | None = None) -> wire.Info:
+def describe(
+    config: ModelConfig, settings: EngineSettings, slots: int, digest: str, length: PairedLenVM | None = None
+) -> wire.Info:
     """What the gateway is told of the model and its limits. Rows of the head that only one of two models has are padding."""
     vocab_size = config.vocab_size if length is None else min(config.vocab_size, length.model.config.vocab_size)
     return wire.Info(

@@ -5,7 +5,7 @@ tokens of a branch live in slots of its own. Scoring gives each item a branch; a
 one, which starts with the prompt's last token and grows by what is drawn. So at any moment all that is left to do for a
 request is to compute the tokens that have no slot yet, and a preempted branch is simply one that lost its slots.
 
-A guided generation has a :class:`Shadow`: the same tokens once more, on the length model, in slots of that model. Each of its
+A guided generation has a :class:`AuxRequest`: the same tokens once more, on the length model, in slots of that model. Each of its
 branches has a twin there. What is drawn is computed by the length model before it is drawn, as one of the candidates, so a twin
 that keeps up has a slot for one token more than is known; one that was passed over, or lost its slots, has pending tokens.
 """
@@ -90,11 +90,13 @@ class Branch:
     """Of the prompt's tokens so far, while it is computed in chunks."""
     unsent: list[wire.Delta] = field(default_factory=list)
     """What is kept back until it is as many tokens as the caller wants at a time."""
-    flights: int = 0
+    pending_steps: int = 0
     """Steps in flight that compute its last token; the result comes when they are settled."""
     done: bool = False
-    twin: Branch | None = None
-    """Of a guided sequence the same one on the other model; both have one buffer of tokens."""
+    aux_branch: Branch | None = None
+    """The same sequence on the length model, where the sequence is guided. Both branches share one token buffer."""
+    main_branch: Branch | None = None
+    """On a branch of an :class:`AuxRequest`: the branch on the main model."""
 
     def __post_init__(self) -> None:
         self.given = len(self.tokens)
@@ -156,18 +158,18 @@ class Request:
     """Slots that it took from the pool and holds: those of its branches, and of prefix tokens that it computed itself."""
 
     @property
-    def on_length_model(self) -> bool:
+    def on_lenvm(self) -> bool:
         """Which model computes it, and whose slots it takes."""
         return False
 
     @property
-    def halves(self) -> tuple[Request, ...]:
+    def with_aux(self) -> tuple[Request, ...]:
         """What is computed for it: itself and, where it is guided, the same on the length model."""
         return (self,)
 
     @property
-    def principal(self) -> Request:
-        """The request that came: of a shadow the one it belongs to."""
+    def main_request(self) -> Request:
+        """The request that came: of a aux_request the one it belongs to."""
         return self
 
     @property
@@ -226,7 +228,7 @@ class ItemsRequest(Request):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class ScoreRequest(ItemsRequest):
+class LabelScoreRequest(ItemsRequest):
     """Label log-probabilities at the end of each branch."""
 
     labels: list[int]
@@ -234,7 +236,7 @@ class ScoreRequest(ItemsRequest):
     """[branch][label]; empty until that branch is done."""
 
     @classmethod
-    def of(cls, message: wire.Score, now: float) -> ScoreRequest:
+    def of(cls, message: wire.Score, now: float) -> LabelScoreRequest:
         """``now``: the monotonic clock, seconds."""
         return cls._of(message, now, labels=message.labels, results=[[] for _ in message.branches])
 
@@ -252,22 +254,22 @@ class ValueRequest(ItemsRequest):
         return cls._of(message, now, results=[0.0] * len(message.branches))
 
     @property
-    def on_length_model(self) -> bool:
+    def on_lenvm(self) -> bool:
         return True
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Shadow(Request):
+class AuxRequest(Request):
     """A guided generation on the length model."""
 
     owner: GenerateRequest
 
     @property
-    def on_length_model(self) -> bool:
+    def on_lenvm(self) -> bool:
         return True
 
     @property
-    def principal(self) -> Request:
+    def main_request(self) -> Request:
         return self.owner
 
 
@@ -277,11 +279,11 @@ class GenerateRequest(Request):
 
     message: wire.Generate
     prompt: Ints
-    guidance: wire.Guidance | None = None
+    length_guidance: wire.LengthGuidance | None = None
     """None also where the message's guidance changes nothing."""
     candidates: int = 0
     """Tokens that the length model computes for a draw, at most."""
-    shadow: Shadow | None = None
+    aux_request: AuxRequest | None = None
 
     @classmethod
     def of(cls, message: wire.Generate, now: float) -> GenerateRequest:
@@ -299,24 +301,24 @@ class GenerateRequest(Request):
             expires=None if message.deadline is None else now + message.deadline,
             message=message,
             prompt=prompt,
-            guidance=effective(message),
+            length_guidance=effective(message),
         )
         request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
-        if request.guidance is not None:
+        if request.length_guidance is not None:
             request.candidates = top_k(message)
-            request.shadow = Shadow(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
+            request.aux_request = AuxRequest(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
             for branch in request.branches:
-                branch.twin = Branch(request.shadow, branch.index, branch.tokens, twin=branch)
-                request.shadow.branches.append(branch.twin)
+                branch.aux_branch = Branch(request.aux_request, branch.index, branch.tokens, main_branch=branch)
+                request.aux_request.branches.append(branch.aux_branch)
         return request
 
     @property
-    def halves(self) -> tuple[Request, ...]:
-        return (self,) if self.shadow is None else (self, self.shadow)
+    def with_aux(self) -> tuple[Request, ...]:
+        return (self,) if self.aux_request is None else (self, self.aux_request)
 
     @property
     def reserve(self) -> int:
-        if self.prefix_remaining or (self.shadow is not None and self.shadow.prefix_remaining):
+        if self.prefix_remaining or (self.aux_request is not None and self.aux_request.prefix_remaining):
             return 0
         return len(self.branches) * (1 + self.candidates)
 
@@ -344,7 +346,7 @@ class GenerateRequest(Request):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class ExtendSegment:
     """Consecutive new tokens of one prefix or branch in one step.
 
     Each token attends to the ``context`` slots up to and including its own, so a run may sit on slots that another run of the
@@ -371,14 +373,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lookahead:
+class CandidatePass:
     """A guided draw on the length model: the candidates are branches of one token on all that is known."""
 
     branch: Branch
     """The twin."""
     prefix: Ints
     """Slots of all known tokens, in order of position."""
-    pending: Run | None
+    pending: ExtendSegment | None
     """The last of them, where the length model has not computed them yet."""
     slot: int
     """For the candidate that is drawn."""
@@ -388,34 +390,34 @@ class Lookahead:
 class Batch:
     """What one step computes: scoring and decoding together."""
 
-    runs: list[Run] = field(default_factory=list)
+    segments: list[ExtendSegment] = field(default_factory=list)
     tokens: int = 0
     """Of ``runs``."""
-    values: list[Run] = field(default_factory=list)
-    """On the length model, whatever is drawn; not the pending tokens of ``lookaheads``."""
-    lookaheads: dict[Branch, Lookahead] = field(default_factory=dict)
+    lenvm_segments: list[ExtendSegment] = field(default_factory=list)
+    """On the length model, whatever is drawn; not the pending tokens of ``candidate_passes``."""
+    candidate_passes: dict[Branch, CandidatePass] = field(default_factory=dict)
     """Of the guided branches that draw."""
     load: int = 0
     """Tokens of all these at most, candidates included."""
 
-    def add(self, run: Run) -> None:
+    def add(self, segment: ExtendSegment) -> None:
         """Runs of a model are computed in the order they are added."""
-        self.load += len(run.tokens)
-        if run.request.on_length_model:
-            self.values.append(run)
+        self.load += len(segment.tokens)
+        if segment.request.on_lenvm:
+            self.lenvm_segments.append(segment)
         else:
-            self.runs.append(run)
-            self.tokens += len(run.tokens)
+            self.segments.append(segment)
+            self.tokens += len(segment.tokens)
 
-    def look_ahead(self, branch: Branch, lookahead: Lookahead, candidates: int) -> None:
+    def add_candidate_pass(self, branch: Branch, candidate_pass: CandidatePass, candidates: int) -> None:
         """``branch`` draws among so many candidates at most."""
-        self.lookaheads[branch] = lookahead
-        self.load += candidates + (len(lookahead.pending.tokens) if lookahead.pending else 0)
+        self.candidate_passes[branch] = candidate_pass
+        self.load += candidates + (len(candidate_pass.pending.tokens) if candidate_pass.pending else 0)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
-        return not (self.runs or self.values)
+        return not (self.segments or self.lenvm_segments)
 
 
 def as_ints(parts: Iterable[Ints]) -> Ints:

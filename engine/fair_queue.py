@@ -117,7 +117,7 @@ class FairQueue:
     A step costs time for each flow that has running requests or gets a share of the step, not for each flow.
     """
 
-    def __init__(self, lanes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, kv_pools: int, clock: Callable[[], float] = time.monotonic) -> None:
         """``lanes``: models with slots of their own."""
         self.flows: dict[str, Flow] = {}
         """By tenant."""
@@ -127,7 +127,7 @@ class FairQueue:
         """Of all flows together."""
         self.satisfied = True
         """Whether the step has room for all that is wanted."""
-        self._lanes = lanes
+        self._lanes = kv_pools
         self._clock = clock
         self._numbers = itertools.count()
         self._virtual = 0.0
@@ -309,9 +309,9 @@ class FairQueue:
 def _prompt_remaining(request: Request, limit: int) -> int:
     """Tokens of a running request that are neither computed nor reserved for decoding, counted at least up to ``limit``."""
     total, limit = 0, limit + request.reserve
-    for half in request.halves:
-        total += half.prefix_remaining
-        for branch in half.branches:
+    for part in request.with_aux:
+        total += part.prefix_remaining
+        for branch in part.branches:
             if total >= limit:
                 break
             total += branch.remaining

@@ -29,7 +29,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "100
 of forward passes of 256-1920 tokens (6 layers, hidden 512, float32)."""
 
 
-class Link:
+class LoopClient:
     """One loop process. Use :meth:`start`, then :meth:`ask`; :meth:`close` ends the process."""
 
     def __init__(self, settings: EngineSettings) -> None:

@@ -19,11 +19,11 @@ import msgspec
 import torch
 
 from engine import wire
-from engine.core import Batch, Branch, GenerateRequest, Request, ScoreRequest, ValueRequest
+from engine.core import Batch, Branch, GenerateRequest, LabelScoreRequest, Request, ValueRequest
 from engine.fair_queue import MAX_WEIGHT, MIN_WEIGHT
 from engine.guidance.rules import problems as guidance_problems
 from engine.request_log import Ending, RequestLog
-from engine.runner.runner import Drawn, Flight, Result, Runner, Tally, join_logprobs
+from engine.runner.runner import Drawn, PendingStep, Result, Runner, Tally, join_logprobs
 from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Loop:
         self._max_waiting = max_waiting
         self._max_wait_seconds = max_wait_seconds
         self._overlap = overlap
-        self._flight: Flight | None = None
+        self._pending_step: PendingStep | None = None
         """The step that is not settled yet."""
         self._clock = clock
         self._log = RequestLog(clock)
@@ -98,7 +98,7 @@ class Loop:
     @property
     def idle(self) -> bool:
         """Nothing to compute, to wait for or to say."""
-        return self._scheduler.idle and self._flight is None and not self._ended
+        return self._scheduler.idle and self._pending_step is None and not self._ended
 
     def step(self) -> list[wire.Reply]:
         """Launch one step and settle one; returns what there is to tell."""
@@ -108,17 +108,17 @@ class Loop:
             replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
         batch = self._scheduler.schedule()
-        landing = self._flight
+        pending = self._pending_step
         try:
-            self._flight = None if batch.empty else self._launch(batch)
+            self._pending_step = None if batch.empty else self._launch(batch)
         except DEVICE_ERRORS as error:
-            self._flight = None
+            self._pending_step = None
             replies += self._fail(batch, error)
-        if landing is not None:
-            replies += self._land(landing)
-        if not self._overlap and self._flight is not None:
-            landing, self._flight = self._flight, None
-            replies += self._land(landing)
+        if pending is not None:
+            replies += self._wait(pending)
+        if not self._overlap and self._pending_step is not None:
+            pending, self._pending_step = self._pending_step, None
+            replies += self._wait(pending)
         return replies
 
     @property
@@ -130,7 +130,7 @@ class Loop:
             waiting=scheduler.waiting,
             wait_seconds=scheduler.longest_wait,
             slots_total=scheduler.pool.size,
-            slots_free=scheduler.pool.free,
+            slots_free=scheduler.pool.available,
             slots_cached=scheduler.cache.evictable,
             steps=self._steps,
             computed_tokens=self._computed,
@@ -149,7 +149,7 @@ class Loop:
 
     def _submit_score(self, message: wire.Score) -> None:
         if message.branches:
-            self._scheduler.add(ScoreRequest.of(message, self._clock()))
+            self._scheduler.add(LabelScoreRequest.of(message, self._clock()))
         else:
             self._ended.append(wire.Scored(message.id, [], 0, 0))
 
@@ -219,31 +219,31 @@ class Loop:
         self._scheduler.remove(request)
         self._note("aborted", request)
 
-    def _launch(self, batch: Batch) -> Flight:
+    def _launch(self, batch: Batch) -> PendingStep:
         self._steps += 1
         self._computed += batch.tokens
-        flight = self._runner.launch(batch)
-        for branch in flight.asked.branches:
-            branch.flights += 1
-        for lookahead in flight.skipped:
-            self._scheduler.forgo(lookahead)
-        return flight
+        step = self._runner.launch(batch)
+        for branch in step.asked.branches:
+            branch.pending_steps += 1
+        for candidate_pass in step.skipped:
+            self._scheduler.release_unused(candidate_pass)
+        return step
 
-    def _land(self, flight: Flight) -> list[wire.Reply]:
+    def _wait(self, step: PendingStep) -> list[wire.Reply]:
         """Wait for a step and settle it. Where it failed, the step launched on top of it has nothing to stand on either."""
         try:
-            result = flight.wait()
+            result = step.wait()
         except DEVICE_ERRORS as error:
-            replies = self._fail(flight.batch, error)
-            if self._flight is not None:
-                replies += self._fail(self._flight.batch, error)
-                self._flight = None
+            replies = self._fail(step.batch, error)
+            if self._pending_step is not None:
+                replies += self._fail(self._pending_step.batch, error)
+                self._pending_step = None
             return replies
-        for branch in flight.asked.branches:
-            branch.flights -= 1
-        return list(self._settle(result))
+        for branch in step.asked.branches:
+            branch.pending_steps -= 1
+        return list(self._process_results(result))
 
-    def _settle(self, result: Result) -> Iterator[wire.Reply]:
+    def _process_results(self, result: Result) -> Iterator[wire.Reply]:
         for part in result.prompts:
             if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
                 part.branch.prompt_logprobs += part.logprobs
@@ -251,7 +251,7 @@ class Loop:
             if not self._open(branch):
                 continue
             request = branch.request
-            assert isinstance(request, ScoreRequest)
+            assert isinstance(request, LabelScoreRequest)
             request.results[branch.index] = logprobs
             self._scheduler.finish(branch)
             if not request.branches:
@@ -262,7 +262,7 @@ class Loop:
                 )
         for branch, z in result.valued:
             if self._open(branch):
-                yield from self._settle_value(branch, z)
+                yield from self._process_value(branch, z)
         for branch in filter(self._open, result.ended):
             yield from self._tell(branch, self._delta(branch, None, "length"))
         for drawn in result.drawn:
@@ -272,7 +272,7 @@ class Loop:
         self._tally.guided += result.tally.guided
         self._tally.alone += result.tally.alone
 
-    def _settle_value(self, branch: Branch, z: float) -> Iterator[wire.Reply]:
+    def _process_value(self, branch: Branch, z: float) -> Iterator[wire.Reply]:
         request = branch.request
         assert isinstance(request, ValueRequest)
         request.results[branch.index] = z
@@ -362,7 +362,9 @@ def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> 
     problem = _caller_problem(message.caller)
     if problem is not None:
         return problem
-    asks_for_guidance = isinstance(message, wire.Value) or (isinstance(message, wire.Generate) and message.guidance is not None)
+    asks_for_guidance = isinstance(message, wire.Value) or (
+        isinstance(message, wire.Generate) and message.length_guidance is not None
+    )
     if asks_for_guidance and "guide" not in info.capabilities:
         return "This engine has no length model."
     if isinstance(message, wire.Generate):

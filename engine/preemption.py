@@ -36,15 +36,15 @@ class Preemption:
             return None
         return next(_preemptible(most, step), None)
 
-    def for_waiting(self, flow: Flow, lane: int, slots: int, need: int, lacking: int, step: int) -> list[Request] | None:
+    def for_waiting(self, flow: Flow, kv_pool: int, slots: int, need: int, lacking: int, step: int) -> list[Request] | None:
         """Who gives up ``lacking`` of a lane's ``slots`` to a waiting request of ``flow`` that begins with ``need``; the newest
         of the tenant that holds most at each point first. None where the tenant may not take so many."""
         share = self._share(slots)
-        most = (flow.held[lane] + need) / flow.weight
+        most = (flow.held[kv_pool] + need) / flow.weight
         if flow.running and most > share:
             return None
         most = max(most, share)
-        held = {other: other.held[lane] for other in self._others(flow)}
+        held = {other: other.held[kv_pool] for other in self._others(flow)}
         candidates = {other: _preemptible(other, step) for other in held}
         chosen: list[Request] = []
         while lacking > 0:
@@ -52,40 +52,40 @@ class Preemption:
             if fullest is None or held[fullest] / fullest.weight <= most:
                 return None
             victim = next(candidates[fullest], None)
-            if victim is None or (flow.running and held[fullest] - _taken(victim, lane) < share * fullest.weight):
+            if victim is None or (flow.running and held[fullest] - _taken(victim, kv_pool) < share * fullest.weight):
                 del held[fullest]
-            elif freed := _taken(victim, lane):
+            elif freed := _taken(victim, kv_pool):
                 held[fullest] -= freed
                 lacking -= freed
                 chosen.append(victim)
         return chosen
 
-    def for_running(self, request: Request, lane: int, slots: int, step: int) -> Request | None:
+    def for_running(self, request: Request, kv_pool: int, slots: int, step: int) -> Request | None:
         """Who gives up some of the ``slots`` of a lane to a running request: where its tenant has less than its share, the newest
         request of the tenant that has most beyond its own; otherwise the newest request of its tenant. With one tenant that is the
         request that was admitted last."""
         flow = self._queue.of(request)
-        own = _last_behind(request, flow.running, lane, step)
+        own = _last_behind(request, flow.running, kv_pool, step)
         if not self._queue.shared:
             return own
         share = self._share(slots)
-        other = self._above(share, flow, lane, step) if flow.held[lane] / flow.weight < share else None
+        other = self._above(share, flow, kv_pool, step) if flow.held[kv_pool] / flow.weight < share else None
         if other is None and own is None and request is flow.oldest:
-            return _last_behind(request, self._running, lane, step)
+            return _last_behind(request, self._running, kv_pool, step)
         return other or own
 
     def _share(self, slots: int) -> float:
         """What a tenant of weight 1 should have of them."""
         return slots / self._queue.weight
 
-    def _above(self, share: float, flow: Flow, lane: int, step: int) -> Request | None:
+    def _above(self, share: float, flow: Flow, kv_pool: int, step: int) -> Request | None:
         """The newest request of the tenant other than ``flow`` that has most slots for its weight, and more than its share."""
         most, newest = share, None
         for other in self._others(flow):
-            if other.held[lane] / other.weight > most:
-                found = next((each for each in _preemptible(other, step) if _taken(each, lane)), None)
+            if other.held[kv_pool] / other.weight > most:
+                found = next((each for each in _preemptible(other, step) if _taken(each, kv_pool)), None)
                 if found is not None:
-                    most, newest = other.held[lane] / other.weight, found
+                    most, newest = other.held[kv_pool] / other.weight, found
         return newest
 
     def _others(self, flow: Flow) -> Iterator[Flow]:
@@ -99,16 +99,16 @@ def _preemptible(flow: Flow, step: int) -> Iterator[Request]:
     return (request for request in reversed(flow.running.values()) if request is not oldest and request.step != step)
 
 
-def _last_behind(request: Request, running: dict[str, Request], lane: int, step: int) -> Request | None:
+def _last_behind(request: Request, running: dict[str, Request], kv_pool: int, step: int) -> Request | None:
     """The last of ``running`` on a lane, where it was admitted after ``request``."""
     for last in reversed(running.values()):
         if last is request:
             return None
-        if last.step != step and any(half.on_length_model == lane for half in last.halves):
+        if last.step != step and any(part.on_lenvm == kv_pool for part in last.with_aux):
             return last
     return None
 
 
-def _taken(request: Request, lane: int) -> int:
+def _taken(request: Request, kv_pool: int) -> int:
     """Slots of a lane that a request took from the pool and holds."""
-    return sum(half.taken for half in request.halves if half.on_length_model == lane)
+    return sum(part.taken for part in request.with_aux if part.on_lenvm == kv_pool)

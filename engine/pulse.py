@@ -1,4 +1,4 @@
-"""Whether the loop's process makes progress. Owned by :class:`engine.link.Link`, in the process that speaks HTTP.
+"""Whether the loop's process makes progress. Owned by :class:`engine.link.LoopClient`, in the process that speaks HTTP.
 
 The loop beats after every step and, without work, every :data:`engine.channel.BEAT_SECONDS`. A step cannot beat in its middle, and
 on a CPU it may take minutes, so the CPU time of the loop's process tells a long step from a process that stands still. A process

@@ -40,8 +40,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine import wire
-from engine.backlog import Backlog
-from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Ints, Lookahead, Request, Run
+from engine.backlog import WaitEstimator
+from engine.core import EMPTY, PENDING, Batch, Branch, CandidatePass, ExtendSegment, GenerateRequest, Ints, Request
 from engine.fair_queue import FairQueue, Flow
 from engine.memory.prefix_cache import PrefixCache
 from engine.memory.slots import SlotPool
@@ -60,13 +60,13 @@ switches"; 8 leaves a ninth free beside one flood."""
 class Budget:
     """What bounds a step."""
 
-    tokens: int
+    max_batched_tokens: int
     """Tokens a step, decoding branches included; a :data:`CONTENDED_SHARE` of it while several tenants share the engine."""
-    running: int
+    max_running_requests: int
     """Requests admitted at once."""
 
 
-class Lane(NamedTuple):
+class KVPool(NamedTuple):
     """One model's slots."""
 
     pool: SlotPool
@@ -83,30 +83,30 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         *,
         run_ahead: bool = False,
-        length_pool: SlotPool | None = None,
+        lenvm_pool: SlotPool | None = None,
     ) -> None:
-        """``length_pool``: of the length model, where there is one."""
-        self.lanes = [Lane(each, PrefixCache(each)) for each in (pool, length_pool) if each is not None]
-        self.pool, self.cache = self.lanes[0]
+        """``lenvm_pool``: of the length model, where there is one."""
+        self.kv_pools = [KVPool(each, PrefixCache(each)) for each in (pool, lenvm_pool) if each is not None]
+        self.pool, self.cache = self.kv_pools[0]
         self._run_ahead = run_ahead
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
-        self._queue = FairQueue(len(self.lanes), clock)
+        self._queue = FairQueue(len(self.kv_pools), clock)
         self._preemption = Preemption(self._queue, self._running)
         self._steps = 0
         self._closed_above = math.inf
         """Of this step: tenants that hold as many slots for their weight admit nothing, because one that holds no more found too
         few for its next request."""
         self._expiring: list[tuple[float, int, Request]] = []
-        self._backlog = Backlog(clock)
+        self._wait_estimator = WaitEstimator(clock)
 
     def add(self, request: Request) -> None:
         """Queue a request that has been checked; its id is not in use."""
         self._requests[request.id] = request
         self._queue.join(request)
-        self._backlog.enter(request)
+        self._wait_estimator.enter(request)
         if request.expires is not None:
             heapq.heappush(self._expiring, (request.expires, request.arrival, request))
 
@@ -141,12 +141,12 @@ class Scheduler:
 
     def wait_seconds(self, priority: int = 0, tenant: str = "") -> float:
         """How long a new request of this tenant and priority would probably wait until it is begun."""
-        return self._backlog.seconds(priority, tenant)
+        return self._wait_estimator.seconds(priority, tenant)
 
     @property
     def longest_wait(self) -> float:
         """The same at priority 0 of the tenant for which it is longest."""
-        return self._backlog.longest()
+        return self._wait_estimator.longest()
 
     def displace(self, caller: wire.Caller) -> Request | None:
         """Forget a waiting request, so that one of ``caller`` can take its place in a full queue; returns it.
@@ -179,7 +179,7 @@ class Scheduler:
         self._steps += 1
         self._closed_above = math.inf
         contended, shared = self._queue.contended(), self._queue.shared
-        tokens = max(1, int(CONTENDED_SHARE * self._budget.tokens)) if contended else self._budget.tokens
+        tokens = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
         reserved = self._queue.reserve()
         most = max(tokens, reserved + max(1, int(PREFILL_SHARE * tokens)))
         granted = self._queue.grant(most - reserved)
@@ -194,7 +194,7 @@ class Scheduler:
                 self._admit_waiting(batch, flow, most, contended=contended)
         self._use_rest(batch, most, contended=contended)
         self._queue.settle(most)
-        self._backlog.turn()
+        self._wait_estimator.turn()
         return batch
 
     def finish(self, branch: Branch) -> None:
@@ -203,25 +203,25 @@ class Scheduler:
         request.branches.remove(branch)
         branch.done = True
         if isinstance(request, GenerateRequest):
-            self._keep(branch)
+            self._insert_prefix(branch)
         else:
-            self._strip(branch)
-        if branch.twin is not None:
-            branch.twin.request.branches.remove(branch.twin)
-            self._keep(branch.twin)
+            self._free(branch)
+        if branch.aux_branch is not None:
+            branch.aux_branch.request.branches.remove(branch.aux_branch)
+            self._insert_prefix(branch.aux_branch)
         if not request.branches:
             self.remove(request)
 
-    def forgo(self, lookahead: Lookahead) -> None:
+    def release_unused(self, candidate_pass: CandidatePass) -> None:
         """The draw was decided without the length model, which has computed nothing for it: what was pending still is."""
-        pending = len(lookahead.pending.tokens) if lookahead.pending else 0
-        self._lane(lookahead.branch.request).pool.release(lookahead.branch.slots.drop(pending + 1))
-        self._take(lookahead.branch.request, -pending - 1)
+        pending = len(candidate_pass.pending.tokens) if candidate_pass.pending else 0
+        self._kv_pool(candidate_pass.branch.request).pool.free(candidate_pass.branch.slots.drop(pending + 1))
+        self._take(candidate_pass.branch.request, -pending - 1)
 
     def remove(self, request: Request) -> None:
         """Forget a request and take back what it holds."""
         del self._requests[request.id]
-        self._backlog.leave(request, begun=False)
+        self._wait_estimator.leave(request, begun=False)
         self._let_go(request)
         self._queue.leave(request)
 
@@ -230,17 +230,17 @@ class Scheduler:
 
         Returns those requests; some of the batch may have ended since.
         """
-        affected = dict.fromkeys(run.request.principal for run in (*batch.runs, *batch.values))
+        affected = dict.fromkeys(segment.request.main_request for segment in (*batch.segments, *batch.lenvm_segments))
         failed = [request for request in affected if self._requests.get(request.id) is request]
         for request in failed:
             self.remove(request)
-        for lane in self.lanes:
-            lane.cache.clear()
+        for kv_pool in self.kv_pools:
+            kv_pool.cache.clear()
         return failed
 
-    def _lane(self, request: Request) -> Lane:
+    def _kv_pool(self, request: Request) -> KVPool:
         """Where ``request``, or half of one, has its slots."""
-        return self.lanes[request.on_length_model]
+        return self.kv_pools[request.on_lenvm]
 
     def _go_on(self, batch: Batch, request: Request) -> None:
         """Compute a running request: its decoding branches, and of the rest what its tenant's share leaves."""
@@ -269,10 +269,10 @@ class Scheduler:
 
     def _has_room(self, flow: Flow, *, contended: bool) -> bool:
         """Whether there is a place among the running for a tenant, and it leaves enough of places and slots to others."""
-        free = self._budget.running - len(self._running)
+        free = self._budget.max_running_requests - len(self._running)
         if not contended or free <= 0:
             return free > 0
-        available = [lane.pool.free + lane.cache.evictable for lane in self.lanes]
+        available = [kv_pool.pool.available + kv_pool.cache.evictable for kv_pool in self.kv_pools]
         shares = zip((len(flow.running), *flow.held), (free, *available), strict=True)
         return flow.holding < self._closed_above and all(own == 0 or own < DYNAMIC_THRESHOLD * left for own, left in shares)
 
@@ -286,7 +286,7 @@ class Scheduler:
             flow.room = most - batch.load
             self._admit_waiting(batch, flow, most, contended=contended)
         for flow in self._queue.others():
-            if batch.load >= most or len(self._running) >= self._budget.running or self._closed_above <= 0:
+            if batch.load >= most or len(self._running) >= self._budget.max_running_requests or self._closed_above <= 0:
                 return
             flow.room = most - batch.load
             self._admit_waiting(batch, flow, most, contended=contended)
@@ -296,25 +296,25 @@ class Scheduler:
         it might take from its own branches, and a guided one does not come twice."""
         for request in list(flow.running.values()):
             again = request.step == self._steps
-            if batch.load < most and request.id in self._running and not (again and len(request.halves) > 1):
+            if batch.load < most and request.id in self._running and not (again and len(request.with_aux) > 1):
                 self._serve(batch, request, most - batch.load, may_preempt=not again)
 
     def _admit(self, batch: Batch, flow: Flow, room: int) -> bool:
         """Start the first waiting request of a tenant if anything of it fits into ``room`` tokens."""
         request = self._queue.start(flow)
         self._running[request.id] = request
-        for half in request.halves:
-            half.node = self._lane(half).cache.enter(half.salt)
+        for part in request.with_aux:
+            part.node = self._kv_pool(part).cache.enter(part.salt)
         spent = self._serve(batch, request, room, may_preempt=False)
         if not spent:
             self._preempt(request)
             return False
         flow.room -= spent
-        for half in request.halves:
-            half.begun = True
+        for part in request.with_aux:
+            part.begun = True
         if request.first_computed is None:
             request.first_computed = self._clock()
-        self._backlog.leave(request, begun=True)
+        self._wait_estimator.leave(request, begun=True)
         return True
 
     def _make_way(self, batch: Batch, flow: Flow) -> None:
@@ -322,37 +322,37 @@ class Scheduler:
         more for their weight, and admit the request ahead of the running ones, which would take those slots."""
         if not flow.waiting:
             return
-        if len(self._running) >= self._budget.running:
+        if len(self._running) >= self._budget.max_running_requests:
             victim = self._preemption.for_place(flow, self._steps)
             victims = [] if victim is None else [victim]
         else:
             request = flow.waiting[0][2]
-            found = [self._victims_for_slots(flow, half) for half in request.halves]
+            found = [self._victims_for_slots(flow, part) for part in request.with_aux]
             victims = [] if None in found else list(dict.fromkeys(itertools.chain.from_iterable(filter(None, found))))
         for victim in victims:
             self._preempt(victim)
         if victims:
             self._admit(batch, flow, flow.room)
 
-    def _victims_for_slots(self, flow: Flow, half: Request) -> list[Request] | None:
+    def _victims_for_slots(self, flow: Flow, part: Request) -> list[Request] | None:
         """Whom to preempt so that a waiting request can begin on its model, beside the branches that decode; None where the tenant
         may not take enough."""
-        pool, cache = self._lane(half)
-        known = cache.match(half.salt, half.prefix)
-        need = min(flow.room, half.principal.size - known)
+        pool, cache = self._kv_pool(part)
+        known = cache.matched_length(part.salt, part.prefix)
+        need = min(flow.room, part.main_request.size - known)
         decoding = sum(len(request.branches) for request in self._running.values() if request.reserve)
-        lacking = need + decoding - (pool.free + max(0, cache.evictable - known))
-        return self._preemption.for_waiting(flow, int(half.on_length_model), pool.size, need, lacking, self._steps)
+        lacking = need + decoding - (pool.available + max(0, cache.evictable - known))
+        return self._preemption.for_waiting(flow, int(part.on_lenvm), pool.size, need, lacking, self._steps)
 
     def _compute(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Put up to ``room`` tokens of ``request`` into the step, and at least one of each sequence that is being generated."""
         limit = batch.load + room
         least = 1 if request.reserve else 0
         lacking = 0
-        for half in request.halves:
-            if half.prefix_remaining:
-                self._compute_prefix(batch, half, limit - batch.load, may_preempt=may_preempt)
-                lacking += half.prefix_remaining
+        for part in request.with_aux:
+            if part.prefix_remaining:
+                self._compute_prefix(batch, part, limit - batch.load, may_preempt=may_preempt)
+                lacking += part.prefix_remaining
         if lacking:
             return
         for branch in request.branches:
@@ -372,26 +372,26 @@ class Scheduler:
 
     def _compute_guided(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
         """The same of a branch that draws: with its last token, all that the length model needs for the draw, or neither."""
-        twin, request = branch.twin, branch.request
-        assert twin is not None
+        aux_branch, request = branch.aux_branch, branch.request
+        assert aux_branch is not None
         assert isinstance(request, GenerateRequest)
-        behind = twin.remaining > 0 and branch.remaining + twin.remaining + request.candidates > room
+        behind = aux_branch.remaining > 0 and branch.remaining + aux_branch.remaining + request.candidates > room
         if behind or branch.remaining > room:
             limit = batch.load + room
             self._compute_branch(batch, branch, min(room, branch.remaining - 1), may_preempt=may_preempt)
-            return self._compute_branch(batch, twin, limit - batch.load, may_preempt=may_preempt)
-        ahead = self._allocate(twin.remaining + 1, twin.request, twin, may_preempt=may_preempt)
+            return self._compute_branch(batch, aux_branch, limit - batch.load, may_preempt=may_preempt)
+        ahead = self._allocate(aux_branch.remaining + 1, aux_branch.request, aux_branch, may_preempt=may_preempt)
         slots = self._allocate(branch.remaining, request, branch, may_preempt=may_preempt) if len(ahead) else EMPTY
         if not len(slots):
-            self._lane(twin.request).pool.release(ahead)
+            self._kv_pool(aux_branch.request).pool.free(ahead)
             return False
         self._enter(batch, branch, slots)
-        start = len(twin.slots)
-        twin.slots.extend(ahead)
-        self._take(twin.request, len(ahead))
-        prefix = np.concatenate([twin.request.prefix_slots.view, twin.slots.view[:-1]])
-        pending = Run(twin.request, twin, twin.tokens.view[start:], prefix) if len(ahead) > 1 else None
-        batch.look_ahead(branch, Lookahead(twin, prefix, pending, int(ahead[-1])), request.candidates)
+        start = len(aux_branch.slots)
+        aux_branch.slots.extend(ahead)
+        self._take(aux_branch.request, len(ahead))
+        prefix = np.concatenate([aux_branch.request.prefix_slots.view, aux_branch.slots.view[:-1]])
+        pending = ExtendSegment(aux_branch.request, aux_branch, aux_branch.tokens.view[start:], prefix) if len(ahead) > 1 else None
+        batch.add_candidate_pass(branch, CandidatePass(aux_branch, prefix, pending, int(ahead[-1])), request.candidates)
         return True
 
     def _enter(self, batch: Batch, branch: Branch, slots: Ints) -> None:
@@ -400,12 +400,12 @@ class Scheduler:
         branch.slots.extend(slots)
         self._take(branch.request, len(slots))
         context = np.concatenate([branch.request.prefix_slots.view, branch.slots.view])
-        batch.add(Run(branch.request, branch, branch.tokens.view[start : start + len(slots)], context))
+        batch.add(ExtendSegment(branch.request, branch, branch.tokens.view[start : start + len(slots)], context))
         branch.request.computed_tokens += len(slots)
 
     def _can_go_on(self, request: Request, branch: Branch) -> bool:
         """Whether there is something to compute for ``branch`` now; a token being drawn is entered as not known yet."""
-        if branch.flights and not branch.pending:
+        if branch.pending_steps and not branch.pending:
             if not (self._run_ahead and request.may_run_ahead(branch)):
                 return False
             branch.tokens.extend([PENDING])
@@ -414,8 +414,8 @@ class Scheduler:
     def _compute_prefix(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Take what the cache has by now of the rest of the prefix, compute up to ``room`` tokens of what it lacks."""
         assert request.node is not None
-        cache = self._lane(request).cache
-        request.node, found = cache.advance(request.node, request.prefix[len(request.prefix_slots) :])
+        cache = self._kv_pool(request).cache
+        request.node, found = cache.match_prefix(request.node, request.prefix[len(request.prefix_slots) :])
         request.prefix_slots.extend(found)
         if not request.begun:
             request.cached_tokens += len(found)
@@ -425,17 +425,17 @@ class Scheduler:
             return
         start = len(request.prefix_slots)
         tokens = request.prefix[start : start + count]
-        request.node = cache.extend(request.node, tokens, slots)
+        request.node = cache.insert(request.node, tokens, slots)
         request.prefix_slots.extend(slots)
         self._take(request, count)
-        batch.add(Run(request, None, tokens, request.prefix_slots.view))
+        batch.add(ExtendSegment(request, None, tokens, request.prefix_slots.view))
         request.computed_tokens += count
 
     def _allocate(self, count: int, request: Request, branch: Branch | None, *, may_preempt: bool) -> Ints:
         """``count`` slots for ``branch`` (None: the prefix), or none at all."""
-        pool, cache = self._lane(request)
-        while pool.free < count:
-            if cache.evict(count - pool.free):
+        pool, cache = self._kv_pool(request)
+        while pool.available < count:
+            if cache.evict(count - pool.available):
                 continue
             if not (may_preempt and self._preempt_behind(request, branch)):
                 return EMPTY
@@ -443,8 +443,8 @@ class Scheduler:
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
         """Take slots of this model from another request or, where none can give any, from a later branch of ``request``."""
-        lane = int(request.on_length_model)
-        victim = self._preemption.for_running(request.principal, lane, self._lane(request).pool.size, self._steps)
+        kv_pool = int(request.on_lenvm)
+        victim = self._preemption.for_running(request.main_request, kv_pool, self._kv_pool(request).pool.size, self._steps)
         if victim is not None:
             self._preempt(victim)
             return True
@@ -452,50 +452,50 @@ class Scheduler:
             if other is branch:
                 return False
             if len(other.slots):
-                self._strip(other)
+                self._free(other)
                 return True
         return False
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, in front of all that arrived later."""
         self._let_go(request)
-        for half in request.halves:
-            if not half.begun:
-                half.cached_tokens = 0
+        for part in request.with_aux:
+            if not part.begun:
+                part.cached_tokens = 0
         self._queue.wait(request)
 
     def _let_go(self, request: Request) -> None:
         """Take back all slots and the place among the running."""
-        for half in request.halves:
-            for branch in half.branches:
-                self._strip(branch)
-            if half.node is not None:
-                self._lane(half).cache.release(half.node)
-                half.node = None
-            half.prefix_slots.clear()
-            self._take(half, -half.taken)
+        for part in request.with_aux:
+            for branch in part.branches:
+                self._free(branch)
+            if part.node is not None:
+                self._kv_pool(part).cache.release(part.node)
+                part.node = None
+            part.prefix_slots.clear()
+            self._take(part, -part.taken)
         self._running.pop(request.id, None)
         self._queue.stop(request)
 
     def _take(self, request: Request, count: int) -> None:
         """Note that ``request``, or half of one, took so many slots from the pool, or gave them back."""
         request.taken += count
-        self._queue.of(request).held[request.on_length_model] += count
+        self._queue.of(request).held[request.on_lenvm] += count
 
-    def _keep(self, branch: Branch) -> None:
+    def _insert_prefix(self, branch: Branch) -> None:
         """Leave what was computed of a generation to the prefix cache, unless nothing of the request is kept."""
-        pool, cache = self._lane(branch.request)
+        pool, cache = self._kv_pool(branch.request)
         kept = 0
         self._take(branch.request, -len(branch.slots))
         if branch.request.node is not None and branch.request.salt is not None:
             kept = min(len(branch.tokens), len(branch.slots))  # a step in flight may be drawing one token more
             cache.adopt(branch.request.node, branch.tokens.view[:kept], branch.slots.view[:kept])
-        pool.release(branch.slots.view[kept:])
+        pool.free(branch.slots.view[kept:])
         branch.slots.clear()
 
-    def _strip(self, branch: Branch) -> None:
+    def _free(self, branch: Branch) -> None:
         self._take(branch.request, -len(branch.slots))
-        self._lane(branch.request).pool.release(branch.slots.view)
+        self._kv_pool(branch.request).pool.free(branch.slots.view)
         branch.slots.clear()
         if not len(branch.outputs):
             branch.prompt_logprobs.clear()
@@ -503,4 +503,4 @@ class Scheduler:
 
 def _draws_guided(branch: Branch) -> bool:
     """Whether its last token is followed by a draw with guidance."""
-    return branch.twin is not None and isinstance(branch.request, GenerateRequest) and branch.request.draws(branch)
+    return branch.aux_branch is not None and isinstance(branch.request, GenerateRequest) and branch.request.draws(branch)

@@ -14,9 +14,9 @@ from litestar.enums import MediaType
 from litestar.response import Stream
 
 from engine import metrics, wire
-from engine.link import LOADING, Link
+from engine.link import LOADING, LoopClient
 from engine.settings import EngineSettings
-from engine.token import Token
+from engine.token import BearerTokens
 
 MSGPACK = "application/msgpack"
 FRAMES = "application/x-msgpack-frames"
@@ -25,9 +25,9 @@ T = TypeVar("T")
 Incoming = Request[Any, Any, Any]
 
 
-def create_app(settings: EngineSettings, token: Token | None = None) -> Litestar:
+def create_app(settings: EngineSettings, token: BearerTokens | None = None) -> Litestar:
     """The one composition root of the pod's server. ``token`` None: every caller is welcome."""
-    link = Link(settings)
+    link = LoopClient(settings)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -53,7 +53,7 @@ def create_app(settings: EngineSettings, token: Token | None = None) -> Litestar
     return app
 
 
-def create_health_app(link: Link) -> Litestar:
+def create_health_app(link: LoopClient) -> Litestar:
     """Health and metrics alone, for a port that probes and Prometheus may reach where the wire may not be reached."""
     app = Litestar(route_handlers=[livez, readyz, metrics_page], openapi_config=None)
     app.state.link = link
@@ -137,14 +137,14 @@ async def metrics_page(request: Incoming) -> str:
     return metrics.render(link.stats, link.pulse.silent_seconds if link.pulse else None)
 
 
-def _link(request: Incoming) -> Link:
-    link: Link = request.app.state.link
+def _link(request: Incoming) -> LoopClient:
+    link: LoopClient = request.app.state.link
     return link
 
 
 def _authorise(request: Incoming) -> Response[bytes] | None:
     """The answer to a caller without a token; None lets it pass."""
-    token: Token | None = request.app.state.token
+    token: BearerTokens | None = request.app.state.token
     if token is None or token.opens(request.headers.get("authorization", "")):
         return None
     reason = "This engine serves its gateways only: send their token as `Authorization: Bearer TOKEN`."

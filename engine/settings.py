@@ -35,13 +35,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     cuda_graphs: str = "auto"
     """One of :data:`CUDA_GRAPHS`: whether small steps, and the length model's small passes over candidates, are captured at
     the start and replayed. auto: where they can be."""
-    max_tokens_in_cache: int | None = None
+    max_total_tokens: int | None = None
     """Slots: tokens whose keys and values are kept at once, by each model. None: as many as a quarter of the free memory holds, up
     to 131,072; on a GPU as many as four fifths of its free memory hold."""
-    token_budget: int | None = None
+    max_batched_tokens: int | None = None
     """Tokens computed in one step; a quarter of it while several tenants share the engine, which keeps the step short that a new
     request waits for. None: 2,048 on a CPU, 8,192 on a GPU."""
-    max_running: int = 256
+    max_running_requests: int = 256
     """Requests worked on at once."""
     max_waiting: int = 4096
     """Requests queued before new ones are refused, or displace those of the tenant with most in the queue."""

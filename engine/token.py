@@ -12,24 +12,24 @@ _Version = tuple[int, int, int]
 """Inode, time of change in nanoseconds, size: a mounted Secret is replaced, not written."""
 
 
-class TokenError(ValueError):
+class BearerTokenError(ValueError):
     """There is no token in the file; the message is one line."""
 
 
-class Token:
+class BearerTokens:
     """The tokens in a file, one a line, so that an old one can stay beside the new one while gateways change over.
 
     The file is read again when it has changed; while it cannot be read, the last good tokens stay.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises :class:`TokenError`."""
+        """Raises :class:`BearerTokenError`."""
         self._path = path
         self._seen: _Version | None = None
         self._tokens: list[bytes] = []
         self._refresh()
         if not self._tokens:
-            raise TokenError(f"{path} has no token in it or cannot be read; write one into it, or leave out --token-file.")
+            raise BearerTokenError(f"{path} has no token in it or cannot be read; write one into it, or leave out --token-file.")
 
     def opens(self, authorization: str) -> bool:
         """Whether the header's value is ``Bearer`` and a token. Takes as long for a wrong one as for a right one."""

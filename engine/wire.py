@@ -90,7 +90,7 @@ GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "le
 Constraint = Literal["eq", "ge", "le", "eq_soft"]
 
 
-class Guidance(msgspec.Struct, frozen=True, omit_defaults=True):
+class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a length model steers each draw ("Length Value Model", arXiv 2604.27039).
 
     The candidates of a draw are what ``top_k`` (or ``Sampling.top_k``, where less), then ``Sampling.top_p``, then
@@ -167,7 +167,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     over the full vocabulary at temperature 1, before penalties, bias and filters."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, sent once, before the first output."""
-    guidance: Guidance | None = None
+    length_guidance: LengthGuidance | None = None
     """Only where ``Info.capabilities`` has ``guide``. Then ``logprobs`` are of the distribution each token was drawn from: of its
     candidates, fewer than N where there are fewer."""
     resume_offset: int = 0
@@ -287,7 +287,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_sequences: int
     """``n``."""
     max_candidates: int = 64
-    """``Guidance.top_k``."""
+    """``LengthGuidance.top_k``."""
 
 
 class Info(msgspec.Struct, tag="info", frozen=True):
@@ -303,10 +303,10 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Prompt and output tokens together."""
     eos_token_ids: list[int]
     capabilities: list[str]
-    """Of ``score``, ``generate``, ``guide`` (:class:`Guidance` and :class:`Value`)."""
+    """Of ``score``, ``generate``, ``guide`` (:class:`LengthGuidance` and :class:`Value`)."""
     limits: Limits
     length_gamma: float | None = None
-    """Of the length model, where ``Guidance.gamma`` names none; None without one."""
+    """Of the length model, where ``LengthGuidance.gamma`` names none; None without one."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):

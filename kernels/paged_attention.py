@@ -31,14 +31,14 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> 
 def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
     """:func:`paged_attention` in plain PyTorch, run by run."""
     group = q.shape[1] // keys.shape[1]
-    starts, pointers = layout.starts.tolist(), layout.pointers.tolist()
+    qo_indptr, kv_indptr = layout.qo_indptr.tolist(), layout.kv_indptr.tolist()
     out = torch.empty_like(q)
-    for run in range(len(starts) - 1):
-        rows = slice(starts[run], starts[run + 1])
-        slots = layout.slots[pointers[run] : pointers[run + 1]]
-        k, v = (cache[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
+    for segment in range(len(qo_indptr) - 1):
+        rows = slice(qo_indptr[segment], qo_indptr[segment + 1])
+        kv_indices = layout.kv_indices[kv_indptr[segment] : kv_indptr[segment + 1]]
+        k, v = (cache[kv_indices].float().repeat_interleave(group, 1) for cache in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) / math.sqrt(q.shape[2])
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(slots) - scores.shape[1] + 1)
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(kv_indices) - scores.shape[1] + 1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
@@ -65,7 +65,7 @@ def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layo
     Raises ValueError for other shapes, dtypes, devices or strides.
     """
     expect_heads(q, keys, values)
-    expect("layout.own", layout.own, q, (len(q),), (torch.int64,))
+    expect("layout.out_cache_loc", layout.out_cache_loc, q, (len(q),), (torch.int64,))
     heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial_outs = q.new_empty((layout.partials, heads, head_dim), dtype=torch.float32)
@@ -74,7 +74,7 @@ def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layo
     def launch(items: Tensor, rows: int, num_warps: int, num_stages: int) -> None:
         kv_heads = keys.shape[1]
         _attend[(len(items) * kv_heads,)](
-            q, keys, values, out, items, layout.slots, partial_outs, partial_lses,
+            q, keys, values, out, items, layout.kv_indices, partial_outs, partial_lses,
             math.log2(math.e) / math.sqrt(head_dim), q.stride(0), q.stride(1), keys.stride(0),
             kv_heads, heads // kv_heads, head_dim, rows, block_keys(head_dim, q.dtype), precision(q.dtype),
             num_warps=num_warps, num_stages=num_stages,
@@ -163,14 +163,14 @@ def merge_partials(
     return acc / total
 
 
-@jit("items", "slots")
+@jit("items", "kv_indices")
 def _attend(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     out: tl.tensor,
     items: tl.tensor,
-    slots: tl.tensor,
+    kv_indices: tl.tensor,
     partial_outs: tl.tensor,
     partial_lses: tl.tensor,
     scale: tl.tensor,
@@ -209,7 +209,7 @@ def _attend(
     for first in range(begin, end, KEYS):
         place = first + tl.arange(0, KEYS)
         # Beyond the end the item's last slot is read again: no other request's, whose values might not be finite.
-        slot = tl.load(slots + tl.minimum(place, end - 1))
+        slot = tl.load(kv_indices + tl.minimum(place, end - 1))
         cell = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column[None, :]
         seen = (place < end)[None, :] & (place[None, :] <= (own + query)[:, None])
         peak, total, acc = attend_block(

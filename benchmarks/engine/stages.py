@@ -24,7 +24,7 @@ class Stages:
     def timed(self, loop: Loop) -> Iterator[None]:
         """Every stage of ``loop`` takes its time."""
         runner: Any = loop._runner
-        steering: Any = runner._guide
+        steering: Any = runner._lenvm
         places: list[tuple[Any, str, str]] = [
             (runner._decoder, "forward", "base model"),
             *([] if runner._graphs is None else [(runner._graphs, "forward", "base model")]),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.core import Ints, Run
+from engine.core import ExtendSegment, Ints
 from engine.memory.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.qk_norm_rope import qk_norm_rope_write
@@ -26,17 +26,19 @@ class AttentionBackend(ABC):
         self.kv = kv
 
     @abstractmethod
-    def plan(self, runs: Sequence[Run]) -> FusedAttend:
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
         """Prepare a step once for all layers.
 
         The result is called once a layer with the heads of the runs' tokens, concatenated in order. It writes all keys and values
         to the runs' slots first, then lets each query attend to its run's context up to its own slot.
         """
 
-    def write(self, layer: int, heads: Heads, own: Tensor) -> Tensor:
+    def write(self, layer: int, heads: Heads, out_cache_loc: Tensor) -> Tensor:
         """Keys, normalised and rotated, and values to the slots ``own``, [tokens] int64; returns the queries, ready to attend."""
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        return self.make_ready(heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, own)
+        return self.make_ready(
+            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc
+        )
 
     @abstractmethod
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:

@@ -29,11 +29,11 @@ def plan_branches(kv: KVCache, group: int, prefixes: Sequence[Ints], branches: S
     part, parts = _parts(width, group)
     starts, listed = _listed(prefixes, parts)
     packed = _packed(starts, listed, pinned=kv.keys.is_cuda).to(kv.keys.device, non_blocking=True)
-    pointers, slots = packed[: len(starts)], packed[len(starts) :]
+    kv_indptr, kv_indices = packed[: len(starts)], packed[len(starts) :]
     counts = _in_parts(counts, part, parts)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], pointers, slots, counts)
+        return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], kv_indptr, kv_indices, counts)
 
     return attend
 
@@ -52,12 +52,12 @@ class FixedBranches:
     def fill(self, prefixes: Sequence[Ints], rows: int) -> bool:
         """Queue the copy of the tables of ``prefixes``, padded with empty ones to ``rows``; False, and nothing is done, where they
         do not fit."""
-        starts, listed = _listed(prefixes, self._parts)
+        kv_indptr, listed = _listed(prefixes, self._parts)
         room = rows * self._parts + 1
-        if len(starts) > room or room + len(listed) > len(self._tables):
+        if len(kv_indptr) > room or room + len(listed) > len(self._tables):
             return False
-        starts = np.pad(starts, (0, room - len(starts)), mode="edge")
-        packed = _packed(starts, listed, pinned=self._tables.is_cuda)
+        kv_indptr = np.pad(kv_indptr, (0, room - len(kv_indptr)), mode="edge")
+        packed = _packed(kv_indptr, listed, pinned=self._tables.is_cuda)
         self._tables[: len(packed)].copy_(packed, non_blocking=True)
         return True
 
@@ -69,12 +69,12 @@ class FixedBranches:
     def attend(self, rows: int, counts: Tensor) -> PlainAttend:
         """For ``rows`` prefixes, as :meth:`fill` last described them; counts: [rows] int64, any from 0 to the width for padding."""
         kv, room = self.kv, rows * self._parts + 1
-        pointers, slots = self._tables[:room], self._tables[room:]
+        kv_indptr, kv_indices = self._tables[:room], self._tables[room:]
         counts = _in_parts(counts, self._part, self._parts)
         chunks = chunks_of(LONG, rows * self._parts * self._kv_heads)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], pointers, slots, counts, chunks)
+            return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], kv_indptr, kv_indices, counts, chunks)
 
         return attend
 
@@ -99,7 +99,7 @@ def _listed(prefixes: Sequence[Ints], parts: int) -> tuple[Longs, Ints]:
     return cumulate(np.array([len(prefix) for prefix in repeated], np.int64)), np.concatenate([EMPTY, *repeated])
 
 
-def _packed(starts: Longs, listed: Ints, *, pinned: bool) -> Tensor:
+def _packed(kv_indptr: Longs, listed: Ints, *, pinned: bool) -> Tensor:
     """Both as one tensor on the host, ready for a copy to the device that nobody waits for."""
-    packed = torch.from_numpy(np.concatenate([starts, listed]))
+    packed = torch.from_numpy(np.concatenate([kv_indptr, listed]))
     return packed.pin_memory() if pinned else packed

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.base import MOST_SLOTS, AttentionBackend
 from engine.attention.branches import plan_branches
-from engine.core import Ints, Run
+from engine.core import ExtendSegment, Ints
 from engine.memory.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_layout import Layout, Room, lay_out
@@ -28,16 +28,16 @@ class TritonAttention(AttentionBackend):
         self._group = heads // self._kv_heads
         self._rows = block_rows(head_dim, kv.keys.dtype)
 
-    def plan(self, runs: Sequence[Run]) -> FusedAttend:
-        return self._attend(self._lay_out(runs).to(self.kv.keys.device))
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
+        return self._attend(self._lay_out(segments).to(self.kv.keys.device))
 
-    def _lay_out(self, runs: Sequence[Run]) -> Layout:
-        lengths, contexts = [len(run.tokens) for run in runs], [run.context for run in runs]
+    def _lay_out(self, segments: Sequence[ExtendSegment]) -> Layout:
+        lengths, contexts = [len(segment.tokens) for segment in segments], [segment.context for segment in segments]
         return lay_out(lengths, contexts, group=self._group, kv_heads=self._kv_heads, rows=self._rows)
 
     def _attend(self, layout: Layout) -> FusedAttend:
         def attend(layer: int, heads: Heads) -> Tensor:
-            q = self.write(layer, heads, layout.own)
+            q = self.write(layer, heads, layout.out_cache_loc)
             return paged_attention_triton(q, self.kv.keys[layer], self.kv.values[layer], layout)
 
         return FusedAttend(attend)
@@ -58,9 +58,9 @@ class FixedTritonAttention(TritonAttention):
         """Attention of a step of ``tokens``, some of them padding, as :meth:`fill` last described it."""
         return self._attend(self._room(tokens).within(self._tables))
 
-    def fill(self, runs: Sequence[Run], tokens: int) -> bool:
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
         """Queue the copy of the tables of ``runs``, padded to ``tokens``; False, and nothing is done, where they do not fit."""
-        packed = self._room(tokens).pack(self._lay_out(runs), self.kv.padding_slot)
+        packed = self._room(tokens).pack(self._lay_out(segments), self.kv.padding_slot)
         if packed is None or len(packed) > len(self._tables):
             return False
         if self._tables.is_cuda:

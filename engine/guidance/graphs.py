@@ -18,13 +18,13 @@ from engine import wire
 from engine.attention.branches import FixedBranches
 from engine.core import Ints
 from engine.guidance.kept import Kept
-from engine.models.value import ValueModel
+from engine.models.value import LenVM
 from engine.runner.graphs import Capture, Graphs
 from kernels.runtime import power_of_two
 
 logger = logging.getLogger(__name__)
 
-WIDTH = power_of_two(wire.Guidance().top_k)
+WIDTH = power_of_two(wire.LengthGuidance().top_k)
 """Candidates a row: where requests do not say how many, which nearly none does."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 104, 128, 160, 192, 256)
 """Beyond the last, 2,048 candidates, computing a pass takes longer than launching it, and padding costs more than it saves."""
@@ -34,7 +34,7 @@ class PassGraphs:
     """Raw values of candidates, and their keys and values, captured for every one of ``buckets``, rows."""
 
     @torch.inference_mode()
-    def __init__(self, model: ValueModel, attention: FixedBranches, capture: Capture, buckets: Sequence[int] = ROWS) -> None:
+    def __init__(self, model: LenVM, attention: FixedBranches, capture: Capture, buckets: Sequence[int] = ROWS) -> None:
         self._model = model
         self._attention = attention
         self._sizes = sorted(buckets)

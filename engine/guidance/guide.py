@@ -24,19 +24,19 @@ from torch import Tensor
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.core import Lookahead, Run
+from engine.core import CandidatePass, ExtendSegment
 from engine.guidance.graphs import PassGraphs
 from engine.guidance.kept import Kept
 from engine.guidance.rules import target
 from engine.models.decoder import FusedAttend, Heads
-from engine.models.value import ValueModel
+from engine.models.value import LenVM
 from engine.runner.transfer import Upload
 from engine.sampling import SamplingBatch, SamplingRow, edited, gumbel, prepare
 from kernels.candidates import Candidates, candidates
 from kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
 from kernels.runtime import power_of_two
 
-Resolve = Callable[[Tensor, Sequence[Run]], Tensor]
+Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]
 """Tokens of some runs, and those runs -> the same with what the step before is drawing filled in."""
 
 
@@ -45,9 +45,9 @@ class GuidedRow:
     """One sequence about to get its next token."""
 
     sampling: SamplingRow
-    guidance: wire.Guidance
+    length_guidance: wire.LengthGuidance
     top_k: int
-    lookahead: Lookahead
+    candidate_pass: CandidatePass
 
 
 class Parameters(NamedTuple):
@@ -62,7 +62,7 @@ class Parameters(NamedTuple):
     tilts: Tilts
 
 
-class Steered(NamedTuple):
+class GuidedDraws(NamedTuple):
     """Guided draws, [rows, width] each unless said otherwise, on the device."""
 
     tokens: Tensor
@@ -81,13 +81,13 @@ class Steered(NamedTuple):
     """[rows] int64: candidates"""
 
 
-class Pass(NamedTuple):
+class LenVMPass(NamedTuple):
     """What one forward pass of the length model computes: runs, then one-token branches on what some rows know, row by row."""
 
-    runs: Sequence[Run]
+    segments: Sequence[ExtendSegment]
     asked: Sequence[int]
     """Which of ``runs`` are to be valued at their last token."""
-    ahead: Sequence[Lookahead]
+    ahead: Sequence[CandidatePass]
     branches: Sequence[int]
     """[ahead]: how many each has"""
     tokens: Tensor
@@ -96,7 +96,7 @@ class Pass(NamedTuple):
     """[ahead] int64: how many of its branches, the first, are real"""
 
 
-class Passed(NamedTuple):
+class LenVMOutput(NamedTuple):
     """What one forward pass of the length model brought."""
 
     branches: Tensor | None
@@ -107,12 +107,12 @@ class Passed(NamedTuple):
     """Of the branches"""
 
 
-class Guide:
+class LenVMRunner:
     """Owns the length model and, through the attention backend, its keys and values."""
 
     def __init__(
         self,
-        model: ValueModel,
+        model: LenVM,
         attention: AttentionBackend,
         gamma: float,
         eos_ids: Sequence[int],
@@ -135,30 +135,30 @@ class Guide:
         """Passes so far whose launches were replayed."""
         return 0 if self._graphs is None else self._graphs.replayed
 
-    def steer(
-        self, logits: Tensor, rows: Sequence[GuidedRow], runs: Sequence[Run], asked: Sequence[int], resolve: Resolve
-    ) -> tuple[Steered, Tensor | None, list[Lookahead]]:
+    def draw_guided(
+        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve
+    ) -> tuple[GuidedDraws, Tensor | None, list[CandidatePass]]:
         """Draw the next token of ``rows``, in a pass that computes ``runs`` too.
 
         logits: [rows, vocab] float32; rows of the head that the length model lacks are padding. asked: which of ``runs`` are to be
-        valued at their last token. Returns the draws, the raw values asked for, [asked] float32, and the lookaheads that were not
-        computed because the row was decided.
+        valued at their last token. Returns the draws, the raw values asked for, [asked] float32, and the candidate passes that
+        were not computed because the row was decided.
         """
         sampling, parameters, found = self._candidates(logits, rows)
         undecided = needs_value(found, parameters.entropy_thresholds)
         at, places, branches = self._select(found, undecided)
-        ahead = [rows[row].lookahead for row in at]
-        runs = [*runs, *(lookahead.pending for lookahead in ahead if lookahead.pending is not None)]
+        ahead = [rows[row].candidate_pass for row in at]
+        segments = [*segments, *(candidate_pass.pending for candidate_pass in ahead if candidate_pass.pending is not None)]
         tokens = found.ids.flatten() if places is None else found.ids.flatten().index_select(0, places)
         counts = found.counts if places is None else found.counts[at]
-        passed = self._forward(Pass(runs, asked, ahead, branches, tokens, counts), resolve)
+        passed = self._forward(LenVMPass(segments, asked, ahead, branches, tokens, counts), resolve)
         z = self._table(passed.branches, places, found)
         ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
         p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
         chosen = (p.log() + gumbel(sampling.keys, found.ids)).argmax(-1, keepdim=True)
         self._adopt(passed, ahead, self._branch_of(chosen.squeeze(1), at, places, found.ids.shape[1]))
         values = z.sigmoid().masked_fill(ends, 0.0).masked_fill(~undecided.unsqueeze(1), float("nan"))
-        steered = Steered(
+        steered = GuidedDraws(
             tokens=found.ids.gather(1, chosen).squeeze(1),
             logprobs=p.gather(1, chosen).squeeze(1).log(),
             ids=found.ids,
@@ -168,12 +168,12 @@ class Guide:
             counts=found.counts,
         )
         kept = set(at)
-        return steered, passed.ends, [row.lookahead for place, row in enumerate(rows) if place not in kept]
+        return steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept]
 
-    def compute(self, runs: Sequence[Run], asked: Sequence[int], resolve: Resolve) -> Tensor | None:
+    def compute(self, segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve) -> Tensor | None:
         """A pass without draws. Returns the raw values at the last tokens of the runs ``asked`` for, [asked] float32."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        return self._forward(Pass(runs, asked, [], [], nothing, nothing), resolve).ends
+        return self._forward(LenVMPass(segments, asked, [], [], nothing, nothing), resolve).ends
 
     def _candidates(self, logits: Tensor, rows: Sequence[GuidedRow]) -> tuple[SamplingBatch, Parameters, Candidates]:
         """How each row samples and is tilted, and what it draws among. logits: as for :meth:`steer`."""
@@ -188,9 +188,9 @@ class Guide:
 
     def _parameters(self, rows: Sequence[GuidedRow]) -> Parameters:
         """One copy to the device, which nobody waits for."""
-        gammas = [row.guidance.gamma or self._gamma for row in rows]
-        guidances = [row.guidance for row in rows]
-        aims = [target(row.guidance, row.sampling.position, gamma) for row, gamma in zip(rows, gammas, strict=True)]
+        gammas = [row.length_guidance.gamma or self._gamma for row in rows]
+        guidances = [row.length_guidance for row in rows]
+        aims = [target(row.length_guidance, row.sampling.position, gamma) for row, gamma in zip(rows, gammas, strict=True)]
         floats = np.array(
             [
                 [guidance.scale for guidance in guidances],
@@ -238,53 +238,53 @@ class Guide:
         rows = torch.tensor(at, dtype=torch.int64)
         return torch.searchsorted(places, chosen[rows] + rows * width)
 
-    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
-        runs, asked, ahead, branches, _, _ = work
-        if not runs and not ahead:
-            return Passed(None, None, None)
-        if not runs and self._graphs is not None:
-            raw = self._graphs.forward([lookahead.prefix for lookahead in ahead], branches[0], work.tokens, work.counts)
+    def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
+        segments, asked, ahead, branches, _, _ = work
+        if not segments and not ahead:
+            return LenVMOutput(None, None, None)
+        if not segments and self._graphs is not None:
+            raw = self._graphs.forward([candidate_pass.prefix for candidate_pass in ahead], branches[0], work.tokens, work.counts)
             if raw is not None:
-                return Passed(raw, None, self._graphs.kept)
-        lengths = [len(lookahead.prefix) for lookahead in ahead]
+                return LenVMOutput(raw, None, self._graphs.kept)
+        lengths = [len(candidate_pass.prefix) for candidate_pass in ahead]
         upload = Upload()
-        upload.add(np.concatenate([np.empty(0, np.int32), *(run.tokens for run in runs)]))
-        upload.add(np.concatenate([*(run.positions for run in runs), np.repeat(lengths, branches)]))
-        ends = np.cumsum([len(run.tokens) for run in runs])
+        upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
+        upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
+        ends = np.cumsum([len(segment.tokens) for segment in segments])
         upload.add(ends[list(asked)] - 1 if asked else [])
         known, positions, asked_rows = upload.send(self._device)
-        tokens = torch.cat([resolve(known, runs), work.tokens])
+        tokens = torch.cat([resolve(known, segments), work.tokens])
         attend = self._attend(work)
         hidden = self._model(tokens, positions, FusedAttend(attend))
-        return Passed(
+        return LenVMOutput(
             branches=self._model.head(hidden[len(known) :]) if ahead else None,
             ends=self._model.head(hidden.index_select(0, asked_rows)) if asked else None,
             kept=attend.kept,
         )
 
-    def _attend(self, work: Pass) -> Attend:
-        return Attend(self._attention, work)
+    def _attend(self, work: LenVMPass) -> PassAttention:
+        return PassAttention(self._attention, work)
 
-    def _adopt(self, passed: Passed, ahead: Sequence[Lookahead], chosen: Tensor) -> None:
+    def _adopt(self, passed: LenVMOutput, ahead: Sequence[CandidatePass], chosen: Tensor) -> None:
         """Write keys and values of the branches ``chosen``, [len(ahead)], to their slots."""
         if passed.kept is None:
             return
         upload = Upload()
-        upload.add([lookahead.slot for lookahead in ahead])
+        upload.add([candidate_pass.slot for candidate_pass in ahead])
         (slots,) = upload.send(self._device)
         passed.kept.adopt(chosen, self._attention.kv, slots)
 
 
-class Attend:
+class PassAttention:
     """Attention of one pass: runs over their slots, then branches over their prefixes, which the runs of the pass have filled."""
 
-    def __init__(self, attention: AttentionBackend, work: Pass) -> None:
+    def __init__(self, attention: AttentionBackend, work: LenVMPass) -> None:
         self.kept = Kept.room(attention.kv, sum(work.branches)) if work.ahead else None
-        self._split = sum(len(run.tokens) for run in work.runs)
-        self._runs: FusedAttend | None = attention.plan(work.runs) if work.runs else None
+        self._split = sum(len(segment.tokens) for segment in work.segments)
+        self._runs: FusedAttend | None = attention.plan(work.segments) if work.segments else None
         self._branches: FusedAttend | None = None
         if self.kept is not None:
-            prefixes = [lookahead.prefix for lookahead in work.ahead]
+            prefixes = [candidate_pass.prefix for candidate_pass in work.ahead]
             self._branches = self.kept.attend(attention.plan_branches(prefixes, work.branches, work.counts))
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
@@ -293,8 +293,8 @@ class Attend:
             return self._runs.attend(layer, heads)
         if self._runs is None:
             return self._branches.attend(layer, heads)
-        runs, branches = (_some(heads, part) for part in (slice(None, self._split), slice(self._split, None)))
-        return torch.cat([self._runs.attend(layer, runs), self._branches.attend(layer, branches)])
+        segments, branches = (_some(heads, part) for part in (slice(None, self._split), slice(self._split, None)))
+        return torch.cat([self._runs.attend(layer, segments), self._branches.attend(layer, branches)])
 
 
 def _some(heads: Heads, tokens: slice) -> Heads:

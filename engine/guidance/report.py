@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine import wire
-from engine.guidance.guide import Steered
+from engine.guidance.guide import GuidedDraws
 
 
-def top_candidates(steered: Steered, rows: Tensor, top_n: int) -> list[Tensor]:
+def top_candidates(steered: GuidedDraws, rows: Tensor, top_n: int) -> list[Tensor]:
     """Of ``rows``, [some] int64: log-probability of the token, and of the ``top_n`` most probable candidates ids, log-probabilities
     and values, [some, top_n] each, fewer where there are no more."""
     p = steered.probabilities.index_select(0, rows)
@@ -31,7 +31,7 @@ def guided_logprobs(tensors: Sequence[Tensor], counts: Sequence[int], messages: 
 def _logprobs(
     chosen: float, ids: list[int], top: list[float], values: list[float], count: int, message: wire.Generate
 ) -> wire.Logprobs:
-    valued = message.guidance is not None and message.guidance.return_values
+    valued = message.length_guidance is not None and message.length_guidance.return_values
     told = min(message.logprobs or 0, count if valued else sum(value > -math.inf for value in top))
     read = [[None if math.isnan(value) else value for value in values[:told]]] if valued else []
     return wire.Logprobs([chosen], [ids[:told]], [top[:told]], read)

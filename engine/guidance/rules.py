@@ -14,15 +14,15 @@ SMALLEST_VALUE = 1e-9
 """Values are kept between this and 1 less this where they are turned into lengths."""
 
 
-def effective(message: wire.Generate) -> wire.Guidance | None:
+def effective(message: wire.Generate) -> wire.LengthGuidance | None:
     """The guidance of ``message``, unless its draws are the same without: neutral settings, or temperature 0."""
-    guidance = message.guidance
+    guidance = message.length_guidance
     if guidance is None or message.sampling.temperature <= 0 or is_neutral(guidance):
         return None
     return guidance
 
 
-def is_neutral(guidance: wire.Guidance) -> bool:
+def is_neutral(guidance: wire.LengthGuidance) -> bool:
     """Whether it changes no probability, whatever the values."""
     if guidance.constraint is not None:
         return False
@@ -31,12 +31,12 @@ def is_neutral(guidance: wire.Guidance) -> bool:
 
 def top_k(message: wire.Generate) -> int:
     """Candidates of a draw at most: the sampling's own top-k counts too, where it is less."""
-    guidance, own = message.guidance, message.sampling.top_k
+    guidance, own = message.length_guidance, message.sampling.top_k
     assert guidance is not None
     return min(guidance.top_k, own) if own > 0 else guidance.top_k
 
 
-def target(guidance: wire.Guidance, drawn: int, gamma: float) -> float:
+def target(guidance: wire.LengthGuidance, drawn: int, gamma: float) -> float:
     """What a constraint aims at: the tokens to come after the next draw, the end of sequence counted; ``drawn``: output so far.
 
     A text of N tokens, the end not counted, still has N − drawn − 1 tokens and its end to come once the next one is drawn.
@@ -52,7 +52,7 @@ def target(guidance: wire.Guidance, drawn: int, gamma: float) -> float:
 
 def problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     """What is wrong with the guidance of ``message``, each naming its key."""
-    guidance = message.guidance
+    guidance = message.length_guidance
     if guidance is None:
         return
     if guidance.mode not in get_args(wire.GuidanceMode):
@@ -72,7 +72,7 @@ def problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
     yield from _constraint_problems(guidance)
 
 
-def _constraint_problems(guidance: wire.Guidance) -> Iterator[str]:
+def _constraint_problems(guidance: wire.LengthGuidance) -> Iterator[str]:
     if guidance.constraint not in (None, *get_args(wire.Constraint)):
         yield f"constraint is {guidance.constraint!r}; it must be one of {', '.join(get_args(wire.Constraint))}."
     if guidance.target_length_mode not in ("total", "remaining"):

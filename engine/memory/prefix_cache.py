@@ -80,7 +80,7 @@ class PrefixCache:
         root.references += 1
         return root
 
-    def match(self, salt: str | None, tokens: Ints) -> int:
+    def matched_length(self, salt: str | None, tokens: Ints) -> int:
         """How many of ``tokens`` the tree of ``salt`` has; changes nothing."""
         node: Node | None = None if salt is None else self._roots.get(salt)
         matched = 0
@@ -92,7 +92,7 @@ class PrefixCache:
                 node = node if length == len(node.tokens) else None
         return matched
 
-    def advance(self, node: Node, tokens: Ints) -> tuple[Node, Ints]:
+    def match_prefix(self, node: Node, tokens: Ints) -> tuple[Node, Ints]:
         """Move a reference on ``node`` down along ``tokens`` as far as they are known.
 
         Returns the node reached, now the one referenced, and the slots of the tokens passed.
@@ -111,10 +111,10 @@ class PrefixCache:
             node = child
         return node, as_ints(found)
 
-    def extend(self, node: Node, tokens: Ints, slots: Ints) -> Node:
-        """Enter ``tokens`` below the referenced ``node``, where :meth:`advance` found nothing of them; the tree takes the slots.
+    def insert(self, node: Node, tokens: Ints, slots: Ints) -> Node:
+        """Insert ``tokens`` below the referenced ``node``. :meth:`match_prefix` has found none of them.
 
-        Returns the new node, to which the reference has moved.
+        The tree owns ``slots`` from now on. Returns the new node, to which the reference has moved.
         """
         assert len(tokens) == len(slots) > 0
         assert int(tokens[0]) not in node.children
@@ -149,10 +149,10 @@ class PrefixCache:
 
     def adopt(self, node: Node, tokens: Ints, slots: Ints) -> None:
         """Keep a finished branch below the referenced ``node``: enter what the tree lacks of it, free the slots of the rest."""
-        reached, known = self.advance(node, tokens)
-        self._pool.release(slots[: len(known)])
+        reached, known = self.match_prefix(node, tokens)
+        self._pool.free(slots[: len(known)])
         if len(known) < len(tokens):
-            reached = self.extend(reached, tokens[len(known) :], slots[len(known) :])
+            reached = self.insert(reached, tokens[len(known) :], slots[len(known) :])
         self.release(reached, above=node)
 
     def evict(self, count: int) -> int:
@@ -212,7 +212,7 @@ class PrefixCache:
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        self._pool.release(node.slots)
+        self._pool.free(node.slots)
         self.evictable -= len(node.tokens)
         del parent.children[int(node.tokens[0])]
         node.parent = None

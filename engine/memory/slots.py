@@ -17,22 +17,22 @@ class SlotPool:
         assert size > 0
         self.size = size
         self._stack: Ints = np.arange(size - 1, -1, -1, dtype=np.int32)
-        self.free = size
+        self.available = size
 
     def allocate(self, count: int) -> Ints:
         """``count`` slots; the caller has made sure that so many are free."""
-        assert 0 <= count <= self.free, (count, self.free)
-        self.free -= count
-        return self._stack[self.free : self.free + count][::-1].copy()
+        assert 0 <= count <= self.available, (count, self.available)
+        self.available -= count
+        return self._stack[self.available : self.available + count][::-1].copy()
 
-    def release(self, slots: Ints) -> None:
+    def free(self, slots: Ints) -> None:
         """Take ``slots`` back."""
-        end = self.free + len(slots)
+        end = self.available + len(slots)
         assert end <= self.size, "a slot was released twice"
-        self._stack[self.free : end] = slots[::-1]
-        self.free = end
+        self._stack[self.available : end] = slots[::-1]
+        self.available = end
 
     @property
     def free_slots(self) -> Ints:
         """The numbers of the free slots, for integrity checks."""
-        return self._stack[: self.free]
+        return self._stack[: self.available]

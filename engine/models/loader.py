@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.models import checkpoint, fp8
 from engine.models.checkpoint import SINGLE, Stored
 from engine.models.config import ModelConfig, config_json, load_config
-from engine.models.decoder import Decoder, Layer
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.source import locate
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,7 +56,7 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
         return
     fp8.check_shapes(decoder)
     checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
-    layers = [layer for layer in decoder.layers if isinstance(layer, Layer)]
+    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     passage = copy.deepcopy(layers[0])
     for layer in layers:
         fp8.convert(layer)  # before any is filled: what is never written to takes no memory, what is freed in between leaves holes

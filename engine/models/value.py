@@ -35,7 +35,7 @@ class ValueHead(nn.Module):
         return self.summary(nn.functional.silu(self.fc(hidden))).squeeze(-1).float()  # type: ignore[no-any-return]
 
 
-class ValueModel(nn.Module):
+class LenVM(nn.Module):
     """A decoder without a language-model head, and the value head."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
@@ -62,14 +62,14 @@ class ValueModel(nn.Module):
         return {HEAD_PREFIX + name: parameter.detach() for name, parameter in self.head.named_parameters()}
 
 
-def load_value_model(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> ValueModel:
+def load_lenvm(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> LenVM:
     """The value model in a directory or hub repository, converted to ``dtype``, in evaluation mode.
 
     ``quantize``: as :func:`~engine.models.loader.load_model`; the value head stays in ``dtype``. The checkpoint's ``lm_head`` is
     ignored, unless it is all there is of a tied embedding. Raises :class:`~engine.models.errors.ModelError`.
     """
     directory = locate(model)
-    value_model = ValueModel(load_config(directory), dtype)
+    value_model = LenVM(load_config(directory), dtype)
     stored = _read_headers(directory)
     head = value_model.checkpoint_views()
     checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, ignored=[HEAD])
@@ -78,7 +78,7 @@ def load_value_model(model: str | Path, dtype: torch.dtype = torch.float32, quan
     return value_model.eval()
 
 
-def save_value_model(model: ValueModel, directory: Path, dtype: torch.dtype | None = None) -> None:
+def save_lenvm(model: LenVM, directory: Path, dtype: torch.dtype | None = None) -> None:
     """Write ``config.json`` and one ``model.safetensors`` with decoder and head; ``dtype`` None keeps the model's."""
     write_checkpoint(model.decoder.checkpoint_views() | model.checkpoint_views(), model.config, directory, dtype)
 

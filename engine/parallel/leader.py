@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.core import Ints, Run
+from engine.core import ExtendSegment, Ints
 from engine.models.config import load_config
 from engine.models.decoder import Attend, FusedAttend, PlainAttend
 from engine.models.errors import ModelError
@@ -67,7 +67,7 @@ class LeadingDecoder(ShardedDecoder):
 
     def __init__(self, directory: Path, dtype: torch.dtype, settings: EngineSettings, device: torch.device) -> None:
         super().__init__(load_config(directory), dtype, 0, settings.tensor_parallel)
-        self._planned: Sequence[Run] = ()
+        self._planned: Sequence[ExtendSegment] = ()
         self._workers = Workers(settings)  # they load while this process does
         load_part(self, directory, settings.quantize)
         self.to(device)
@@ -78,9 +78,9 @@ class LeadingDecoder(ShardedDecoder):
         self._workers.send(Allocate(attention.kv.slots))
         return LeadingAttention(attention, self)
 
-    def plan(self, runs: Sequence[Run]) -> None:
+    def plan(self, segments: Sequence[ExtendSegment]) -> None:
         """The next :meth:`forward` computes ``runs``."""
-        self._planned = runs
+        self._planned = segments
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As :meth:`Decoder.forward`. Raises :class:`PartLost`."""
@@ -99,9 +99,9 @@ class LeadingAttention(AttentionBackend):
         self._backend = backend
         self._decoder = decoder
 
-    def plan(self, runs: Sequence[Run]) -> FusedAttend:
-        self._decoder.plan(runs)
-        return self._backend.plan(runs)
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
+        self._decoder.plan(segments)
+        return self._backend.plan(segments)
 
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
         raise NotImplementedError("length models are not shared by processes")

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
-from engine.core import EMPTY, Request, Run
+from engine.core import EMPTY, ExtendSegment, Request
 from engine.settings import EngineSettings
 
 READY = "ready"
@@ -39,19 +39,19 @@ class Allocate(msgspec.Struct, tag="allocate", frozen=True):
 class Step(msgspec.Struct, tag="step", frozen=True):
     """Compute these runs; token ids and positions follow from device to device."""
 
-    runs: list[tuple[bytes, bytes]]
+    segments: list[tuple[bytes, bytes]]
     """Tokens and context of each run, int32."""
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Step:
+    def of(cls, segments: Sequence[ExtendSegment]) -> Step:
         """What attention needs of ``runs``."""
-        return cls([(run.tokens.tobytes(), run.context.tobytes()) for run in runs])
+        return cls([(segment.tokens.tobytes(), segment.context.tobytes()) for segment in segments])
 
-    def unpack(self) -> list[Run]:
+    def unpack(self) -> list[ExtendSegment]:
         """The runs, of a request that nobody made: attention does not ask whose they are."""
         nobody = Request(id="", prefix=EMPTY)
-        arrays = ((np.frombuffer(tokens, np.int32), np.frombuffer(context, np.int32)) for tokens, context in self.runs)
-        return [Run(nobody, None, tokens.copy(), context.copy()) for tokens, context in arrays]
+        arrays = ((np.frombuffer(tokens, np.int32), np.frombuffer(context, np.int32)) for tokens, context in self.segments)
+        return [ExtendSegment(nobody, None, tokens.copy(), context.copy()) for tokens, context in arrays]
 
 
 Order = Allocate | Step

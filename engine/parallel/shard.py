@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engine.models import checkpoint
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Decoder, Layer
+from engine.models.decoder import Attend, Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.loader import HEAD, decoder_views, fill
 
@@ -37,7 +37,7 @@ class ShardedDecoder(Decoder):
         self.whole = config
         self.rank = rank
         for layer in self.layers:
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, DecoderLayer)
             if rank > 0:  # a bias counts once in the sum
                 layer.attention.o_proj.register_parameter("bias", None)
                 layer.mlp.down_proj.register_parameter("bias", None)

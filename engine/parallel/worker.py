@@ -65,9 +65,11 @@ def _serve(decoder: ShardedDecoder, orders: Orders, backend: str) -> None:
     gc.collect()
     gc.freeze()
     while isinstance(step := orders.get(), Step):
-        runs = step.unpack()
-        received = torch.empty(sum(len(run.tokens) for run in runs), dtype=torch.int64, device=decoder.embed.weight.device)
-        decoder(received, received, attention.plan(runs))
+        segments = step.unpack()
+        received = torch.empty(
+            sum(len(segment.tokens) for segment in segments), dtype=torch.int64, device=decoder.embed.weight.device
+        )
+        decoder(received, received, attention.plan(segments))
 
 
 def _receive(orders: Orders) -> None:

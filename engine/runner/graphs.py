@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.core import Run
+from engine.core import ExtendSegment
 from engine.models.decoder import Attend, Decoder
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class FixedAttention(Protocol):
     def attend(self, tokens: int) -> Attend:
         """For a step of ``tokens``, as :meth:`fill` last described it."""
 
-    def fill(self, runs: Sequence[Run], tokens: int) -> bool:
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
         """Queue the tables of ``runs``, padded to ``tokens``; False where they do not fit. Padding is written to the padding slot
         and read by nobody."""
 
@@ -136,13 +136,13 @@ class StepGraphs:
             capture.allocated / 2**20,
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor, runs: Sequence[Run]) -> Tensor | None:
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment]) -> Tensor | None:
         """tokens, positions: [tokens] int64, those of ``runs``. -> [tokens, hidden], valid until the next step is queued.
 
         None where no bucket fits.
         """
         size = next((size for size in self._sizes if size >= len(tokens)), None)
-        if size is None or not self._attention.fill(runs, size):
+        if size is None or not self._attention.fill(segments, size):
             return None
         self.replayed += 1
         return self._graphs.replay(size, tokens, positions)[: len(tokens)]

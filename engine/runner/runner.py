@@ -1,7 +1,7 @@
 """One step: the batch's tokens through the model, and from their last hidden rows what each request asked for. Where there is a
 length model, what the step has for it goes through :mod:`engine.guidance.guide`, behind the model in the same queue.
 
-:meth:`Runner.launch` queues the work on the device and returns; :meth:`Flight.wait` blocks until the results are on the host.
+:meth:`Runner.launch` queues the work on the device and returns; :meth:`PendingStep.wait` blocks until the results are on the host.
 Nothing between the two waits for the device. On a CPU the work is done when ``launch`` returns, and ``wait`` only unpacks.
 """
 
@@ -17,8 +17,18 @@ from torch import Tensor
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Lookahead, Run, ScoreRequest, ValueRequest
-from engine.guidance.guide import Guide, GuidedRow, Steered
+from engine.core import (
+    EMPTY,
+    PENDING,
+    Batch,
+    Branch,
+    CandidatePass,
+    ExtendSegment,
+    GenerateRequest,
+    LabelScoreRequest,
+    ValueRequest,
+)
+from engine.guidance.guide import GuidedDraws, GuidedRow, LenVMRunner
 from engine.guidance.report import guided_logprobs, top_candidates
 from engine.models.decoder import Decoder
 from engine.runner.graphs import StepGraphs
@@ -76,7 +86,7 @@ class Result:
 
 
 @dataclass(slots=True)
-class Asked:
+class OutputPlan:
     """Which rows of a step are asked for what. Rows are places in the batch's tokens."""
 
     scores: list[tuple[int, Branch, list[int]]] = field(default_factory=list)
@@ -86,31 +96,31 @@ class Asked:
     values: list[tuple[int, Branch]] = field(default_factory=list)
     """(place in the batch's runs on the length model, branch)"""
     ended: list[Branch] = field(default_factory=list)
-    prompts: list[tuple[int, int, Run, GenerateRequest]] = field(default_factory=list)
+    prompts: list[tuple[int, int, ExtendSegment, GenerateRequest]] = field(default_factory=list)
     """(first row, place of its token in the prompt, run, request)"""
 
     @classmethod
-    def of(cls, batch: Batch) -> Asked:
+    def of(cls, batch: Batch) -> OutputPlan:
         """Read ``batch`` as it is now; branches change when the next step is scheduled."""
         asked, end = cls(), 0
-        for run in batch.runs:
-            first, end = end, end + len(run.tokens)
-            request, branch = run.request, run.branch
+        for segment in batch.segments:
+            first, end = end, end + len(segment.tokens)
+            request, branch = segment.request, segment.branch
             if branch is None:
                 continue
             if isinstance(request, GenerateRequest) and _wants_prompt(request, branch):
-                asked.prompts.append((first, len(run.context) - len(run.tokens), run, request))
-            if not run.completes:
+                asked.prompts.append((first, len(segment.context) - len(segment.tokens), segment, request))
+            if not segment.completes:
                 continue
-            if isinstance(request, ScoreRequest):
+            if isinstance(request, LabelScoreRequest):
                 asked.scores.append((end - 1, branch, request.labels))
             elif isinstance(request, GenerateRequest) and request.draws(branch):
-                (asked.guided if branch in batch.lookaheads else asked.draws).append((end - 1, branch, request))
+                (asked.guided if branch in batch.candidate_passes else asked.draws).append((end - 1, branch, request))
             else:
                 asked.ended.append(branch)
-        for place, run in enumerate(batch.values):
-            if run.branch is not None and isinstance(run.request, ValueRequest) and run.completes:
-                asked.values.append((place, run.branch))
+        for place, segment in enumerate(batch.lenvm_segments):
+            if segment.branch is not None and isinstance(segment.request, ValueRequest) and segment.completes:
+                asked.values.append((place, segment.branch))
         return asked
 
     @property
@@ -126,16 +136,16 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class PendingStep:
     """A step on its way."""
 
     batch: Batch
-    asked: Asked
+    asked: OutputPlan
     wanted: list[int]
     """Draws whose log-probabilities are asked for."""
     guided_wanted: list[int]
     """The same of guided draws."""
-    skipped: list[Lookahead]
+    skipped: list[CandidatePass]
     """Not computed, because the draw was decided without the length model."""
     download: Download
 
@@ -154,19 +164,19 @@ class Flight:
                 logprobs = dict(zip(self.wanted, _split_logprobs(next(tensors), next(tensors), next(tensors), counts), strict=True))
             draws = enumerate(zip(self.asked.draws, tokens, strict=True))
             result.drawn = [Drawn(branch, token, logprobs.get(place)) for place, ((_, branch, _), token) in draws]
-        for _, start, run, request in self.asked.prompts:
-            assert run.branch is not None
+        for _, start, segment, request in self.asked.prompts:
+            assert segment.branch is not None
             pieces = [wire.Logprobs([None], [[]], [[]])] if start == 0 else []
-            if _following(start, run, request).size:
+            if _following(start, segment, request).size:
                 values = next(tensors), next(tensors), next(tensors)
                 pieces += _split_logprobs(*values, [request.message.prompt_logprobs or 0] * len(values[0]))
-            result.prompts.append(PromptPart(run.branch, start + (start > 0), pieces))
+            result.prompts.append(PromptPart(segment.branch, start + (start > 0), pieces))
         if self.asked.guided:
             self._read_guided(result, [next(tensors) for _ in range(7 if self.guided_wanted else 3)])
         if self.asked.values:
             raw = next(tensors).tolist()
             result.valued = [(branch, z) for (_, branch), z in zip(self.asked.values, raw, strict=True)]
-        result.tally.tokens += sum(len(run.tokens) for run in self.batch.values)
+        result.tally.tokens += sum(len(segment.tokens) for segment in self.batch.lenvm_segments)
         return result
 
     def _read_guided(self, result: Result, tensors: list[Tensor]) -> None:
@@ -176,12 +186,12 @@ class Flight:
             messages = [self.asked.guided[place][2].message for place in self.guided_wanted]
             counted = [counts[place] for place in self.guided_wanted]
             logprobs = dict(zip(self.guided_wanted, guided_logprobs(tensors[3:], counted, messages), strict=True))
-        skipped = {lookahead.branch for lookahead in self.skipped}
+        skipped = {candidate_pass.branch for candidate_pass in self.skipped}
         for place, (_, branch, _) in enumerate(self.asked.guided):
             result.drawn.append(Drawn(branch, tokens[place], logprobs.get(place)))
-            lookahead = self.batch.lookaheads[branch]
-            if lookahead.branch not in skipped:
-                pending = len(lookahead.pending.tokens) if lookahead.pending else 0
+            candidate_pass = self.batch.candidate_passes[branch]
+            if candidate_pass.branch not in skipped:
+                pending = len(candidate_pass.pending.tokens) if candidate_pass.pending else 0
                 result.tally.tokens += pending + counts[place]
         result.tally.guided += sum(undecided)
         result.tally.alone += len(undecided) - sum(undecided)
@@ -196,29 +206,29 @@ class Runner:
         attention: AttentionBackend,
         eos_token_ids: Sequence[int],
         graphs: StepGraphs | None = None,
-        guide: Guide | None = None,
+        lenvm: LenVMRunner | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
         self._eos = tuple(eos_token_ids)
-        self._guide = guide
+        self._lenvm = lenvm
         self._device = attention.kv.keys.device
         self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)
         """Tokens of the step before, on the device."""
         self._drawn_row: dict[Branch, int] = {}
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Flight:
+    def launch(self, batch: Batch) -> PendingStep:
         """Queue every run of ``batch`` on the device."""
-        asked = Asked.of(batch)
+        asked = OutputPlan.of(batch)
         wanted, guided_wanted = (_with_logprobs(draws) for draws in (asked.draws, asked.guided))
         tensors: list[Tensor] = []
         drawn: list[Tensor] = []
         logits = None
-        if batch.runs:
+        if batch.segments:
             tensors, drawn, logits = self._compute(batch, asked, wanted)
-        skipped: list[Lookahead] = []
+        skipped: list[CandidatePass] = []
         valued = None
         places = [place for place, _ in asked.values]
         if logits is not None:
@@ -227,33 +237,33 @@ class Runner:
             tensors += [steered.tokens, steered.undecided, steered.counts]
             if guided_wanted:
                 tensors += self._report(steered, asked, guided_wanted)
-        elif batch.values:
-            assert self._guide is not None
-            valued = self._guide.compute(batch.values, places, self._resolve)
+        elif batch.lenvm_segments:
+            assert self._lenvm is not None
+            valued = self._lenvm.compute(batch.lenvm_segments, places, self._resolve)
         if valued is not None:
             tensors.append(valued)
         if drawn:
             self._drawn = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
         self._drawn_row = {branch: place for place, (_, branch, _) in enumerate(asked.all_draws)}
-        return Flight(batch, asked, wanted, guided_wanted, skipped, Download(tensors))
+        return PendingStep(batch, asked, wanted, guided_wanted, skipped, Download(tensors))
 
-    def _compute(self, batch: Batch, asked: Asked, wanted: list[int]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    def _compute(self, batch: Batch, asked: OutputPlan, wanted: list[int]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
         """Everything without guidance: the results, the tokens drawn, if any, and the logits of guided draws, if any."""
         upload = Upload()
-        upload.add(np.concatenate([run.tokens for run in batch.runs]))
-        upload.add(np.concatenate([run.positions for run in batch.runs]))
-        for rows in self._pending(batch.runs):
+        upload.add(np.concatenate([segment.tokens for segment in batch.segments]))
+        upload.add(np.concatenate([segment.positions for segment in batch.segments]))
+        for rows in self._pending(batch.segments):
             upload.add(rows)
         upload.add([row for row, *_ in asked.scores])
         upload.add([row for row, *_ in asked.all_draws])
         upload.add(label_table([labels for *_, labels in asked.scores]))
         upload.add(wanted)
-        prompts = [upload.add(_following(start, run, request)) for _, start, run, request in asked.prompts]
+        prompts = [upload.add(_following(start, segment, request)) for _, start, segment, request in asked.prompts]
         sent = upload.send(self._device)
         tokens, positions, unknown, source, score_rows, draw_rows, labels, wanted_rows = sent[:8]
         tokens = self._fill(tokens, unknown, source)
         sampling = prepare([self._sampling_row(branch, request) for _, branch, request in asked.draws], self._device)
-        hidden = self._forward(tokens, positions, batch.runs)
+        hidden = self._forward(tokens, positions, batch.segments)
         tensors: list[Tensor] = []
         drawn: list[Tensor] = []
         guided: Tensor | None = None
@@ -280,18 +290,18 @@ class Runner:
     @property
     def replayed_passes(self) -> int:
         """The same of the length model's passes."""
-        return 0 if self._guide is None else self._guide.replayed
+        return 0 if self._lenvm is None else self._lenvm.replayed
 
-    def _forward(self, tokens: Tensor, positions: Tensor, runs: Sequence[Run]) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
         """[tokens, hidden], through a graph where one fits."""
-        hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, runs)
-        return self._decoder(tokens, positions, self._attention.plan(runs)) if hidden is None else hidden
+        hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, segments)
+        return self._decoder(tokens, positions, self._attention.plan(segments)) if hidden is None else hidden
 
-    def _pending(self, runs: Sequence[Run]) -> tuple[Longs, Longs]:
+    def _pending(self, segments: Sequence[ExtendSegment]) -> tuple[Longs, Longs]:
         """Rows whose token the step before is drawing, and its row there."""
-        ends = np.cumsum([len(run.tokens) for run in runs])
-        lasts = np.array([run.tokens[-1] for run in runs])
-        rows = [(ends[at] - 1, self._drawn_row[_on_model(runs[at])]) for at in np.flatnonzero(lasts == PENDING).tolist()]
+        ends = np.cumsum([len(segment.tokens) for segment in segments])
+        lasts = np.array([segment.tokens[-1] for segment in segments])
+        rows = [(ends[at] - 1, self._drawn_row[_on_model(segments[at])]) for at in np.flatnonzero(lasts == PENDING).tolist()]
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
@@ -299,9 +309,9 @@ class Runner:
         """``tokens`` with those of the step before in the rows ``unknown``."""
         return tokens.index_copy(0, unknown, self._drawn.index_select(0, source)) if len(unknown) else tokens
 
-    def _resolve(self, tokens: Tensor, runs: Sequence[Run]) -> Tensor:
+    def _resolve(self, tokens: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
         """Tokens of ``runs``, on the device, with those that the step before is drawing."""
-        unknown, source = self._pending(runs)
+        unknown, source = self._pending(segments)
         if not len(unknown):
             return tokens
         upload = Upload()
@@ -309,7 +319,9 @@ class Runner:
         upload.add(source)
         return self._fill(tokens, *upload.send(self._device))
 
-    def _draw(self, logits: Tensor, sampling: SamplingBatch, asked: Asked, wanted: list[int], wanted_rows: Tensor) -> list[Tensor]:
+    def _draw(
+        self, logits: Tensor, sampling: SamplingBatch, asked: OutputPlan, wanted: list[int], wanted_rows: Tensor
+    ) -> list[Tensor]:
         """The next token of each row, and what log-probabilities are asked for."""
         drawn = draw(logits, sampling)
         if not wanted:
@@ -319,18 +331,18 @@ class Runner:
         return [drawn, *token_logprobs(logits.index_select(0, wanted_rows), chosen, top)]
 
     def _steer(
-        self, logits: Tensor, batch: Batch, asked: Asked, places: list[int]
-    ) -> tuple[Steered, Tensor | None, list[Lookahead]]:
+        self, logits: Tensor, batch: Batch, asked: OutputPlan, places: list[int]
+    ) -> tuple[GuidedDraws, Tensor | None, list[CandidatePass]]:
         """The guided draws, as :meth:`Guide.steer` returns them."""
-        assert self._guide is not None
+        assert self._lenvm is not None
         rows = []
         for _, branch, request in asked.guided:
-            assert request.guidance is not None
+            assert request.length_guidance is not None
             sampling = self._sampling_row(branch, request)
-            rows.append(GuidedRow(sampling, request.guidance, request.candidates, batch.lookaheads[branch]))
-        return self._guide.steer(logits, rows, batch.values, places, self._resolve)
+            rows.append(GuidedRow(sampling, request.length_guidance, request.candidates, batch.candidate_passes[branch]))
+        return self._lenvm.draw_guided(logits, rows, batch.lenvm_segments, places, self._resolve)
 
-    def _report(self, steered: Steered, asked: Asked, wanted: list[int]) -> list[Tensor]:
+    def _report(self, steered: GuidedDraws, asked: OutputPlan, wanted: list[int]) -> list[Tensor]:
         """What log-probabilities are asked for of guided draws."""
         upload = Upload()
         upload.add(wanted)
@@ -368,9 +380,9 @@ def _wants_prompt(request: GenerateRequest, branch: Branch) -> bool:
     return request.message.prompt_logprobs is not None and branch.index == 0 and not len(branch.outputs)
 
 
-def _following(start: int, run: Run, request: GenerateRequest) -> Longs:
+def _following(start: int, segment: ExtendSegment, request: GenerateRequest) -> Longs:
     """The prompt's tokens that the rows of ``run`` predict: row i predicts token i + 1, the last row of a prompt output."""
-    return request.prompt[start + 1 : start + len(run.tokens) + 1].astype(np.int64)
+    return request.prompt[start + 1 : start + len(segment.tokens) + 1].astype(np.int64)
 
 
 def _with_logprobs(draws: Sequence[tuple[int, Branch, GenerateRequest]]) -> list[int]:
@@ -378,8 +390,8 @@ def _with_logprobs(draws: Sequence[tuple[int, Branch, GenerateRequest]]) -> list
     return [place for place, (*_, request) in enumerate(draws) if request.message.logprobs is not None]
 
 
-def _on_model(run: Run) -> Branch:
+def _on_model(segment: ExtendSegment) -> Branch:
     """The branch that draws what ``run`` computes, on whichever model."""
-    branch = run.branch.twin if run.branch is not None and run.request.on_length_model else run.branch
+    branch = segment.branch.main_branch if segment.branch is not None and segment.request.on_lenvm else segment.branch
     assert branch is not None
     return branch

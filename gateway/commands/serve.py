@@ -47,7 +47,7 @@ class ServeOptions:
     port: int | None
     dtype: str | None
     quantize: str | None
-    max_tokens_in_cache: int | None
+    max_total_tokens: int | None
     api_keys_file: Path | None
 
     @property
@@ -210,8 +210,8 @@ def _engine_arguments(options: ServeOptions, models: _Models, port: int) -> list
         arguments += ["--dtype", options.dtype]
     if options.quantize is not None:
         arguments += ["--quantize", options.quantize]
-    if options.max_tokens_in_cache is not None:
-        arguments += ["--max-tokens-in-cache", str(options.max_tokens_in_cache)]
+    if options.max_total_tokens is not None:
+        arguments += ["--max-total-tokens", str(options.max_total_tokens)]
     return arguments
 
 

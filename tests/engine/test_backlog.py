@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine import wire
-from engine.core import ScoreRequest
+from engine.core import LabelScoreRequest
 from tests.engine.test_scheduler import Clock, generate, make, score, settle
 
 
@@ -33,9 +33,9 @@ def drive(load: float, limit: float, steps: int, seed: int = 0) -> tuple[list[tu
                 scheduler.add(request)
         batch = scheduler.schedule()
         used += batch.tokens
-        for run in batch.runs:
-            if run.request.id in predicted:
-                wait, since = predicted.pop(run.request.id)
+        for segment in batch.segments:
+            if segment.request.id in predicted:
+                wait, since = predicted.pop(segment.request.id)
                 waits.append((wait, clock.now - since))
         clock.now += 1
         settle(scheduler, batch, lambda: 7)
@@ -81,8 +81,8 @@ def test_lower_priorities_are_not_in_the_way() -> None:
     clock = Clock()
     scheduler = make(clock=clock)
 
-    def request(place: int, priority: int) -> ScoreRequest:
-        return ScoreRequest.of(wire.Score(str(place), [place], [[2] * 31], [1], priority=priority), 0.0)
+    def request(place: int, priority: int) -> LabelScoreRequest:
+        return LabelScoreRequest.of(wire.Score(str(place), [place], [[2] * 31], [1], priority=priority), 0.0)
 
     for place in range(10):
         scheduler.add(request(place, priority=5))
@@ -94,7 +94,7 @@ def test_lower_priorities_are_not_in_the_way() -> None:
     for waiting in scheduler.requests:
         scheduler.remove(waiting)
     assert scheduler.wait_seconds(priority=5) == 0
-    assert not scheduler._backlog._tokens, "priorities are callers' own, and forgotten with the last request"
+    assert not scheduler._wait_estimator._tokens, "priorities are callers' own, and forgotten with the last request"
 
 
 def test_where_slots_are_what_lacks_it_takes_as_long_as_it_takes() -> None:

@@ -35,7 +35,7 @@ SHARED = ("_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_pro
 SCORE = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [7, 8, 30]], [1, 5, 2])
 GREEDY = wire.Sampling(max_tokens=12, temperature=0, ignore_eos=True, n=2)
 GENERATE = wire.Generate("g", list(range(5, 45)), GREEDY, logprobs=3, prompt_logprobs=1)
-SETTINGS = {"token_budget": 48, "max_tokens_in_cache": 1024}
+SETTINGS = {"max_batched_tokens": 48, "max_total_tokens": 1024}
 """So small a budget that prompts are computed in chunks, beside one another."""
 
 

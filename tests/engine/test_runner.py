@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
     length = make_length_checkpoint(tmp_path, "qwen2")
-    settings = {"max_tokens_in_cache": 2048, "token_budget": 48, "overlap": True, "length_model": str(length)}
+    settings = {"max_total_tokens": 2048, "max_batched_tokens": 48, "overlap": True, "length_model": str(length)}
     loop = build_loop(EngineSettings(model=str(checkpoint), name="t", **settings))
     everything = {
         "temperature": 0.7,
@@ -67,9 +67,9 @@ def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
     loop.submit(wire.Generate("echo", list(range(3, 90)), wire.Sampling(max_tokens=2), prompt_logprobs=2))
     loop.submit(wire.Value("values", list(range(3, 40)), [[7, 8], [9]]))
     for place, mode in enumerate(({"mode": "exp", "scale": 2.0}, {"constraint": "eq_soft", "target_length": 3, "top_k": 9})):
-        guidance = wire.Guidance(return_values=True, entropy_threshold=0.5, **mode)
+        guidance = wire.LengthGuidance(return_values=True, entropy_threshold=0.5, **mode)
         sampling = wire.Sampling(max_tokens=6, n=2, **everything)
-        loop.submit(wire.Generate(f"guided{place}", list(range(3, 60)), sampling, logprobs=3, guidance=guidance))
+        loop.submit(wire.Generate(f"guided{place}", list(range(3, 60)), sampling, logprobs=3, length_guidance=guidance))
     replies = []
     while not loop.idle:
         replies += loop.step()

@@ -69,19 +69,19 @@ def test_ablations_do_what_their_names_say(writer: Writer) -> None:
         writer.loop._scheduler.cache.clear()
         before = writer.loop.stats.value_tokens
         passes = 0
-        forward = writer.loop._runner._guide._model.forward
+        forward = writer.loop._runner._lenvm._model.forward
 
         def counted(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
             nonlocal passes
             passes += len(tokens)
             return forward(tokens, *rest)
 
-        writer.loop._runner._guide._model.forward = counted
+        writer.loop._runner._lenvm._model.forward = counted
         try:
             with guided_by(writer.loop, VARIANTS[variant]):
                 drawn(writer, FEW)
         finally:
-            del writer.loop._runner._guide._model.forward
+            del writer.loop._runner._lenvm._model.forward
         assert writer.loop.stats.value_tokens > before
         return passes
 
@@ -92,14 +92,14 @@ def test_ablations_do_what_their_names_say(writer: Writer) -> None:
 def test_stages_add_up_and_leave_nothing_behind(writer: Writer) -> None:
     stages = Stages(gpu=False)
     runner = writer.loop._runner
-    before = [dict(vars(owner)) for owner in (runner._decoder, runner._guide, guide)]
+    before = [dict(vars(owner)) for owner in (runner._decoder, runner._lenvm, guide)]
     with stages.timed(writer.loop):
         drawn(writer, FEW)
     taken = stages.shares(1000.0)
     assert sum(taken.values()) == pytest.approx(1000.0)
     assert all(seconds > 0 for seconds in taken.values()), taken
     assert taken[REST] > 900
-    assert [dict(vars(owner)) for owner in (runner._decoder, runner._guide, guide)] == before
+    assert [dict(vars(owner)) for owner in (runner._decoder, runner._lenvm, guide)] == before
 
 
 @pytest.mark.slow

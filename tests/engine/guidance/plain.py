@@ -62,7 +62,7 @@ class Plain:
     @torch.inference_mode()
     def candidates(self, text: list[int], message: wire.Generate) -> tuple[list[int], Tensor]:
         """Ids by falling probability, and their probabilities, float64, with the sum 1."""
-        sampling, guidance = message.sampling, message.guidance
+        sampling, guidance = message.sampling, message.length_guidance
         logits = self.base(torch.tensor([text])).logits[0, -1].double()
         for token, bias in sampling.logit_bias.items():
             logits[token] += bias
@@ -81,14 +81,14 @@ class Plain:
         z = self.raw_values([[*text, token] for token in ids]).double()
         v = z.sigmoid()
         v[[place for place, token in enumerate(ids) if token == END_OF_TURN]] = 0.0
-        guidance = message.guidance
+        guidance = message.length_guidance
         entropy = float(-(p * p.log()).sum())
         if len(ids) == 1 or entropy < guidance.entropy_threshold or float((p * v).sum()) < guidance.value_min:
             return Draw(ids, p, z, v, p)
         return Draw(ids, p, z, v, tilt(p, z, v, drawn, guidance))
 
 
-def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.Guidance) -> Tensor:
+def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuidance) -> Tensor:
     """Some of the rules, each by its definition; the mean is found by halving."""
     s, gamma = guidance.scale, guidance.gamma or GAMMA
     mean = float((p * v).sum())

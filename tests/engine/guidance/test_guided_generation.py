@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from engine import wire
-from engine.core import PENDING, Batch, Run
+from engine.core import PENDING, Batch, ExtendSegment
 from engine.guidance import guide
 from engine.loop import Loop
-from engine.runner.runner import Flight
+from engine.runner.runner import PendingStep
 from kernels.candidates import candidates_triton
 from kernels.length_tilt import length_tilt_triton
 from tests.checkpoints import END_OF_TURN, make_checkpoint
@@ -38,7 +38,7 @@ from tests.engine.guidance.writing import (
 from tests.engine.integrity import check
 
 Build = Callable[..., Loop]
-TIGHT = {"max_tokens_in_cache": 128, "token_budget": 24}
+TIGHT = {"max_total_tokens": 128, "max_batched_tokens": 24}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Bui
     return partial(build_guided, checkpoints, request.param)
 
 
-@pytest.mark.parametrize("settings", [{}, TIGHT, {"token_budget": 7}], ids=["roomy", "tight", "chunks"])
+@pytest.mark.parametrize("settings", [{}, TIGHT, {"max_batched_tokens": 7}], ids=["roomy", "tight", "chunks"])
 def test_every_draw_is_the_plain_one(build: Build, plain: Plain, settings):
     """Several modes in one batch, beside scores and unguided rows, in chunks, after preemption and after skipped steps."""
     rng = random.Random(1)
@@ -78,14 +78,14 @@ def test_every_draw_is_the_plain_one(build: Build, plain: Plain, settings):
 def test_other_bodies(name: str, tmp_path: Path):
     checkpoints = make_pair(tmp_path, name)
     messages = some_messages(random.Random(2))[::2]
-    replies = run(build_guided(checkpoints, "compact", token_budget=16), *messages)
+    replies = run(build_guided(checkpoints, "compact", max_batched_tokens=16), *messages)
     assert all(verify(Plain(*checkpoints), message, replies[message.id]) for message in messages)
 
 
 def test_sequences_of_one_prompt_in_little_memory(build: Build, plain: Plain):
     """Each of them has slots of its own on both models, is preempted by itself and goes on."""
     message = guided("g", some_tokens(random.Random(3), 20, 20), guidance(scale=3.0), n=4, max_tokens=20)
-    roomy, tight = build(), build(max_tokens_in_cache=80, token_budget=40)
+    roomy, tight = build(), build(max_total_tokens=80, max_batched_tokens=40)
     expected, replies = run(roomy, message)["g"], run(tight, message)["g"]
     outputs = [tokens_of(replies, index) for index in range(4)]
     assert outputs == [tokens_of(expected, index) for index in range(4)]
@@ -104,7 +104,7 @@ def test_nothing_is_computed_twice(build: Build):
     asked = [delta.logprobs.values[0][0] is not None for delta in replies]
     assert 0 < sum(asked) < 40
     candidates = [len(delta.logprobs.top_tokens[0]) for delta in replies]
-    if loop._runner._guide._compact:
+    if loop._runner._lenvm._compact:
         # A draw that was passed over leaves its token pending; the last of them are never needed.
         last = max(place for place, was in enumerate(asked) if was)
         pending = sum(not was for was in asked[:last])
@@ -114,7 +114,7 @@ def test_nothing_is_computed_twice(build: Build):
     before = loop.stats.value_tokens
     longer = [*prompt, *tokens_of(replies)]
     run(loop, guided("h", [*longer, 7, 8], guidance(scale=3.0), max_tokens=1))
-    known = 40 if not loop._runner._guide._compact else last + asked[-1]
+    known = 40 if not loop._runner._lenvm._compact else last + asked[-1]
     assert loop.stats.value_tokens - before <= len(longer) - len(prompt) - known + 2 + 5 + (1 if known < 40 else 0)
 
 
@@ -123,7 +123,7 @@ def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plai
     rng = random.Random(5)
     decided = guided("g", some_tokens(rng, 5, 5), guidance(scale=3.0, entropy_threshold=1.56), max_tokens=40)
     crowd = [guided(f"c{i}", some_tokens(rng, 5, 9), guidance(scale=-2.0), max_tokens=20) for i in range(2)]
-    replies = run(build(token_budget=8), decided, *crowd)
+    replies = run(build(max_batched_tokens=8), decided, *crowd)
     for message in (decided, *crowd):
         assert verify(plain, message, replies[message.id])
 
@@ -157,8 +157,8 @@ def test_neutral_settings_are_the_unguided_request(checkpoints, settings):
     sampling = wire.Sampling(max_tokens=20, seed=5, ignore_eos=True, min_p=0.05)
     loops = [build(), build()]
     free, same = (
-        run(loop, wire.Generate("g", [5, 6, 7], sampling, logprobs=2, guidance=some))["g"]
-        for loop, some in zip(loops, (None, wire.Guidance(**settings)), strict=True)
+        run(loop, wire.Generate("g", [5, 6, 7], sampling, logprobs=2, length_guidance=some))["g"]
+        for loop, some in zip(loops, (None, wire.LengthGuidance(**settings)), strict=True)
     )
     assert [(delta.tokens, delta.logprobs) for delta in same] == [(delta.tokens, delta.logprobs) for delta in free]
     assert loops[1].stats.value_tokens == 0
@@ -174,8 +174,8 @@ def test_values_of_several_tokens_at_a_time(build: Build):
 def test_greedy_requests_never_ask(build: Build):
     loop = build()
     messages = [
-        wire.Generate(name, [5, 6, 7], wire.Sampling(max_tokens=9, temperature=0), guidance=some)
-        for name, some in (("free", None), ("guided", wire.Guidance(scale=9.0)))
+        wire.Generate(name, [5, 6, 7], wire.Sampling(max_tokens=9, temperature=0), length_guidance=some)
+        for name, some in (("free", None), ("guided", wire.LengthGuidance(scale=9.0)))
     ]
     replies = run(loop, *messages)
     assert tokens_of(replies["free"]) == tokens_of(replies["guided"])
@@ -186,7 +186,7 @@ def test_a_tiny_scale_draws_what_the_filters_alone_draw(build: Build):
     """Both take the largest of log-probability and noise, and the noise belongs to the token."""
     sampling = wire.Sampling(max_tokens=60, seed=8, ignore_eos=True, top_k=5)
     free = wire.Generate("free", [5, 6, 7], sampling)
-    same = wire.Generate("same", [5, 6, 7], sampling, guidance=wire.Guidance(scale=1e-9))
+    same = wire.Generate("same", [5, 6, 7], sampling, length_guidance=wire.LengthGuidance(scale=1e-9))
     replies = run(build(), free, same)
     assert tokens_of(replies["free"]) == tokens_of(replies["same"])
 
@@ -194,7 +194,9 @@ def test_a_tiny_scale_draws_what_the_filters_alone_draw(build: Build):
 def test_a_resumed_generation_goes_on_as_the_first_would(build: Build, plain: Plain):
     message = guided("g", [9, 8, 7], guidance(constraint="eq", target_length=9), max_tokens=14)
     whole = tokens_of(run(build(), message)["g"])
-    rest = wire.Generate("g", [9, 8, 7, *whole[:5]], message.sampling, logprobs=20, guidance=message.guidance, resume_offset=5)
+    rest = wire.Generate(
+        "g", [9, 8, 7, *whole[:5]], message.sampling, logprobs=20, length_guidance=message.length_guidance, resume_offset=5
+    )
     replies = run(build(), rest)["g"]
     assert tokens_of(replies) == whole[5:]
     assert replies[0].offset == 5
@@ -204,8 +206,10 @@ def test_a_resumed_generation_goes_on_as_the_first_would(build: Build, plain: Pl
 def test_prompt_logprobs_beside_guidance(build: Build, plain: Plain):
     prompt = some_tokens(random.Random(7), 40, 40)
     message = guided("g", prompt, guidance(scale=3.0))
-    with_prompt = wire.Generate("g", prompt, message.sampling, logprobs=20, prompt_logprobs=1, guidance=message.guidance)
-    replies = run(build(token_budget=16), with_prompt)["g"]
+    with_prompt = wire.Generate(
+        "g", prompt, message.sampling, logprobs=20, prompt_logprobs=1, length_guidance=message.length_guidance
+    )
+    replies = run(build(max_batched_tokens=16), with_prompt)["g"]
     assert len(replies[0].prompt_logprobs.chosen) == 40
     assert verify(plain, with_prompt, replies) == 12
 
@@ -213,7 +217,7 @@ def test_prompt_logprobs_beside_guidance(build: Build, plain: Plain):
 def test_penalties_and_held_back_ends(build: Build):
     """Edits of the logits come before the candidates; an end that is excluded is none of them."""
     bias = {END_OF_TURN: 100.0}
-    held = wire.Guidance(constraint="le", target_length=0)
+    held = wire.LengthGuidance(constraint="le", target_length=0)
     replies = run(build(), guided("g", [5, 6], held, logit_bias=bias, min_tokens=4, ignore_eos=False, frequency_penalty=2.0))["g"]
     output = tokens_of(replies)
     assert (len(output), output[-1], replies[-1].finish) == (5, END_OF_TURN, "stop")
@@ -223,7 +227,7 @@ def test_penalties_and_held_back_ends(build: Build):
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_a_target_is_output_tokens_without_the_end(build: Build, count: int):
     """An end that is always a candidate, of length 0, is taken by ``ge`` where the target is spent, and by no token before."""
-    some = wire.Guidance(constraint="ge", target_length=count, top_k=5)
+    some = wire.LengthGuidance(constraint="ge", target_length=count, top_k=5)
     replies = run(build(), guided("g", [5, 6], some, logit_bias={END_OF_TURN: 6.0}, ignore_eos=False))["g"]
     assert len(tokens_of(replies)) == count + 1
     assert replies[-1].finish == "stop"
@@ -243,23 +247,26 @@ def test_stop_tokens_end_like_an_end_of_sequence(build: Build):
 def test_what_cannot_be_drawn_is_told_only_for_its_value(build: Build, plain: Plain):
     rule = {"constraint": "le", "target_length": 9, "top_k": 3}
     valued = guided("g", [5, 6], guidance(**rule), max_tokens=1)
-    bare = wire.Generate("b", valued.prompt, valued.sampling, logprobs=20, guidance=wire.Guidance(**rule))
+    bare = wire.Generate("b", valued.prompt, valued.sampling, logprobs=20, length_guidance=wire.LengthGuidance(**rule))
     replies = run(build(), valued, bare)
     told, chosen = replies["g"][0].logprobs, replies["b"][0].logprobs
     assert told.top == [[0.0, -math.inf, -math.inf]]
     assert verify(plain, valued, replies["g"]) == 1
     assert (chosen.top_tokens, chosen.top, chosen.values) == ([told.top_tokens[0][:1]], [[0.0]], [])
-    two = wire.Generate("t", valued.prompt, valued.sampling, logprobs=2, guidance=valued.guidance)
+    two = wire.Generate("t", valued.prompt, valued.sampling, logprobs=2, length_guidance=valued.length_guidance)
     assert run(build(), two)["t"][0].logprobs.values == [told.values[0][:2]]
 
 
 def test_sampled_frequencies_are_the_tilted_ones(build: Build, plain: Plain):
     """Chi-square over 2000 seeds, at the 0.1 % level for 4 degrees of freedom."""
-    message = guided("g", [5, 6, 7], wire.Guidance(scale=2.0), max_tokens=1)
+    message = guided("g", [5, 6, 7], wire.LengthGuidance(scale=2.0), max_tokens=1)
     expected = plain.draw(message.prompt, 0, message)
     draws = [
         wire.Generate(
-            f"d{seed}", message.prompt, wire.Sampling(max_tokens=1, seed=seed, ignore_eos=True), guidance=message.guidance
+            f"d{seed}",
+            message.prompt,
+            wire.Sampling(max_tokens=1, seed=seed, ignore_eos=True),
+            length_guidance=message.length_guidance,
         )
         for seed in range(2000)
     ]
@@ -302,7 +309,7 @@ def test_unguided_rows_are_as_they_are_alone(build: Build):
 @torch.inference_mode()
 def test_values_of_texts_equal_each_alone(build: Build, plain: Plain):
     rng = random.Random(10)
-    loop = build(token_budget=32)
+    loop = build(max_batched_tokens=32)
     query = some_tokens(rng, 30, 30)
     messages = [wire.Value(f"v{i}", query[: 10 * i], [some_tokens(rng, 1, 20) for _ in range(5)]) for i in range(4)]
     replies = run(loop, *messages, *some_messages(rng)[:3])
@@ -329,7 +336,7 @@ def test_a_guided_prompt_is_found_in_both_caches(build: Build):
 
 def test_abort_at_any_moment_frees_both_models(build: Build):
     rng = random.Random(12)
-    loop = build(token_budget=24, max_tokens_in_cache=150)
+    loop = build(max_batched_tokens=24, max_total_tokens=150)
     ended: Counter[str] = Counter()
     alive: list[str] = []
     for step in range(60):
@@ -349,14 +356,14 @@ def test_abort_at_any_moment_frees_both_models(build: Build):
         for reply in replies:
             ended[reply.id] += not isinstance(reply, wire.Delta) or reply.finish is not None
     assert ended == Counter(alive)
-    for lane in loop._scheduler.lanes:
-        lane.cache.clear()
-        assert lane.pool.free == 150
+    for kv_pool in loop._scheduler.kv_pools:
+        kv_pool.cache.clear()
+        assert kv_pool.pool.available == 150
 
 
 def test_a_failed_pass_ends_its_requests_and_the_engine_goes_on(build: Build, monkeypatch):
     loop = build()
-    model = loop._runner._guide._model
+    model = loop._runner._lenvm._model
     message = guided("g", [5, 6, 7], guidance(scale=2.0))
 
     def fail(*_):
@@ -366,22 +373,22 @@ def test_a_failed_pass_ends_its_requests_and_the_engine_goes_on(build: Build, mo
         patch.setattr(model, "forward", fail)
         (reply,) = run(loop, message)["g"]
     assert (reply.code, reply.retryable) == ("out_of_memory", True)
-    assert all(lane.pool.free == lane.pool.size for lane in loop._scheduler.lanes)
+    assert all(kv_pool.pool.available == kv_pool.pool.size for kv_pool in loop._scheduler.kv_pools)
     assert len(tokens_of(run(loop, message)["g"])) == 12
 
 
 def test_a_sequence_that_loses_the_length_models_slots_in_flight(checkpoints, plain: Plain):
     """It is computed there again, up to a token that a step in flight is drawing."""
-    loop = build_guided(checkpoints, "overlapped", token_budget=64)
+    loop = build_guided(checkpoints, "overlapped", max_batched_tokens=64)
     message = guided("g", some_tokens(random.Random(13), 30, 30), guidance(scale=3.0))
     loop.submit(message)
     replies = [reply for _ in range(4) for reply in loop.step()]
     (branch,) = loop._scheduler.get("g").branches
-    loop._scheduler._strip(branch.twin)
+    loop._scheduler._free(branch.aux_branch)
     launch, unknown = loop._runner.launch, []
 
-    def watch(batch: Batch) -> Flight:
-        unknown.extend(run.tokens[-1] == PENDING for run in pending_runs(batch))
+    def watch(batch: Batch) -> PendingStep:
+        unknown.extend(segment.tokens[-1] == PENDING for segment in pending_segments(batch))
         return launch(batch)
 
     loop._runner.launch = watch
@@ -392,8 +399,8 @@ def test_a_sequence_that_loses_the_length_models_slots_in_flight(checkpoints, pl
     assert verify(plain, message, replies) == 12
 
 
-def pending_runs(batch: Batch) -> list[Run]:
-    return [lookahead.pending for lookahead in batch.lookaheads.values() if lookahead.pending is not None]
+def pending_segments(batch: Batch) -> list[ExtendSegment]:
+    return [candidate_pass.pending for candidate_pass in batch.candidate_passes.values() if candidate_pass.pending is not None]
 
 
 @pytest.fixture(scope="module")
@@ -426,7 +433,7 @@ def test_a_guided_step_does_not_wait_for_the_gpu(wide_heads: tuple[Path, Path]):
     loop = build_guided(wide_heads, "overlapped", attention="triton", dtype="bfloat16")
     launch = loop._runner.launch
 
-    def watched(batch: Batch) -> Flight:
+    def watched(batch: Batch) -> PendingStep:
         torch.cuda.set_sync_debug_mode("error")
         try:
             return launch(batch)

@@ -29,7 +29,7 @@ MIN_P = 0.01
 @cache
 def loop() -> Loop:
     base, length = str(MODELS / "base"), str(MODELS / "length")
-    return build_loop(EngineSettings(model=base, name="demo", length_model=length, max_tokens_in_cache=80_000))
+    return build_loop(EngineSettings(model=base, name="demo", length_model=length, max_total_tokens=80_000))
 
 
 @cache
@@ -40,11 +40,11 @@ def prompts(count: int) -> list[list[int]]:
 
 
 @cache
-def written(guidance: wire.Guidance | None, count: int = TEXTS, min_p: float = 0.0) -> list[list[int]]:
+def written(guidance: wire.LengthGuidance | None, count: int = TEXTS, min_p: float = 0.0) -> list[list[int]]:
     """One text a prompt, of which the seed is the number: the noise of a draw is the same whatever the guidance."""
     for place, prompt in enumerate(prompts(count)):
         sampling = wire.Sampling(max_tokens=LIMIT, seed=place, top_k=TOP_K, min_p=min_p)
-        loop().submit(wire.Generate(f"{place}", prompt, sampling, guidance=guidance))
+        loop().submit(wire.Generate(f"{place}", prompt, sampling, length_guidance=guidance))
     texts: list[list[int]] = [[] for _ in range(count)]
     while not loop().idle:
         for reply in loop().step():
@@ -62,17 +62,17 @@ def ended(text: list[int]) -> bool:
     return text[-1] in loop().info.eos_token_ids
 
 
-def mean(guidance: wire.Guidance | None, count: int = TEXTS) -> float:
+def mean(guidance: wire.LengthGuidance | None, count: int = TEXTS) -> float:
     return statistics.mean(length(text) for text in written(guidance, count))
 
 
-def at(scale: float) -> wire.Guidance:
-    return wire.Guidance(scale=scale)
+def at(scale: float) -> wire.LengthGuidance:
+    return wire.LengthGuidance(scale=scale)
 
 
 def aimed(constraint: wire.Constraint, target: int) -> list[int]:
     """Lengths of 64 texts."""
-    guidance = wire.Guidance(constraint=constraint, target_length=target)
+    guidance = wire.LengthGuidance(constraint=constraint, target_length=target)
     return [length(text) for text in written(guidance, 64, MIN_P)]
 
 
@@ -115,7 +115,7 @@ def test_the_mean_of_soft_targets_is_near(target: int) -> None:
 
 
 def test_budgets_are_kept() -> None:
-    half = round(mean(None) / 2)
-    assert statistics.mean(tokens <= half for tokens in aimed("le", half)) >= 0.95
-    assert statistics.mean(tokens >= half for tokens in aimed("ge", half)) >= 0.95
-    assert statistics.mean(aimed("ge", half)) < 8 * half  # it ends once the target is reached, if not at once
+    part = round(mean(None) / 2)
+    assert statistics.mean(tokens <= part for tokens in aimed("le", part)) >= 0.95
+    assert statistics.mean(tokens >= part for tokens in aimed("ge", part)) >= 0.95
+    assert statistics.mean(aimed("ge", part)) < 8 * part  # it ends once the target is reached, if not at once

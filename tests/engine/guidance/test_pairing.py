@@ -23,7 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(base: Path, length: Path | None, **settings) -> Loop:
     name = None if length is None else str(length)
-    return build_loop(EngineSettings(model=str(base), name="t", length_model=name, **({"max_tokens_in_cache": 256} | settings)))
+    return build_loop(EngineSettings(model=str(base), name="t", length_model=name, **({"max_total_tokens": 256} | settings)))
 
 
 def length_checkpoint(directory: Path, **overrides) -> Path:
@@ -72,7 +72,7 @@ def test_a_vocabulary_that_is_padded_otherwise_fits(base: Path, tmp_path: Path, 
     loop = build(base, length_checkpoint(tmp_path, vocab_size=rows))
     assert loop.info.vocab_size == min(rows, 320)
     sampling = wire.Sampling(max_tokens=20, ignore_eos=True, temperature=5.0)
-    loop.submit(wire.Generate("g", [5, 6], sampling, guidance=wire.Guidance(scale=1.0, top_k=64)))
+    loop.submit(wire.Generate("g", [5, 6], sampling, length_guidance=wire.LengthGuidance(scale=1.0, top_k=64)))
     tokens = []
     while not loop.idle:
         tokens += [token for reply in loop.step() for token in reply.tokens]
@@ -109,7 +109,7 @@ def info(base: Path, tmp_path_factory: pytest.TempPathFactory) -> wire.Info:
 
 @pytest.mark.parametrize("named", INVALID)
 def test_bad_guidance_is_refused_by_its_key(info: wire.Info, named: str):
-    problem = check(wire.Generate("x", [1], guidance=wire.Guidance(**INVALID[named])), info)
+    problem = check(wire.Generate("x", [1], length_guidance=wire.LengthGuidance(**INVALID[named])), info)
     assert problem is not None
     assert named in problem
     assert problem.endswith(".")
@@ -123,5 +123,5 @@ def test_bad_texts_to_value_are_refused(info: wire.Info):
 
 def test_without_a_length_model_guidance_is_refused(base: Path):
     alone = build(base, None).info
-    for message in (wire.Generate("x", [1], guidance=wire.Guidance()), wire.Value("x", [1], [[2]])):
+    for message in (wire.Generate("x", [1], length_guidance=wire.LengthGuidance()), wire.Value("x", [1], [[2]])):
         assert check(message, alone) == "This engine has no length model."

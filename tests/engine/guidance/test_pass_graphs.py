@@ -24,9 +24,9 @@ from engine.loop import Loop
 from engine.memory.kv import KVCache
 from engine.metrics import render
 from engine.models.errors import ModelError
-from engine.models.value import ValueModel, load_value_model
+from engine.models.value import LenVM, load_lenvm
 from engine.runner.graphs import CudaCapture
-from engine.runner.runner import Flight
+from engine.runner.runner import PendingStep
 from engine.scheduler import Budget
 from engine.settings import EngineSettings
 from kernels import branch_attention
@@ -59,7 +59,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Recorder |
     return CudaCapture(device) if device.type == "cuda" else Recorder(monkeypatch)
 
 
-def filled(model: ValueModel) -> KVCache:
+def filled(model: LenVM) -> KVCache:
     config, weight = model.config, model.decoder.embed.weight
     kv = KVCache(
         layers=config.num_layers,
@@ -74,9 +74,7 @@ def filled(model: ValueModel) -> KVCache:
     return kv
 
 
-def launched(
-    model: ValueModel, kv: KVCache, prefixes: list[Ints], width: int, tokens: Tensor, counts: Tensor
-) -> tuple[Tensor, Kept]:
+def launched(model: LenVM, kv: KVCache, prefixes: list[Ints], width: int, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Kept]:
     """The pass as it is without graphs."""
     config, kept = model.config, Kept.room(kv, len(tokens))
     positions = torch.tensor([len(prefix) for prefix in prefixes for _ in range(width)], device=tokens.device)
@@ -92,7 +90,7 @@ def test_a_captured_pass_is_the_launched_one(
     """In every bucket, with and without padding, from the record alone; of larger buckets nothing is written."""
     if width == 64:
         monkeypatch.setattr("engine.attention.branches.MAX_ROWS", 64)  # a row is two of the kernel's
-    model = load_value_model(checkpoints[1]).to(device)
+    model = load_lenvm(checkpoints[1]).to(device)
     kv = filled(model)
     before = kv.keys.clone(), kv.values.clone()
     graphs = PassGraphs(model, FixedBranches(kv, model.config.num_heads, max(buckets), width), capture, buckets)
@@ -123,7 +121,7 @@ def test_a_captured_pass_is_the_launched_one(
 @torch.inference_mode()
 def test_rows_that_are_missing_attend_to_nothing(checkpoints: tuple[Path, Path], capture, device: torch.device) -> None:
     """Whatever the pass before had there: a NaN in the cache would show."""
-    model = load_value_model(checkpoints[1]).to(device)
+    model = load_lenvm(checkpoints[1]).to(device)
     kv = filled(model)
     attention = FixedBranches(kv, model.config.num_heads, 4, 2)
     graphs = PassGraphs(model, attention, capture, (4,))
@@ -143,7 +141,7 @@ def test_rows_that_are_missing_attend_to_nothing(checkpoints: tuple[Path, Path],
 
 
 def test_what_fits_no_bucket_is_left_to_be_launched(checkpoints: tuple[Path, Path], capture, device: torch.device) -> None:
-    model = load_value_model(checkpoints[1]).to(device)
+    model = load_lenvm(checkpoints[1]).to(device)
     attention = FixedBranches(filled(model), model.config.num_heads, 2, 4)
     graphs = PassGraphs(model, attention, capture, (2,))
     before = attention._tables.clone()
@@ -168,7 +166,7 @@ def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build_pair(checkpoints: tuple[Path, Path], **settings) -> Loop:
     base, length = map(str, checkpoints)
-    defaults = {"max_tokens_in_cache": SLOTS, "length_gamma": GAMMA, "overlap": True, "attention": "triton"}
+    defaults = {"max_total_tokens": SLOTS, "length_gamma": GAMMA, "overlap": True, "attention": "triton"}
     return build_loop(EngineSettings(model=base, name="t", length_model=length, **(defaults | settings)))
 
 
@@ -202,7 +200,7 @@ def test_the_whole_engine_draws_the_same(
 
 def test_where_passes_cannot_be_captured(checkpoints: tuple[Path, Path]) -> None:
     """What else can go wrong is the same as for steps."""
-    model = load_value_model(checkpoints[1])
+    model = load_lenvm(checkpoints[1])
     with pytest.raises(ModelError, match="CUDA graphs of the length model cannot be used here: they need an NVIDIA GPU"):
         make_pass_graphs(model, filled(model), "on", Budget(48, 4))
 
@@ -212,12 +210,12 @@ def test_captured_passes_in_flight_do_not_wait(checkpoints: tuple[Path, Path], m
     """In bfloat16, many rows and several times over: a pass's tables are filled while the one before still runs."""
     rng = random.Random(5)
     messages = [guided(f"g{i}", some_tokens(rng, 2, 12), guidance(scale=3.0), max_tokens=30) for i in range(20)]
-    given = {"dtype": "bfloat16", "max_tokens_in_cache": 4096}
+    given = {"dtype": "bfloat16", "max_total_tokens": 4096}
     captured = build_pair(checkpoints, cuda_graphs="on", **given)
     run(captured, *messages)  # compiles what is outside of the graphs
     launch = captured._runner.launch
 
-    def watched(batch: Batch) -> Flight:
+    def watched(batch: Batch) -> PendingStep:
         with no_waiting():
             return launch(batch)
 

@@ -30,10 +30,10 @@ def make_pair(directory: Path, name: str) -> tuple[Path, Path]:
 
 def build_guided(checkpoints: tuple[Path, Path], form: str, **settings) -> Loop:
     base, length = map(str, checkpoints)
-    defaults = {"max_tokens_in_cache": 4096, "overlap": form == "overlapped", "length_gamma": GAMMA}
+    defaults = {"max_total_tokens": 4096, "overlap": form == "overlapped", "length_gamma": GAMMA}
     loop = build_loop(EngineSettings(model=base, name="test", length_model=length, **(defaults | settings)))
-    assert loop._runner._guide._compact == (form != "overlapped")
-    loop._runner._guide._compact = form == "compact"
+    assert loop._runner._lenvm._compact == (form != "overlapped")
+    loop._runner._lenvm._compact = form == "compact"
     return loop
 
 
@@ -59,13 +59,13 @@ def some_tokens(rng: random.Random, low: int, high: int) -> list[int]:
     return [rng.randrange(3, 320) for _ in range(rng.randint(low, high))]
 
 
-def guided(name: str, prompt: list[int], guidance: wire.Guidance, **sampling) -> wire.Generate:
+def guided(name: str, prompt: list[int], guidance: wire.LengthGuidance, **sampling) -> wire.Generate:
     defaults = {"max_tokens": 12, "ignore_eos": True, "seed": sum(map(ord, name))}
-    return wire.Generate(name, prompt, wire.Sampling(**(defaults | sampling)), logprobs=20, guidance=guidance)
+    return wire.Generate(name, prompt, wire.Sampling(**(defaults | sampling)), logprobs=20, length_guidance=guidance)
 
 
-def guidance(**settings) -> wire.Guidance:
-    return wire.Guidance(return_values=True, **settings)
+def guidance(**settings) -> wire.LengthGuidance:
+    return wire.LengthGuidance(return_values=True, **settings)
 
 
 MODES = (

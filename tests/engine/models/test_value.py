@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
-from engine.models.value import ValueModel, load_value_model, save_value_model
+from engine.models.value import LenVM, load_lenvm, save_lenvm
 from tests.checkpoints import make_checkpoint
 from tests.engine.models.causal import causal
 
@@ -35,7 +35,7 @@ def directory(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "value", "qwen3")
 
 
-def values(model: ValueModel) -> tuple[torch.Tensor, torch.Tensor]:
+def values(model: LenVM) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         return model.value(model(TOKENS, torch.arange(len(TOKENS)), causal))
 
@@ -55,7 +55,7 @@ def test_value_is_the_formula(directory: Path, layout: str) -> None:
         save_file(value_tensors(), directory / "value_head.safetensors")
     else:
         add_to_main(directory, value_tensors())
-    z, v = values(load_value_model(directory))
+    z, v = values(load_lenvm(directory))
     assert z.std() > 0.01
     torch.testing.assert_close(z, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(v, 1 / (1 + torch.exp(-expected)), atol=1e-6, rtol=1e-5)
@@ -65,7 +65,7 @@ def test_keys_in_the_main_file_are_preferred(directory: Path) -> None:
     expected = expected_z(directory, value_tensors())
     save_file(value_tensors(scale=9.0), directory / "value_head.safetensors")
     add_to_main(directory, value_tensors())
-    torch.testing.assert_close(values(load_value_model(directory))[0], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values(load_lenvm(directory))[0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_tied_checkpoint_with_only_a_head_tensor(tmp_path: Path) -> None:
@@ -75,12 +75,12 @@ def test_tied_checkpoint_with_only_a_head_tensor(tmp_path: Path) -> None:
     tensors = load_file(main) | value_tensors()
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, main)
-    torch.testing.assert_close(values(load_value_model(directory))[0], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values(load_lenvm(directory))[0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_no_head_at_all(directory: Path) -> None:
     with pytest.raises(ModelError, match=r"value_head\.safetensors is missing"):
-        load_value_model(directory)
+        load_lenvm(directory)
 
 
 @pytest.mark.parametrize(
@@ -96,21 +96,21 @@ def test_wrong_head(directory: Path, change: str, named: str) -> None:
         tensors["v_head.fc.bias"] = torch.ones(SIZE + 1)
     save_file(tensors, directory / "value_head.safetensors")
     with pytest.raises(ModelError, match=named):
-        load_value_model(directory)
+        load_lenvm(directory)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, 0.0), (torch.float16, 0.02)])
 def test_round_trip(directory: Path, tmp_path: Path, dtype: torch.dtype | None, tolerance: float) -> None:
     save_file(value_tensors(), directory / "value_head.safetensors")
-    model = load_value_model(directory)
-    save_value_model(model, tmp_path / "saved", dtype)
-    again = load_value_model(tmp_path / "saved")
+    model = load_lenvm(directory)
+    save_lenvm(model, tmp_path / "saved", dtype)
+    again = load_lenvm(tmp_path / "saved")
     assert again.config == model.config
     torch.testing.assert_close(values(again)[0], values(model)[0], atol=tolerance, rtol=0)
 
 
 def test_gradients_reach_every_parameter(directory: Path) -> None:
     save_file(value_tensors(), directory / "value_head.safetensors")
-    model = load_value_model(directory)
+    model = load_lenvm(directory)
     model.value(model(TOKENS, torch.arange(len(TOKENS)), causal))[0].square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())

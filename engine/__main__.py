@@ -16,10 +16,10 @@ from pathlib import Path
 import uvicorn
 from litestar import Litestar
 
-from engine.link import LoopClient
-from engine.server import create_app, create_health_app
+from engine.serving.app import create_app, create_health_app
+from engine.serving.bearer import BearerTokenError, BearerTokens
+from engine.serving.loop_client import LoopClient
 from engine.settings import ATTENTION, CUDA_GRAPHS, DEVICES, DTYPES, QUANTIZE, EngineSettings
-from engine.token import BearerTokenError, BearerTokens
 
 FLUSH_SECONDS = 2
 """Time for the last bytes to be sent, once every request has its last word."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,28 +11,30 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from engine import cgroup, wire
-from engine.attention.base import AttentionBackend
+from engine import wire
 from engine.attention.branches import FixedBranches
-from engine.attention.select import choose, problem_of
+from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
-from engine.guidance.graphs import ROWS, WIDTH, PassGraphs
-from engine.guidance.guide import LenVMRunner
-from engine.guidance.pairing import check_pairing, gamma_of
+from engine.device import cgroup
+from engine.device.cuda_graphs import CudaCapture
+from engine.distributed.leader import LeadingDecoder
+from engine.distributed.placement import device_of, dtype_of, set_threads
+from engine.kvcache.kv import KVCache
+from engine.kvcache.slots import SlotPool
+from engine.lenvm.graphs import ROWS, WIDTH, PassGraphs
+from engine.lenvm.guided_draws import LenVMRunner
+from engine.lenvm.pairing import check_pairing, gamma_of
 from engine.loop import Loop
-from engine.memory.kv import KVCache
-from engine.memory.slots import SlotPool
 from engine.models import fp8
 from engine.models.config import ModelConfig, read_json
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
+from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
 from engine.models.source import locate
-from engine.models.value import LenVM, load_lenvm
-from engine.parallel.leader import LeadingDecoder
-from engine.runner.graphs import BUCKETS, CudaCapture, StepGraphs
+from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
-from engine.scheduler import Budget, Scheduler
+from engine.scheduling.scheduler import Budget, Scheduler
 from engine.settings import EngineSettings
 from kernels.candidates import MOST
 
@@ -84,30 +85,6 @@ def load_length(directory: Path, base: Path, settings: EngineSettings, dtype: to
     return PairedLenVM(model, gamma_of(directory, settings.length_gamma))
 
 
-def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
-    """Where process ``rank`` of the model computes. Raises :class:`ModelError` where it cannot."""
-    available = torch.cuda.device_count()
-    kind = settings.device or ("cuda" if available else "cpu")
-    if kind == "cuda" and available < settings.tensor_parallel:
-        raise ModelError(
-            f"GPUs needed: {settings.tensor_parallel}, found: {available}; lower --tensor-parallel, or take --device cpu."
-        )
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-
-
-def dtype_of(settings: EngineSettings, device: torch.device) -> torch.dtype:
-    """Of weights, keys and values."""
-    dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    return dtype
-
-
-def set_threads(settings: EngineSettings) -> None:
-    """Give this process's arithmetic its CPU threads: more of them than a container may use of the cores only stop each other."""
-    threads = settings.threads or max(1, math.ceil(min(torch.get_num_threads(), cgroup.cores())) // settings.tensor_parallel)
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-
-
 def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: PairedLenVM | None = None) -> Loop:
     """A loop around a loaded model, and the length model where there is one."""
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
@@ -134,21 +111,6 @@ def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: Pa
     return Loop(
         runner, scheduler, info, max_waiting=settings.max_waiting, max_wait_seconds=settings.max_wait_seconds, overlap=overlap
     )
-
-
-def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBackend:
-    """Room for the keys and values of ``slots`` tokens, and what attends to them. Raises :class:`ModelError`."""
-    config, weight = decoder.config, decoder.embed.weight
-    choice = choose(backend, weight.device, config, weight.dtype)
-    kv = KVCache(
-        layers=config.num_layers,
-        slots=slots,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
-    return choice.backend(kv, config.num_heads)
 
 
 def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> StepGraphs | None:

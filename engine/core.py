@@ -13,7 +13,6 @@ that keeps up has a slot for one token more than is known; one that was passed o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,58 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import wire
-from engine.guidance.rules import effective, top_k
+from engine.ints import EMPTY, IntBuffer, Ints
+from engine.length_guidance import effective, top_k
 
 if TYPE_CHECKING:
-    from engine.memory.prefix_cache import Node
-
-Ints = npt.NDArray[np.int32]
-"""Token ids or slot numbers, one dimension."""
+    from engine.kvcache.prefix_cache import Node
 
 NOBODY = wire.Caller()
 
-EMPTY: Ints = np.empty(0, np.int32)
-
 PENDING = -1
 """Stands for a token that a step in flight is drawing: the next step takes it from device memory."""
-
-
-class IntBuffer:
-    """A growing run of int32."""
-
-    __slots__ = ("_data", "_size")
-
-    def __init__(self, values: Sequence[int] | Ints = ()) -> None:
-        self._data: Ints = np.array(values, np.int32)
-        self._size = len(self._data)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def extend(self, values: Sequence[int] | Ints) -> None:
-        """Append ``values``, in amortised constant time for each."""
-        end = self._size + len(values)
-        if end > len(self._data):
-            grown = np.empty(max(end, 2 * len(self._data)), np.int32)
-            grown[: self._size] = self._data[: self._size]
-            self._data = grown
-        self._data[self._size : end] = values
-        self._size = end
-
-    def drop(self, count: int) -> Ints:
-        """Forget the last ``count`` values; returns them, valid until the next change."""
-        self._size -= count
-        return self._data[self._size : self._size + count]
-
-    def clear(self) -> None:
-        """Forget all values."""
-        self._data = EMPTY
-        self._size = 0
-
-    @property
-    def view(self) -> Ints:
-        """The values, not copied: valid until the next change."""
-        return self._data[: self._size]
 
 
 @dataclass(eq=False, slots=True)
@@ -418,9 +375,3 @@ class Batch:
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not (self.segments or self.lenvm_segments)
-
-
-def as_ints(parts: Iterable[Ints]) -> Ints:
-    """Concatenate, also nothing."""
-    arrays = list(parts)
-    return np.concatenate(arrays) if arrays else EMPTY

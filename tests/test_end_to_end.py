@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import wire
 from engine.demo import MODELS
-from engine.models.value import load_value_model
+from engine.models.lenvm import load_value_model
 from examples.demo_models.forward import causal_hidden
 from examples.demo_models.length import GAMMA
 from examples.demo_models.text import load_tokenizer

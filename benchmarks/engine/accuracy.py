@@ -26,8 +26,8 @@ from benchmarks.engine.subject import Subject, subject
 from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.demo import MODELS
+from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import load_lenvm
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question

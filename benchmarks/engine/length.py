@@ -33,8 +33,8 @@ from engine.build import PairedLenVM
 from engine.demo import MODELS
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import load_lenvm
 from examples.demo_models.length import GAMMA
 
 PUBLISHED = {"first timing study": 4.55, "optimised": 4.03}

@@ -20,9 +20,9 @@ from torch import Tensor
 from benchmarks.engine.records import Records
 from benchmarks.engine.writers import Writer, Writing
 from engine.core import CandidatePass, ExtendSegment
-from engine.guidance.guide import GuidedDraws, GuidedRow, LenVMOutput, LenVMPass, LenVMRunner, PassAttention, Resolve
+from engine.device.sampling import gumbel
+from engine.lenvm.guided_draws import GuidedDraws, GuidedRow, LenVMOutput, LenVMPass, LenVMRunner, PassAttention, Resolve
 from engine.loop import Loop
-from engine.sampling import gumbel
 
 YARDSTICK = "Yardstick"
 

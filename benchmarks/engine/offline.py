@@ -20,7 +20,7 @@ from benchmarks.engine.subject import Subject
 from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.models.decoder import Decoder
-from engine.scoring import label_logprobs
+from engine.runner.scoring import label_logprobs
 
 
 @dataclass(frozen=True)

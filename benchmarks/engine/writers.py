@@ -20,8 +20,8 @@ from engine.build import PairedLenVM, assemble
 from engine.loop import Loop
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.lenvm import LenVM
 from engine.models.rope import Rope
-from engine.models.value import LenVM
 from engine.settings import EngineSettings
 
 CANDIDATES = 5

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.core import ExtendSegment, Ints
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment
+from engine.ints import Ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.qk_norm_rope import qk_norm_rope_write
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import MOST_SLOTS
-from engine.core import EMPTY, Ints
-from engine.memory.kv import KVCache
+from engine.ints import EMPTY, Ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import PlainAttend
 from kernels.attention_layout import Longs, cumulate
 from kernels.branch_attention import MAX_ROWS, branch_attention_triton, chunks_of

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.branches import plan_branches
-from engine.core import ExtendSegment, Ints, as_ints
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment
+from engine.ints import Ints, as_ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 
 VERSION = "0.6.6"

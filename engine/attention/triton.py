@@ -9,8 +9,9 @@ from torch import Tensor
 
 from engine.attention.base import MOST_SLOTS, AttentionBackend
 from engine.attention.branches import plan_branches
-from engine.core import ExtendSegment, Ints
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment
+from engine.ints import Ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_layout import Layout, Room, lay_out
 from kernels.paged_attention import block_rows, paged_attention_triton

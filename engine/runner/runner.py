@@ -1,5 +1,5 @@
 """One step: the batch's tokens through the model, and from their last hidden rows what each request asked for. Where there is a
-length model, what the step has for it goes through :mod:`engine.guidance.guide`, behind the model in the same queue.
+length model, what the step has for it goes through :mod:`engine.lenvm.guided_draws`, behind the model in the same queue.
 
 :meth:`Runner.launch` queues the work on the device and returns; :meth:`PendingStep.wait` blocks until the results are on the host.
 Nothing between the two waits for the device. On a CPU the work is done when ``launch`` returns, and ``wait`` only unpacks.
@@ -18,7 +18,6 @@ from torch import Tensor
 from engine import wire
 from engine.attention.base import AttentionBackend
 from engine.core import (
-    EMPTY,
     PENDING,
     Batch,
     Branch,
@@ -28,13 +27,14 @@ from engine.core import (
     LabelScoreRequest,
     ValueRequest,
 )
-from engine.guidance.guide import GuidedDraws, GuidedRow, LenVMRunner
-from engine.guidance.report import guided_logprobs, top_candidates
+from engine.device.sampling import SamplingBatch, SamplingRow, draw, prepare, token_logprobs
+from engine.device.transfer import Download, Upload
+from engine.ints import EMPTY
+from engine.lenvm.guided_draws import GuidedDraws, GuidedRow, LenVMRunner
+from engine.lenvm.report import guided_logprobs, top_candidates
 from engine.models.decoder import Decoder
 from engine.runner.graphs import StepGraphs
-from engine.runner.transfer import Download, Upload
-from engine.sampling import SamplingBatch, SamplingRow, draw, prepare, token_logprobs
-from engine.scoring import label_logprobs, label_table, next_token_logprobs
+from engine.runner.scoring import label_logprobs, label_table, next_token_logprobs
 
 Longs = npt.NDArray[np.int64]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.demo import MODELS
 from engine.models.decoder import Decoder
+from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import LenVM, load_lenvm
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question

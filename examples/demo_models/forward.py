@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.decoder import Attend, Decoder
-from engine.models.value import LenVM
+from engine.models.lenvm import LenVM
 
 
 def causal_hidden(model: Decoder | LenVM, tokens: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.value import LenVM
+from engine.models.lenvm import LenVM
 from examples.demo_models.base import Progress, descend, make_optimizer, set_learning_rate
 from examples.demo_models.corpus.documents import draw_request
 from examples.demo_models.forward import causal_hidden

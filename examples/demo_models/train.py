@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models.checkpoint import VALUE_HEAD
+from engine.models.lenvm import LenVM
 from engine.models.loader import load_model, write_checkpoint
-from engine.models.value import LenVM
 from examples.demo_models.base import Progress, train_base
 from examples.demo_models.corpus.documents import sample_texts
 from examples.demo_models.evaluate import measure

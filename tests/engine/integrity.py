@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container
 
-from engine.core import Batch, Branch, CandidatePass, GenerateRequest, Ints, Request
-from engine.fair_queue import rank
-from engine.scheduler import KVPool, Scheduler
+from engine.core import Batch, Branch, CandidatePass, GenerateRequest, Request
+from engine.ints import Ints
+from engine.scheduling.fair_queue import rank
+from engine.scheduling.scheduler import KVPool, Scheduler
 
 
 class SlotContents:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from engine import wire
 from engine.core import Batch, ExtendSegment, GenerateRequest, LabelScoreRequest, Request
-from engine.memory.slots import SlotPool
-from engine.scheduler import Budget, Scheduler
+from engine.kvcache.slots import SlotPool
+from engine.scheduling.scheduler import Budget, Scheduler
 
 STEP_SECONDS, TOKEN_SECONDS = 0.002, 0.0001
 """About those of a small model on a CPU: 0.2 s for a step of 2,048 tokens."""

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import metrics, wire
+from engine import wire
 from engine.build import build_loop
 from engine.loop import MAX_CALLER_CHARACTERS, Loop
 from engine.request_log import BURST, LINES_PER_SECOND, RequestLog
+from engine.serving import metrics
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
@@ -202,7 +203,8 @@ def test_a_reader_that_stops_does_not_stop_the_engine():
     """Standard error is often a pipe; once that is full, a write to it takes as long as nobody reads."""
     code = """
 import logging
-from engine import logs, wire
+from engine.serving import logs
+from engine import wire
 from engine.request_log import RequestLog
 handler, clock = logs.start(), iter(range(1 << 30))
 log = RequestLog(clock.__next__)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine import wire
 from engine.core import LabelScoreRequest, Request
-from engine.scheduler import CONTENDED_SHARE
+from engine.scheduling.scheduler import CONTENDED_SHARE
 from tests.engine.integrity import SlotContents, check
 from tests.engine.tenants import Clock, Simulation, Tenant, mixed, scores, texts
 from tests.engine.test_scheduler import generate, make, random_request, score, settle, take

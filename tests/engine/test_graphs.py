@@ -21,16 +21,18 @@ from engine.attention.flashinfer import problem
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import FixedTritonAttention, TritonAttention
 from engine.build import build_loop, make_graphs
-from engine.core import EMPTY, Batch, ExtendSegment, Ints, Request, as_ints
+from engine.core import Batch, ExtendSegment, Request
+from engine.device.cuda_graphs import Captured, CudaCapture, Graphs
+from engine.ints import EMPTY, Ints, as_ints
+from engine.kvcache.kv import KVCache
 from engine.loop import Loop
-from engine.memory.kv import KVCache
-from engine.metrics import render
 from engine.models.decoder import Decoder, FusedAttend
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
-from engine.runner.graphs import Captured, CudaCapture, Graphs, StepGraphs
+from engine.runner.graphs import StepGraphs
 from engine.runner.runner import PendingStep, Runner
-from engine.scheduler import Budget
+from engine.scheduling.scheduler import Budget
+from engine.serving.metrics import render
 from engine.settings import EngineSettings
 from kernels import attention_layout
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint

@@ -8,7 +8,7 @@ import pytest
 
 from engine import wire
 from engine.core import Request
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.integrity import SlotContents, check
 from tests.engine.test_scheduler import drain, generate, make, score, settle
 

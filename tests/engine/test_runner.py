@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import sampling, wire
+from engine import wire
 from engine.build import build_loop
-from engine.guidance import guide
+from engine.device import sampling
+from engine.device.transfer import Download, Upload
+from engine.lenvm import guided_draws
 from engine.runner import runner
 from engine.runner.runner import Runner
-from engine.runner.transfer import Download, Upload
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.device import Device
-from tests.engine.guidance.plain import make_length_checkpoint
+from tests.engine.lenvm.plain import make_length_checkpoint
 
 
 @pytest.fixture
@@ -30,8 +31,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             for name in ("keep_thresholds", "seeded_draw"):
                 patch.setattr(sampling, name, watch.kernel(getattr(sampling, name)))
             for name in ("candidates", "length_tilt"):
-                patch.setattr(guide, name, watch.kernel(getattr(guide, name)))
-            for module in (runner, guide):
+                patch.setattr(guided_draws, name, watch.kernel(getattr(guided_draws, name)))
+            for module in (runner, guided_draws):
                 patch.setattr(module, "prepare", watch.kernel(sampling.prepare))  # on the host's own numbers
             return launch(self, batch)
 

@@ -11,8 +11,8 @@ import pytest
 
 from engine import wire
 from engine.core import NOBODY, Branch, GenerateRequest, LabelScoreRequest, ValueRequest
-from engine.memory.slots import SlotPool
-from engine.scheduler import PREFILL_SHARE, Budget, Scheduler
+from engine.kvcache.slots import SlotPool
+from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check
 
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.scoring import label_logprobs, label_table, next_token_logprobs
+from engine.runner.scoring import label_logprobs, label_table, next_token_logprobs
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 
@@ -37,7 +37,7 @@ def test_no_rows() -> None:
 
 
 def test_next_token_logprobs_in_parts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scoring.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
+    monkeypatch.setattr("engine.runner.scoring.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
     hidden, tokens = torch.randn(10, 64), torch.arange(10)
     expected = log_softmax(decoder, hidden).float()
     chosen, ids, top = next_token_logprobs(decoder, hidden, tokens, 2)

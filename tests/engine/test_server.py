@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pod(model: Path) -> Iterator[Pod]:
-    pod = Pod(model, "--name", "tiny", "--max-tokens-in-cache", "4096")
+    pod = Pod(model, "--name", "tiny", "--max-total-tokens", "4096")
     yield pod.wait_ready()
     pod.close()
 
@@ -145,5 +145,5 @@ def test_a_port_in_use_is_one_line(pod: Pod, model: Path):
 
 
 def test_the_server_imports_no_torch():
-    code = "import sys, engine.server, engine.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.serving.app, engine.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -14,8 +14,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import metrics, wire
+from engine import wire
 from engine.__main__ import _parser
+from engine.serving import metrics
 from engine.settings import ATTENTION, DEVICES, DTYPES, QUANTIZE
 from gateway.auth import ApiKey
 from gateway.settings import PREFIX, Settings

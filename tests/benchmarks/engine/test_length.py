@@ -17,7 +17,7 @@ from benchmarks.engine.length_ablations import VARIANTS, YARDSTICK, guided_by
 from benchmarks.engine.stages import REST, Stages
 from benchmarks.engine.subject import SMALL
 from benchmarks.engine.writers import QWEN25_7B, QWEN25_15B, Writer, Writing, guided_flops_ratio, random_pair, survivors
-from engine.guidance import guide
+from engine.lenvm import guided_draws
 from tests.benchmarks.engine.test_command import bench
 
 FEW = Writing(4, 12, 10)
@@ -92,14 +92,14 @@ def test_ablations_do_what_their_names_say(writer: Writer) -> None:
 def test_stages_add_up_and_leave_nothing_behind(writer: Writer) -> None:
     stages = Stages(gpu=False)
     runner = writer.loop._runner
-    before = [dict(vars(owner)) for owner in (runner._decoder, runner._lenvm, guide)]
+    before = [dict(vars(owner)) for owner in (runner._decoder, runner._lenvm, guided_draws)]
     with stages.timed(writer.loop):
         drawn(writer, FEW)
     taken = stages.shares(1000.0)
     assert sum(taken.values()) == pytest.approx(1000.0)
     assert all(seconds > 0 for seconds in taken.values()), taken
     assert taken[REST] > 900
-    assert [dict(vars(owner)) for owner in (runner._decoder, runner._lenvm, guide)] == before
+    assert [dict(vars(owner)) for owner in (runner._decoder, runner._lenvm, guided_draws)] == before
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import FlashInferAttention, problem, send
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
-from engine.core import EMPTY, ExtendSegment, Ints, Request, as_ints
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment, Request
+from engine.ints import EMPTY, Ints, as_ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
 from tests.engine.device import no_waiting
 

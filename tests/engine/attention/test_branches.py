@@ -9,8 +9,9 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
-from engine.core import EMPTY, ExtendSegment, Request
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment, Request
+from engine.ints import EMPTY
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
 
 LAYERS, KV_HEADS = 2, 2

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from engine.demo import MODELS
 from engine.models.decoder import Decoder
+from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import LenVM, load_lenvm
 from examples.demo_models.corpus.catalogue import ATTRIBUTE_OF
 from examples.demo_models.evaluate import description_lengths, label_scores, relevance_auc, value_correlation
 from examples.demo_models.forward import causal_hidden

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.demo import MODELS
+from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import load_lenvm
 from examples.demo_models.batches import collate, training_batches
 from examples.demo_models.corpus.documents import Piece, sample_texts
 from examples.demo_models.length import GAMMA, Text

@@ -1,0 +1,95 @@
+"""The loop's process: sockets around :class:`engine.loop.Loop`. Started by :mod:`engine.serving.loop_client`, never by hand.
+
+Arguments: the settings as JSON, the address to receive requests from, the address to send events to. It ends when its standard
+input closes, so that it cannot outlive the server that started it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+import zmq
+
+from engine import wire
+from engine.build import build_loop, tokenizer_files
+from engine.loop import Loop
+from engine.models.errors import ModelError
+from engine.models.source import locate
+from engine.serving import channel, logs
+from engine.settings import EngineSettings
+
+COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
+"""Steps since the last collection."""
+
+
+def main(settings_json: str, requests_address: str, events_address: str) -> int:
+    """Serve until the parent is gone; returns the exit code."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server decides when this ends.
+    settings = msgspec.json.decode(settings_json, type=EngineSettings)
+    with zmq.Context() as context, context.socket(zmq.PULL) as requests, context.socket(zmq.PUSH) as events:
+        requests.connect(requests_address)
+        events.connect(events_address)
+        try:
+            loop = build_loop(settings)
+            ready = channel.Ready(loop.info, tokenizer_files(locate(settings.model)))
+        except ModelError as error:
+            events.send(wire.encode(channel.StartFailed(str(error))))
+            return 1
+        events.send(wire.encode(ready))
+        _serve(loop, requests, events)
+    return 0
+
+
+def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+    decoder = msgspec.msgpack.Decoder(wire.Request)
+    garbage = GarbageCollection()
+    beat = wire.encode(channel.Beat())
+    while True:
+        if loop.idle:
+            garbage.collect_after(COLLECT_WHEN_IDLE)
+            while not requests.poll(round(1000 * channel.BEAT_SECONDS)):
+                events.send(beat)
+            loop.submit(decoder.decode(requests.recv()))
+        while requests.poll(0):
+            loop.submit(decoder.decode(requests.recv()))
+        replies = loop.step()
+        events.send(wire.encode(channel.Step(replies, loop.stats)))
+        garbage.steps += 1
+        garbage.collect_after(COLLECT_UNDER_LOAD)
+
+
+class GarbageCollection:
+    """Python's collector kept off the hot path: what is there at the start is never looked at again, and the rest is collected when
+    the loop has nothing to do, or, under lasting load, after many steps.
+
+    The loop's own objects form cycles (a request and its branches know each other), so it cannot stay off for good.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self.steps = 0
+        """Since the last collection."""
+
+    def collect_after(self, steps: int) -> None:
+        """Collect, if there were so many steps since the last time."""
+        if self.steps >= steps:
+            gc.collect()
+            self.steps = 0
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # unbuffered: a lock of sys.stdin's would hold up the interpreter's own exit
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    logs.start()
+    sys.exit(main(*sys.argv[1:]))

@@ -21,8 +21,10 @@ import torch
 from engine import wire
 from engine.checks import MAX_CALLER_CHARACTERS, check
 from engine.core import Batch, Branch, GenerateRequest, LabelScoreRequest, Request, ValueRequest
+from engine.readouts.base import Drawn, LenVMCounts, StepResult
+from engine.readouts.logprobs import join_logprobs
 from engine.request_log import Ending, RequestLog
-from engine.runner.runner import Drawn, PendingStep, Result, Runner, Tally, join_logprobs
+from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class Loop:
         self._steps = 0
         self._computed = 0
         self._cached = 0
-        self._tally = Tally()
+        self._lenvm = LenVMCounts()
 
     def submit(self, message: wire.Request) -> None:
         """Accept or refuse a message; refusals and aborts are answered by the next :meth:`step`."""
@@ -133,9 +135,9 @@ class Loop:
             computed_tokens=self._computed,
             cached_tokens=self._cached,
             replayed_steps=self._runner.replayed,
-            value_tokens=self._tally.tokens,
-            guided_draws=self._tally.guided,
-            decided_draws=self._tally.alone,
+            value_tokens=self._lenvm.tokens,
+            guided_draws=self._lenvm.guided,
+            decided_draws=self._lenvm.alone,
             replayed_passes=self._runner.replayed_passes,
             tenants=scheduler.tenants,
             refused_invalid=self._refused.invalid,
@@ -220,9 +222,9 @@ class Loop:
         self._steps += 1
         self._computed += batch.tokens
         step = self._runner.launch(batch)
-        for branch in step.asked.branches:
+        for branch in step.plan.branches:
             branch.pending_steps += 1
-        for candidate_pass in step.skipped:
+        for candidate_pass in step.plan.skipped:
             self._scheduler.release_unused(candidate_pass)
         return step
 
@@ -236,11 +238,11 @@ class Loop:
                 replies += self._fail(self._pending_step.batch, error)
                 self._pending_step = None
             return replies
-        for branch in step.asked.branches:
+        for branch in step.plan.branches:
             branch.pending_steps -= 1
         return list(self._process_results(result))
 
-    def _process_results(self, result: Result) -> Iterator[wire.Reply]:
+    def _process_results(self, result: StepResult) -> Iterator[wire.Reply]:
         for part in result.prompts:
             if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
                 part.branch.prompt_logprobs += part.logprobs
@@ -265,9 +267,9 @@ class Loop:
         for drawn in result.drawn:
             if self._open(drawn.branch):
                 yield from self._tell(drawn.branch, self._delta(drawn.branch, drawn, None))
-        self._tally.tokens += result.tally.tokens
-        self._tally.guided += result.tally.guided
-        self._tally.alone += result.tally.alone
+        self._lenvm.tokens += result.lenvm.tokens
+        self._lenvm.guided += result.lenvm.guided
+        self._lenvm.alone += result.lenvm.alone
 
     def _process_value(self, branch: Branch, z: float) -> Iterator[wire.Reply]:
         request = branch.request

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels.linear import linear
+from kernels.row_chunks import CHUNK_ELEMENTS
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
-
-CHUNK_ELEMENTS = 1 << 24
-"""Logits in memory at a time, without the kernel: 64 MiB of float32. Fewer rows a product would read the head more often."""
 
 WAVES = 4
 """Programs for each multiprocessor, so that the last ones to end leave little of the GPU idle."""

@@ -19,9 +19,18 @@ from torch import Tensor
 
 from benchmarks.engine.records import Records
 from benchmarks.engine.writers import Writer, Writing
-from engine.core import CandidatePass, ExtendSegment
+from engine.core import ExtendSegment
 from engine.device.sampling import gumbel
-from engine.lenvm.guided_draws import GuidedDraws, GuidedRow, LenVMOutput, LenVMPass, LenVMRunner, PassAttention, Resolve
+from engine.lenvm.guided_draws import (
+    GuidedDraws,
+    GuidedRow,
+    GuidedStep,
+    LenVMOutput,
+    LenVMPass,
+    LenVMRunner,
+    PassAttention,
+    Resolve,
+)
 from engine.loop import Loop
 
 YARDSTICK = "Yardstick"
@@ -73,7 +82,7 @@ class OnTheHost(LenVMRunner):
 
     def draw_guided(
         self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve
-    ) -> tuple[GuidedDraws, Tensor | None, list[CandidatePass]]:
+    ) -> GuidedStep:
         sampling, _, found = self._candidates(logits, rows)
         width = found.ids.shape[1]
         counts = found.counts.tolist()
@@ -112,7 +121,7 @@ class OnTheHost(LenVMRunner):
             counts=found.counts,
         )
         kept = set(at)
-        return steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept]
+        return GuidedStep(steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept])
 
     def _value(self, token: int, z: float | None) -> float:
         return 0.0 if z is None or token in self._eos else 1 / (1 + math.exp(-z))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
 __all__ = [
     "SamplingBatch",
     "SamplingRow",
+    "TokenLogprobs",
     "draw",
     "edited",
     "gumbel",
@@ -157,20 +159,29 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return draw(logits, prepare(rows, logits.device))
 
 
-def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one token in each row, and of the most probable tokens."""
+
+    chosen: Tensor
+    """[rows] float32"""
+    top_tokens: Tensor
+    """[rows, top_n] int64, most probable first"""
+    top: Tensor
+    """[rows, top_n] float32"""
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> TokenLogprobs:
     """The model's own log-probabilities, at temperature 1, of the chosen tokens and of the ``top_n`` most probable ones.
 
-    logits: [rows, vocab]; chosen: [rows] int64. -> (chosen [rows], ids [rows, top_n] int64, their values [rows, top_n]), float32,
-    most probable first.
+    logits: [rows, vocab]; chosen: [rows] int64.
     """
     parts = []
     for part, ids in zip(row_chunks(logits), row_chunks(chosen, logits.shape[-1]), strict=True):
         part = part.float()
         total = part.logsumexp(-1, keepdim=True)
         top, top_ids = part.topk(top_n, dim=-1)
-        parts.append((part.gather(1, ids.unsqueeze(1)).squeeze(1) - total.squeeze(1), top_ids, top - total))
-    values, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
-    return values, top_ids, top
+        parts.append(TokenLogprobs(part.gather(1, ids.unsqueeze(1)).squeeze(1) - total.squeeze(1), top_ids, top - total))
+    return TokenLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def noise_key(seed: int, index: int, position: int) -> int:

@@ -81,6 +81,17 @@ class GuidedDraws(NamedTuple):
     """[rows] int64: candidates"""
 
 
+class GuidedStep(NamedTuple):
+    """Results of the length model's pass in one step."""
+
+    draws: GuidedDraws | None
+    """None where the step has no guided draw."""
+    values: Tensor | None
+    """[segments that were to be valued] float32, raw; None where there are none."""
+    skipped: list[CandidatePass]
+    """Passes that were not computed, because the draw was decided without the length model."""
+
+
 class LenVMPass(NamedTuple):
     """What one forward pass of the length model computes: runs, then one-token branches on what some rows know, row by row."""
 
@@ -137,7 +148,7 @@ class LenVMRunner:
 
     def draw_guided(
         self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve
-    ) -> tuple[GuidedDraws, Tensor | None, list[CandidatePass]]:
+    ) -> GuidedStep:
         """Draw the next token of ``rows``, in a pass that computes ``runs`` too.
 
         logits: [rows, vocab] float32; rows of the head that the length model lacks are padding. asked: which of ``runs`` are to be
@@ -168,12 +179,13 @@ class LenVMRunner:
             counts=found.counts,
         )
         kept = set(at)
-        return steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept]
+        return GuidedStep(steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept])
 
-    def compute(self, segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve) -> Tensor | None:
+    def compute(self, segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve) -> GuidedStep:
         """A pass without draws. Returns the raw values at the last tokens of the runs ``asked`` for, [asked] float32."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        return self._forward(LenVMPass(segments, asked, [], [], nothing, nothing), resolve).ends
+        output = self._forward(LenVMPass(segments, asked, [], [], nothing, nothing), resolve)
+        return GuidedStep(None, output.ends, [])
 
     def _candidates(self, logits: Tensor, rows: Sequence[GuidedRow]) -> tuple[SamplingBatch, Parameters, Candidates]:
         """How each row samples and is tilted, and what it draws among. logits: as for :meth:`steer`."""
@@ -205,13 +217,14 @@ class LenVMRunner:
         for place, ids in enumerate(ends):
             table[place, : len(ids)] = ids
         upload = Upload()
-        upload.add([row.top_k for row in rows])
-        upload.add([RULES.index(guidance.constraint or guidance.mode) for guidance in guidances])
-        upload.add(table)
-        upload.add(floats.view(np.int64))
-        top_k, rule, end_ids, packed = upload.send(self._device)
-        scale, log_gamma, aim, value_min, entropy = packed.view(torch.float64).view(5, -1)
-        return Parameters(top_k, end_ids.view(len(rows), -1), entropy.float(), Tilts(rule, scale, log_gamma, aim, value_min))
+        top_k = upload.add([row.top_k for row in rows])
+        rule = upload.add([RULES.index(guidance.constraint or guidance.mode) for guidance in guidances])
+        end_ids = upload.add(table)
+        packed = upload.add(floats.view(np.int64))
+        upload.send(self._device)
+        scale, log_gamma, aim, value_min, entropy = packed.tensor.view(torch.float64).view(5, -1)
+        tilts = Tilts(rule.tensor, scale, log_gamma, aim, value_min)
+        return Parameters(top_k.tensor, end_ids.tensor.view(len(rows), -1), entropy.float(), tilts)
 
     def _select(self, found: Candidates, undecided: Tensor) -> tuple[list[int], Tensor | None, list[int]]:
         """Which rows are computed, the places of their candidates in the flat table (None: all), and how many each has."""
@@ -248,17 +261,18 @@ class LenVMRunner:
                 return LenVMOutput(raw, None, self._graphs.kept)
         lengths = [len(candidate_pass.prefix) for candidate_pass in ahead]
         upload = Upload()
-        upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
-        upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
+        tokens = upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
+        positions = upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
         ends = np.cumsum([len(segment.tokens) for segment in segments])
-        upload.add(ends[list(asked)] - 1 if asked else [])
-        known, positions, asked_rows = upload.send(self._device)
-        tokens = torch.cat([resolve(known, segments), work.tokens])
+        valued_rows = upload.add(ends[list(asked)] - 1 if asked else [])
+        upload.send(self._device)
+        known = len(tokens.tensor)
+        all_tokens = torch.cat([resolve(tokens.tensor, segments), work.tokens])
         attend = self._attend(work)
-        hidden = self._model(tokens, positions, FusedAttend(attend))
+        hidden = self._model(all_tokens, positions.tensor, FusedAttend(attend))
         return LenVMOutput(
-            branches=self._model.head(hidden[len(known) :]) if ahead else None,
-            ends=self._model.head(hidden.index_select(0, asked_rows)) if asked else None,
+            branches=self._model.head(hidden[known:]) if ahead else None,
+            ends=self._model.head(hidden.index_select(0, valued_rows.tensor)) if asked else None,
             kept=attend.kept,
         )
 
@@ -270,9 +284,9 @@ class LenVMRunner:
         if passed.kept is None:
             return
         upload = Upload()
-        upload.add([candidate_pass.slot for candidate_pass in ahead])
-        (slots,) = upload.send(self._device)
-        passed.kept.adopt(chosen, self._attention.kv, slots)
+        slots = upload.add([candidate_pass.slot for candidate_pass in ahead])
+        upload.send(self._device)
+        passed.kept.adopt(chosen, self._attention.kv, slots.tensor)
 
 
 class PassAttention:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import queue
 import sys
+import time
 from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
 
@@ -15,10 +16,20 @@ MAX_QUEUED = 1000
 """Lines that wait to be written."""
 
 
+FLUSH_SECONDS = 1.0
+
+
 class DroppingHandler(QueueHandler):
     """Queues records, and counts those for which there is no room."""
 
     dropped = 0
+
+    def flush(self) -> None:
+        """Wait until all queued lines are written, :data:`FLUSH_SECONDS` at most."""
+        limit = time.monotonic() + FLUSH_SECONDS
+        assert isinstance(self.queue, queue.Queue)
+        while self.queue.unfinished_tasks and time.monotonic() < limit:
+            time.sleep(0.01)
 
     def enqueue(self, record: logging.LogRecord) -> None:
         try:

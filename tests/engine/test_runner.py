@@ -12,7 +12,7 @@ from engine.build import build_loop
 from engine.device import sampling
 from engine.device.transfer import Download, Upload
 from engine.lenvm import guided_draws
-from engine.runner import runner
+from engine.readouts import draws
 from engine.runner.runner import Runner
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
@@ -32,7 +32,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 patch.setattr(sampling, name, watch.kernel(getattr(sampling, name)))
             for name in ("candidates", "length_tilt"):
                 patch.setattr(guided_draws, name, watch.kernel(getattr(guided_draws, name)))
-            for module in (runner, guided_draws):
+            for module in (draws, guided_draws):
                 patch.setattr(module, "prepare", watch.kernel(sampling.prepare))  # on the host's own numbers
             return launch(self, batch)
 
@@ -80,11 +80,21 @@ def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
 
 def test_uploads_and_downloads_bring_back_what_they_took():
     upload = Upload()
-    places = [upload.add([3, 1]), upload.add([]), upload.add([[4, 5], [6, 7]])]
-    sent = upload.send(torch.device("cpu"))
-    assert [sent[place].tolist() for place in places] == [[3, 1], [], [4, 5, 6, 7]]
+    copies = [upload.add([3, 1]), upload.add([]), upload.add([[4, 5], [6, 7]])]
+    upload.send(torch.device("cpu"))
+    assert [copy.tensor.tolist() for copy in copies] == [[3, 1], [], [4, 5, 6, 7]]
     tensors = [torch.randn(2, 3), torch.tensor([5, 1 << 20]), torch.empty(0, 4)]
-    for before, after in zip(tensors, Download(tensors).wait(), strict=True):
-        assert (before.shape, before.dtype) == (after.shape, after.dtype)
-        assert torch.equal(before, after)
-    assert Download([]).wait() == []
+    download = Download()
+    copies = [download.add(tensor) for tensor in tensors]
+    download.send()
+    download.wait()
+    for before, copy in zip(tensors, copies, strict=True):
+        assert (before.shape, before.dtype) == (copy.tensor.shape, copy.tensor.dtype)
+        assert torch.equal(before, copy.tensor)
+
+
+def test_nothing_to_copy() -> None:
+    Upload().send(torch.device("cpu"))
+    download = Download()
+    download.send()
+    download.wait()

@@ -35,14 +35,13 @@ from engine.models.source import locate
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
 from engine.scheduling.scheduler import Budget, Scheduler
-from engine.settings import EngineSettings
+from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
 from kernels.candidates import MOST
 
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 131_072
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
-CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 2048, 8192
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -95,7 +94,7 @@ def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: Pa
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
     budget = Budget(
-        settings.max_batched_tokens or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running_requests
+        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS), settings.max_running_requests
     )
     lenvm = None
     if length is not None:

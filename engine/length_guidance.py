@@ -8,11 +8,6 @@ from typing import get_args
 
 from engine import wire
 
-_NEUTRAL = {"centered_exp": 0.0, "value_bias": 0.0}
-"""The scale that changes nothing; 1 in the other modes."""
-SMALLEST_VALUE = 1e-9
-"""Values are kept between this and 1 less this where they are turned into lengths."""
-
 
 def effective(message: wire.Generate) -> wire.LengthGuidance | None:
     """The guidance of ``message``, unless its draws are the same without: neutral settings, or temperature 0."""
@@ -26,7 +21,7 @@ def is_neutral(guidance: wire.LengthGuidance) -> bool:
     """Whether it changes no probability, whatever the values."""
     if guidance.constraint is not None:
         return False
-    return guidance.scale == _NEUTRAL.get(guidance.mode, 1.0) or (guidance.mode == "mul" and guidance.scale <= 0)
+    return guidance.scale == wire.NEUTRAL_SCALE.get(guidance.mode, 1.0) or (guidance.mode == "mul" and guidance.scale <= 0)
 
 
 def top_k(message: wire.Generate) -> int:
@@ -42,7 +37,7 @@ def target(guidance: wire.LengthGuidance, drawn: int, gamma: float) -> float:
     A text of N tokens, the end not counted, still has N − drawn − 1 tokens and its end to come once the next one is drawn.
     """
     if guidance.target_value is not None:
-        value = min(guidance.target_value, 1 - SMALLEST_VALUE)
+        value = min(guidance.target_value, 1 - wire.SMALLEST_VALUE)
         return math.log1p(-value) / math.log(gamma) if value > 0 else 0.0
     if guidance.target_length is None:
         return 0.0

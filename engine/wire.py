@@ -89,6 +89,18 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul"]
 Constraint = Literal["eq", "ge", "le", "eq_soft"]
 
+NEUTRAL_SCALE: dict[GuidanceMode, float] = {
+    "centered_exp": 0.0,
+    "value_bias": 0.0,
+    "mul": 1.0,
+    "linear": 1.0,
+    "exp": 1.0,
+    "length_mul": 1.0,
+}
+"""The scale of each mode that changes no probability."""
+SMALLEST_VALUE = 1e-9
+"""Length values are clamped to this and 1 - this where they become numbers of tokens."""
+
 
 class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """How a length model steers each draw ("Length Value Model", arXiv 2604.27039).

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from engine.wire import Sampling
+from kernels.candidates import SMALLEST_TEMPERATURE
 from kernels.keep_thresholds import keep_thresholds
 from kernels.row_chunks import row_chunks
 from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
@@ -53,9 +54,6 @@ __all__ = [
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-
-SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
-"""Of a row that is drawn: a smaller one could become the 0 that means greedy."""
 
 _MASK = (1 << 64) - 1
 _INCREMENT = np.uint64(GOLDEN)

@@ -13,8 +13,6 @@ CONSTRAINT_MIN_P = 0.01
 """``min_p`` of requests with a constraint that name none. A constraint looks at lengths alone: among candidates that make no sense,
 it takes whichever has the right length, and with the demo models the text became word salad."""
 
-_NEUTRAL_AT_0 = ("centered_exp", "value_bias")
-
 
 def check_guide(model: ServedModel, param: str) -> float:
     """The length model's γ. Raises :class:`InvalidRequest` for a model without one."""
@@ -89,10 +87,9 @@ def _check_target(asked: LengthGuidance, names: dict[str, str]) -> None:
 def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
     aimed = asked.target_length is not None or asked.target_value is not None
     mode = asked.mode or "centered_exp"
-    neutral = 0.0 if mode in _NEUTRAL_AT_0 else 1.0
     return wire.LengthGuidance(
         mode=mode,
-        scale=neutral if asked.scale is None else asked.scale,
+        scale=wire.NEUTRAL_SCALE[mode] if asked.scale is None else asked.scale,
         gamma=asked.gamma,
         constraint=asked.constraint or ("eq" if aimed else None),
         target_length=asked.target_length,

@@ -12,6 +12,7 @@ from engine.build import build_loop
 from engine.loop import Loop, check
 from engine.models.errors import ModelError
 from engine.settings import EngineSettings
+from kernels import length_tilt
 from tests.checkpoints import make_checkpoint
 from tests.engine.lenvm.plain import make_length_checkpoint
 
@@ -125,3 +126,8 @@ def test_without_a_length_model_guidance_is_refused(base: Path):
     alone = build(base, None).info
     for message in (wire.Generate("x", [1], length_guidance=wire.LengthGuidance()), wire.Value("x", [1], [[2]])):
         assert check(message, alone) == "This engine has no length model."
+
+
+def test_kernel_and_wire_clamp_values_alike() -> None:
+    """The gateway must not import kernels, so the constant stands in both."""
+    assert length_tilt.SMALLEST_VALUE == wire.SMALLEST_VALUE

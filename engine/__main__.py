@@ -38,16 +38,16 @@ def main() -> int:
 
 async def _serve(app: Litestar, listener: socket.socket, health: socket.socket | None, grace_seconds: float) -> int:
     """Serve until a signal comes or the loop ends. After a signal, running requests have ``grace_seconds`` to end."""
-    link: LoopClient = app.state.link
+    client: LoopClient = app.state.client
     servers = [(_Server(_config(app)), listener)]
     if health is not None:
-        servers.append((_Server(_config(create_health_app(link))), health))
+        servers.append((_Server(_config(create_health_app(client))), health))
     serving = asyncio.create_task(_serve_all(servers))
-    told, ended = asyncio.create_task(_told_to_end()), asyncio.create_task(link.ended.wait())
+    told, ended = asyncio.create_task(_told_to_end()), asyncio.create_task(client.ended.wait())
     await asyncio.wait({serving, told, ended}, return_when=asyncio.FIRST_COMPLETED)
-    failure = link.failure if ended.done() else None
+    failure = client.failure if ended.done() else None
     if told.done():
-        await link.drain(grace_seconds)
+        await client.drain(grace_seconds)
     for server, _ in servers:
         server.should_exit = True
     for task in (told, ended):

@@ -94,6 +94,12 @@ class Loop:
         else:
             self._scheduler.add(GenerateRequest.of(message, self._clock()))
 
+    def refuse(self, request_id: str, problem: str) -> None:
+        """Refuse a message that could not be decoded; the next :meth:`step` replies."""
+        self._refused.invalid += 1
+        self._log.write("refused", wire.Caller(), request_id[:MAX_CALLER_CHARACTERS], code="invalid")
+        self._ended.append(wire.Failed(request_id, "invalid", problem))
+
     @property
     def idle(self) -> bool:
         """Nothing to compute, to wait for or to say."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.core import ExtendSegment
-from engine.distributed.orders import READY, Allocate, Assignment, Order, Step, frame
+from engine.distributed.orders import READY, Allocate, Assignment, ComputeStep, Order, frame
 from engine.distributed.shard import LOCAL, ShardedDecoder, join, load_part
 from engine.ints import Ints
 from engine.models.config import load_config
@@ -86,7 +86,7 @@ class LeadingDecoder(ShardedDecoder):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As :meth:`Decoder.forward`. Raises :class:`PartLost`."""
         try:
-            self._workers.send(Step.of(self._planned))
+            self._workers.send(ComputeStep.of(self._planned))
             return super().forward(tokens, positions, attend)
         except (RuntimeError, MemoryError, OSError) as error:
             raise PartLost("a step failed in one of the processes that share the model") from error

@@ -1,7 +1,7 @@
 """What rank 0 tells the other processes, over each one's standard input in msgpack. No torch.
 
 A worker is started with an :class:`Assignment`, answers :data:`READY` (or why not, in one line) on its standard output when its
-weights are loaded, and is then sent one :class:`Allocate` and a :class:`Step` for each step. It ends when its input closes.
+weights are loaded, and is then sent one :class:`Allocate` and a :class:`ComputeStep` for each step. It ends when its input closes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Allocate(msgspec.Struct, tag="allocate", frozen=True):
     slots: int
 
 
-class Step(msgspec.Struct, tag="step", frozen=True):
+class ComputeStep(msgspec.Struct, tag="step", frozen=True):
     """Compute these runs; token ids and positions follow from device to device."""
 
     segments: list[tuple[bytes, bytes]]
     """Tokens and context of each run, int32."""
 
     @classmethod
-    def of(cls, segments: Sequence[ExtendSegment]) -> Step:
+    def of(cls, segments: Sequence[ExtendSegment]) -> ComputeStep:
         """What attention needs of ``runs``."""
         return cls([(segment.tokens.tobytes(), segment.context.tobytes()) for segment in segments])
 
@@ -55,7 +55,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
         return [ExtendSegment(nobody, None, tokens.copy(), context.copy()) for tokens, context in arrays]
 
 
-Order = Allocate | Step
+Order = Allocate | ComputeStep
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from engine.attention.select import make_attention
-from engine.distributed.orders import READY, Allocate, Assignment, Order, Step, read_orders
+from engine.distributed.orders import READY, Allocate, Assignment, ComputeStep, Order, read_orders
 from engine.distributed.placement import device_of, dtype_of, set_threads
 from engine.distributed.shard import ShardedDecoder, join, load_part
 from engine.models.config import load_config
@@ -65,7 +65,7 @@ def _serve(decoder: ShardedDecoder, orders: Orders, backend: str) -> None:
     attention = make_attention(decoder, first.slots, backend)
     gc.collect()
     gc.freeze()
-    while isinstance(step := orders.get(), Step):
+    while isinstance(step := orders.get(), ComputeStep):
         segments = step.unpack()
         received = torch.empty(
             sum(len(segment.tokens) for segment in segments), dtype=torch.int64, device=decoder.embed.weight.device

@@ -14,7 +14,7 @@ from litestar.enums import MediaType
 from litestar.response import Stream
 
 from engine import wire
-from engine.serving import metrics
+from engine.serving import channel, metrics
 from engine.serving.bearer import BearerTokens
 from engine.serving.loop_client import LOADING, LoopClient
 from engine.settings import EngineSettings
@@ -28,15 +28,15 @@ Incoming = Request[Any, Any, Any]
 
 def create_app(settings: EngineSettings, token: BearerTokens | None = None) -> Litestar:
     """The one composition root of the pod's server. ``token`` None: every caller is welcome."""
-    link = LoopClient(settings)
+    client = LoopClient(settings)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
-        await link.start()
+        await client.start()
         try:
             yield
         finally:
-            await link.close()
+            await client.close()
 
     app = Litestar(
         route_handlers=[
@@ -49,38 +49,38 @@ def create_app(settings: EngineSettings, token: BearerTokens | None = None) -> L
         openapi_config=None,
         request_max_body_size=None,
     )
-    app.state.link = link
+    app.state.client = client
     app.state.token = token
     return app
 
 
-def create_health_app(link: LoopClient) -> Litestar:
+def create_health_app(client: LoopClient) -> Litestar:
     """Health and metrics alone, for a port that probes and Prometheus may reach where the wire may not be reached."""
     app = Litestar(route_handlers=[livez, readyz, metrics_page], openapi_config=None)
-    app.state.link = link
+    app.state.client = client
     return app
 
 
 @post("/score", status_code=200)
 async def score(request: Incoming) -> Response[bytes]:
     """Label log-probabilities of a prefix's branches."""
-    return await _answer_one(request, await _read(request, wire.Score))
+    return await _answer_one(request, await _read(request, channel.ScoreHeader))
 
 
 @post("/value", status_code=200)
 async def value(request: Incoming) -> Response[bytes]:
     """What the length model says of a prefix's branches."""
-    return await _answer_one(request, await _read(request, wire.Value))
+    return await _answer_one(request, await _read(request, channel.ValueHeader))
 
 
 @post("/generate", status_code=200)
 async def generate(request: Incoming) -> Response[bytes] | Stream:
     """A stream of frames. A failure before the first delta is the status of the response."""
-    message = await _read(request, wire.Generate)
-    if isinstance(message, wire.Failed):
-        return _answer(message)
-    replies = _link(request).ask(message)
-    first = await _unless_gone(request, anext(replies), message.id)
+    header = await _read(request, channel.GenerateHeader)
+    if isinstance(header, wire.Failed):
+        return _answer(header)
+    replies = _client(request).ask(header, await request.body())
+    first = await _unless_gone(request, anext(replies), header.id)
     if isinstance(first, wire.Failed):
         await replies.aclose()
         return _answer(first)
@@ -92,55 +92,55 @@ async def abort(request: Incoming) -> None:
     """End a request early."""
     message = await _read(request, wire.Abort)
     if isinstance(message, wire.Abort):
-        await _link(request).abort(message)
+        await _client(request).abort(message)
 
 
 @get("/info")
 async def info(request: Incoming) -> Response[bytes]:
     """What this engine serves."""
-    ready = _link(request).ready
+    ready = _client(request).ready
     return _not_ready(request) if ready is None else _answer(ready.info)
 
 
 @get("/tokenizer")
 async def tokenizer(request: Incoming) -> Response[bytes]:
     """The model's tokeniser and chat template."""
-    ready = _link(request).ready
+    ready = _client(request).ready
     return _not_ready(request) if ready is None else _answer(ready.tokenizer)
 
 
 @get("/stats")
 async def stats(request: Incoming) -> Response[bytes]:
     """How the engine is doing."""
-    current = _link(request).stats
+    current = _client(request).stats
     return _not_ready(request) if current is None else _answer(current)
 
 
 @get("/livez", media_type=MediaType.TEXT)
 async def livez(request: Incoming) -> Response[str]:
     """Alive unless the loop has ended, or has made no progress for so long that the pod should be restarted."""
-    problem = _link(request).dead
+    problem = _client(request).dead
     return Response(problem or "ok", status_code=503 if problem else 200)
 
 
 @get("/readyz", media_type=MediaType.TEXT)
 async def readyz(request: Incoming) -> Response[str]:
     """Ready from the time when the model is loaded to the time when the pod is told to end, while the loop makes progress."""
-    link = _link(request)
-    refusal = link.refusal
-    return Response(refusal or "ok", status_code=503 if refusal else 200, headers={wire.MODEL_HEADER: quote(link.name)})
+    client = _client(request)
+    refusal = client.refusal
+    return Response(refusal or "ok", status_code=503 if refusal else 200, headers={wire.MODEL_HEADER: quote(client.name)})
 
 
 @get("/metrics", media_type=MediaType.TEXT)
 async def metrics_page(request: Incoming) -> str:
     """Prometheus text."""
-    link = _link(request)
-    return metrics.render(link.stats, link.pulse.silent_seconds if link.pulse else None)
+    client = _client(request)
+    return metrics.render(client.stats, client.pulse.silent_seconds if client.pulse else None)
 
 
-def _link(request: Incoming) -> LoopClient:
-    link: LoopClient = request.app.state.link
-    return link
+def _client(request: Incoming) -> LoopClient:
+    client: LoopClient = request.app.state.client
+    return client
 
 
 def _authorise(request: Incoming) -> Response[bytes] | None:
@@ -152,23 +152,23 @@ def _authorise(request: Incoming) -> Response[bytes] | None:
     return _answer(wire.Failed("", "unauthorized", reason, retryable=True))
 
 
-M = TypeVar("M", wire.Score, wire.Generate, wire.Value, wire.Abort)
+M = TypeVar("M", channel.ScoreHeader, channel.GenerateHeader, channel.ValueHeader, wire.Abort)
 
 
 async def _read(request: Incoming, kind: type[M]) -> M | wire.Failed:
-    """The request's message, or why it is none."""
+    """The header of the request's message, or why the body has none. The loop process decodes the rest."""
     try:
         return msgspec.msgpack.decode(await request.body(), type=kind)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        return wire.Failed("", "invalid", f"The body is not a {kind.__name__} message: {error}.")
+        return wire.Failed("", "invalid", f"The body is not a {kind.__name__.removesuffix('Header')} message: {error}.")
 
 
-async def _answer_one(request: Incoming, message: wire.Score | wire.Value | wire.Failed) -> Response[bytes]:
-    """The one reply to ``message``; what could not be read is its own answer."""
-    if isinstance(message, wire.Failed):
-        return _answer(message)
-    async with aclosing(_link(request).ask(message)) as replies:
-        return _answer(await _unless_gone(request, anext(replies), message.id))
+async def _answer_one(request: Incoming, header: channel.ScoreHeader | channel.ValueHeader | wire.Failed) -> Response[bytes]:
+    """The one reply to the message, or why it could not be read."""
+    if isinstance(header, wire.Failed):
+        return _answer(header)
+    async with aclosing(_client(request).ask(header, await request.body())) as replies:
+        return _answer(await _unless_gone(request, anext(replies), header.id))
 
 
 def _answer(message: msgspec.Struct) -> Response[bytes]:
@@ -177,7 +177,7 @@ def _answer(message: msgspec.Struct) -> Response[bytes]:
 
 
 def _not_ready(request: Incoming) -> Response[bytes]:
-    reason = _link(request).refusal or LOADING
+    reason = _client(request).refusal or LOADING
     return _answer(wire.Failed("", "not_ready", reason, retryable=True, retry_after=1.0))
 
 

@@ -1,11 +1,13 @@
-"""What the pod's server and its loop process say to each other over ZMQ, in msgpack. No torch.
+"""Messages between the HTTP server of a pod and its loop process, in msgpack over ZMQ. No torch.
 
-The server sends :data:`engine.wire.Request` messages. The loop first sends one :class:`Ready` or one :class:`StartFailed`, then
-a :class:`Step` after every step, and a :class:`Beat` every :data:`BEAT_SECONDS` while it has no work. The thread that computes
-sends them, so that a loop that hangs sends nothing.
+The server sends :data:`engine.wire.Request` messages, the bytes that it received: it reads their headers only. The loop process
+first sends one :class:`Ready` or one :class:`StartFailed`, then a :class:`StepDone` after every step, and a :class:`Beat` every
+:data:`BEAT_SECONDS` while it has no work. The thread that computes sends them, so a loop that hangs sends nothing.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import msgspec
 
@@ -13,6 +15,42 @@ from engine import wire
 
 BEAT_SECONDS = 0.5
 """Time between two beats of a loop without work."""
+
+
+class ScoreHeader(msgspec.Struct, tag="score", frozen=True):
+    """The part of a :class:`engine.wire.Score` that the server reads."""
+
+    id: str
+    sequences: ClassVar[int] = 1
+    """Replies that end the request."""
+
+
+class ValueHeader(msgspec.Struct, tag="value", frozen=True):
+    """The part of a :class:`engine.wire.Value` that the server reads."""
+
+    id: str
+    sequences: ClassVar[int] = 1
+
+
+class SamplingHeader(msgspec.Struct, frozen=True):
+    """The part of a :class:`engine.wire.Sampling` that the server reads."""
+
+    n: int = 1
+
+
+class GenerateHeader(msgspec.Struct, tag="generate", frozen=True):
+    """The part of a :class:`engine.wire.Generate` that the server reads."""
+
+    id: str
+    sampling: SamplingHeader = SamplingHeader()
+
+    @property
+    def sequences(self) -> int:
+        """Deltas with ``finish`` that end the request."""
+        return max(1, self.sampling.n)
+
+
+Header = ScoreHeader | ValueHeader | GenerateHeader
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -29,7 +67,7 @@ class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):
     """One line for whoever started the engine."""
 
 
-class Step(msgspec.Struct, tag="step", frozen=True):
+class StepDone(msgspec.Struct, tag="step", frozen=True):
     """What a step brought."""
 
     replies: list[wire.Reply]
@@ -40,4 +78,4 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     """The loop has no work and waits for requests."""
 
 
-Event = Ready | StartFailed | Step | Beat
+Event = Ready | StartFailed | StepDone | Beat

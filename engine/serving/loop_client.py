@@ -106,18 +106,18 @@ class LoopClient:
         self._context.destroy(linger=0)
         self._directory.cleanup()
 
-    async def ask(self, message: wire.Score | wire.Generate | wire.Value) -> AsyncGenerator[wire.Reply]:
-        """Send a request and yield its replies up to the terminal one. Leaving early aborts the request."""
+    async def ask(self, header: channel.Header, body: bytes) -> AsyncGenerator[wire.Reply]:
+        """Send a request, ``body`` as it is, and yield its replies up to the terminal one. Leaving early aborts the request."""
         if self.refusal is not None:
-            yield wire.Failed(message.id, "not_ready", self.refusal, retryable=True, retry_after=1.0)
+            yield wire.Failed(header.id, "not_ready", self.refusal, retryable=True, retry_after=1.0)
             return
-        if message.id in self._waiting:
-            yield wire.Failed(message.id, "invalid", "A request of this id is still running; ids must be unique.")
+        if header.id in self._waiting:
+            yield wire.Failed(header.id, "invalid", "A request of this id is still running; ids must be unique.")
             return
-        queue = self._waiting[message.id] = asyncio.Queue()
-        open_sequences = message.sampling.n if isinstance(message, wire.Generate) else 1
+        queue = self._waiting[header.id] = asyncio.Queue()
+        open_sequences = header.sequences
         try:
-            await self._requests.send(wire.encode(message))
+            await self._requests.send(body)
             while open_sequences:
                 reply = await queue.get()
                 if isinstance(reply, wire.Delta):
@@ -126,11 +126,11 @@ class LoopClient:
                     open_sequences = 0
                 yield reply
         finally:
-            del self._waiting[message.id]
+            del self._waiting[header.id]
             if not self._waiting:
                 self._nobody_waits.set()
             if open_sequences and self.ready is not None:
-                self._requests.send(wire.encode(wire.Abort(message.id)))
+                self._requests.send(wire.encode(wire.Abort(header.id)))
 
     async def abort(self, message: wire.Abort) -> None:
         """Pass an abort on; the request's own stream gets its terminal reply."""
@@ -143,7 +143,7 @@ class LoopClient:
             event = decoder.decode(await self._events.recv())
             if self.pulse is not None:
                 self.pulse.beat()
-            if isinstance(event, channel.Step):
+            if isinstance(event, channel.StepDone):
                 self.stats = event.stats
                 for reply in event.replies:
                     queue = self._waiting.get(reply.id)

@@ -47,7 +47,7 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
 
 
 def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
-    decoder = msgspec.msgpack.Decoder(wire.Request)
+    inbox = Inbox(loop)
     garbage = GarbageCollection()
     beat = wire.encode(channel.Beat())
     while True:
@@ -55,13 +55,33 @@ def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -
             garbage.collect_after(COLLECT_WHEN_IDLE)
             while not requests.poll(round(1000 * channel.BEAT_SECONDS)):
                 events.send(beat)
-            loop.submit(decoder.decode(requests.recv()))
+            inbox.submit(requests.recv())
         while requests.poll(0):
-            loop.submit(decoder.decode(requests.recv()))
+            inbox.submit(requests.recv())
         replies = loop.step()
-        events.send(wire.encode(channel.Step(replies, loop.stats)))
+        events.send(wire.encode(channel.StepDone(replies, loop.stats)))
         garbage.steps += 1
         garbage.collect_after(COLLECT_UNDER_LOAD)
+
+
+class Inbox:
+    """Decodes messages for the loop. The server has read their headers only, so a body may be faulty."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._messages = msgspec.msgpack.Decoder(wire.Request)
+        self._headers = msgspec.msgpack.Decoder(channel.Header)
+
+    def submit(self, body: bytes) -> None:
+        """Hand a message to the loop, or a refusal that names what is wrong with the body."""
+        try:
+            message = self._messages.decode(body)
+        except msgspec.DecodeError as error:
+            header = self._headers.decode(body)
+            kind = type(header).__name__.removesuffix("Header")
+            self._loop.refuse(header.id, f"The body is not a {kind} message: {error}.")
+        else:
+            self._loop.submit(message)
 
 
 class GarbageCollection:

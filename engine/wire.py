@@ -335,13 +335,13 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     cached_tokens: int
     replayed_steps: int = 0
     """Those whose launches were captured in a CUDA graph."""
-    value_tokens: int = 0
+    lenvm_tokens: int = 0
     """Computed by the length model, candidates included."""
     guided_draws: int = 0
     """For which the length model was asked."""
     decided_draws: int = 0
     """Of guided requests, decided without it: one candidate, or little entropy."""
-    replayed_passes: int = 0
+    replayed_lenvm_passes: int = 0
     """Of the length model, those whose launches were captured in a CUDA graph."""
     wait_seconds: float = 0.0
     """How long a new request would probably wait until it is begun, of the tenant for which that is longest."""

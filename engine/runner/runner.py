@@ -112,7 +112,7 @@ class Runner:
         return 0 if self._graphs is None else self._graphs.replayed
 
     @property
-    def replayed_passes(self) -> int:
+    def replayed_lenvm_passes(self) -> int:
         """Passes of the length model so far that replayed a CUDA graph."""
         return 0 if self._lenvm is None else self._lenvm.replayed
 

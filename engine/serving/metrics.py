@@ -24,12 +24,12 @@ COUNTERS = {
     "yardstick_engine_replayed_steps": ("Forward passes replayed from a CUDA graph.", "replayed_steps"),
     "yardstick_engine_computed_tokens": ("Tokens that went through the model.", "computed_tokens"),
     "yardstick_engine_cached_tokens": ("Prefix tokens found in the prefix cache.", "cached_tokens"),
-    "yardstick_engine_value_tokens": ("Tokens that went through the length model, candidates included.", "value_tokens"),
+    "yardstick_engine_lenvm_tokens": ("Tokens that went through the length model, candidates included.", "lenvm_tokens"),
     "yardstick_engine_guided_draws": ("Draws for which the length model was asked.", "guided_draws"),
     "yardstick_engine_decided_draws": ("Draws of guided requests that were decided without the length model.", "decided_draws"),
-    "yardstick_engine_replayed_value_passes": (
+    "yardstick_engine_replayed_lenvm_passes": (
         "Passes of the length model over candidates, replayed from a CUDA graph.",
-        "replayed_passes",
+        "replayed_lenvm_passes",
     ),
 }
 

@@ -17,7 +17,7 @@ class SlotContents:
     def __init__(self) -> None:
         self._contents: dict[tuple[bool, int], int] = {}
         self._adopting: list[tuple[CandidatePass, int]] = []
-        self.value_tokens = 0
+        self.lenvm_tokens = 0
         """Computed on the length model for sure: candidates are not counted."""
 
     def compute(self, batch: Batch, skipped: Container[CandidatePass] = ()) -> None:
@@ -42,7 +42,7 @@ class SlotContents:
             assert len(candidate_pass.prefix) == known  # else a candidate would be at the wrong position
             assert candidate_pass.slot not in candidate_pass.prefix
         self._adopting = [(candidate_pass, len(candidate_pass.branch.tokens)) for candidate_pass in ahead]
-        self.value_tokens += sum(len(segment.tokens) for segment in lenvm_segments)
+        self.lenvm_tokens += sum(len(segment.tokens) for segment in lenvm_segments)
 
     def adopt(self) -> None:
         """What the step drew, on the length model; its tokens are known by now."""

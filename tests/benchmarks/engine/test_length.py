@@ -65,9 +65,9 @@ def test_ablations_draw_the_very_tokens_of_the_engine(writer: Writer, variant: s
 
 
 def test_ablations_do_what_their_names_say(writer: Writer) -> None:
-    def value_tokens(variant: str) -> int:
+    def lenvm_tokens(variant: str) -> int:
         writer.loop._scheduler.cache.clear()
-        before = writer.loop.stats.value_tokens
+        before = writer.loop.stats.lenvm_tokens
         passes = 0
         forward = writer.loop._runner._lenvm._model.forward
 
@@ -82,11 +82,11 @@ def test_ablations_do_what_their_names_say(writer: Writer) -> None:
                 drawn(writer, FEW)
         finally:
             del writer.loop._runner._lenvm._model.forward
-        assert writer.loop.stats.value_tokens > before
+        assert writer.loop.stats.lenvm_tokens > before
         return passes
 
     steps = FEW.rows * (FEW.output - 1)  # the first draw has its prompt's last token pending
-    assert value_tokens("no adoption") - value_tokens(YARDSTICK) == pytest.approx(steps, abs=FEW.rows)
+    assert lenvm_tokens("no adoption") - lenvm_tokens(YARDSTICK) == pytest.approx(steps, abs=FEW.rows)
 
 
 def test_stages_add_up_and_leave_nothing_behind(writer: Writer) -> None:

@@ -90,7 +90,7 @@ def test_sequences_of_one_prompt_in_little_memory(build: Build, plain: Plain):
     outputs = [tokens_of(replies, index) for index in range(4)]
     assert outputs == [tokens_of(expected, index) for index in range(4)]
     assert len({tuple(output) for output in outputs}) == 4
-    assert tight.stats.value_tokens > roomy.stats.value_tokens
+    assert tight.stats.lenvm_tokens > roomy.stats.lenvm_tokens
     for index in range(4):
         assert verify(plain, message, replies, index)
 
@@ -108,14 +108,14 @@ def test_nothing_is_computed_twice(build: Build):
         # A draw that was passed over leaves its token pending; the last of them are never needed.
         last = max(place for place, was in enumerate(asked) if was)
         pending = sum(not was for was in asked[:last])
-        assert loop.stats.value_tokens == len(prompt) + sum(c for c, was in zip(candidates, asked, strict=True) if was) + pending
+        assert loop.stats.lenvm_tokens == len(prompt) + sum(c for c, was in zip(candidates, asked, strict=True) if was) + pending
     else:
-        assert loop.stats.value_tokens == len(prompt) + sum(candidates)
-    before = loop.stats.value_tokens
+        assert loop.stats.lenvm_tokens == len(prompt) + sum(candidates)
+    before = loop.stats.lenvm_tokens
     longer = [*prompt, *tokens_of(replies)]
     run(loop, guided("h", [*longer, 7, 8], guidance(scale=3.0), max_tokens=1))
     known = 40 if not loop._runner._lenvm._compact else last + asked[-1]
-    assert loop.stats.value_tokens - before <= len(longer) - len(prompt) - known + 2 + 5 + (1 if known < 40 else 0)
+    assert loop.stats.lenvm_tokens - before <= len(longer) - len(prompt) - known + 2 + 5 + (1 if known < 40 else 0)
 
 
 def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plain):
@@ -161,7 +161,7 @@ def test_neutral_settings_are_the_unguided_request(checkpoints, settings):
         for loop, some in zip(loops, (None, wire.LengthGuidance(**settings)), strict=True)
     )
     assert [(delta.tokens, delta.logprobs) for delta in same] == [(delta.tokens, delta.logprobs) for delta in free]
-    assert loops[1].stats.value_tokens == 0
+    assert loops[1].stats.lenvm_tokens == 0
 
 
 def test_values_of_several_tokens_at_a_time(build: Build):
@@ -179,7 +179,7 @@ def test_greedy_requests_never_ask(build: Build):
     ]
     replies = run(loop, *messages)
     assert tokens_of(replies["free"]) == tokens_of(replies["guided"])
-    assert loop.stats.value_tokens == 0
+    assert loop.stats.lenvm_tokens == 0
 
 
 def test_a_tiny_scale_draws_what_the_filters_alone_draw(build: Build):
@@ -331,7 +331,7 @@ def test_a_guided_prompt_is_found_in_both_caches(build: Build):
     replies = run(loop, guided("b", prompt, guidance(scale=3.0), max_tokens=1))["b"]
     assert replies[0].cached_tokens == 49
     assert loop.stats.computed_tokens - before.computed_tokens == 1
-    assert loop.stats.value_tokens - before.value_tokens == 1 + 5
+    assert loop.stats.lenvm_tokens - before.lenvm_tokens == 1 + 5
 
 
 def test_abort_at_any_moment_frees_both_models(build: Build):

@@ -186,11 +186,11 @@ def test_the_whole_engine_draws_the_same(
     messages.append(guided("wide", some_tokens(rng, 2, 5), guidance(scale=2.0, top_k=11), max_tokens=2))
     replies = run(loop, *messages)
     stats = loop.stats
-    assert 0 < stats.replayed_passes < stats.steps
-    assert f"yardstick_engine_replayed_value_passes_total {stats.replayed_passes}.0" in render(stats)
+    assert 0 < stats.replayed_lenvm_passes < stats.steps
+    assert f"yardstick_engine_replayed_lenvm_passes_total {stats.replayed_lenvm_passes}.0" in render(stats)
     plain, launching = Plain(*checkpoints), build_pair(checkpoints, cuda_graphs="off", **given)
     expected = run(launching, *messages)
-    assert launching.stats.replayed_passes == 0
+    assert launching.stats.replayed_lenvm_passes == 0
     for message in messages:
         assert tokens_of(replies[message.id]) == tokens_of(expected[message.id])
         for ours, theirs in zip(replies[message.id], expected[message.id], strict=True):
@@ -222,7 +222,7 @@ def test_captured_passes_in_flight_do_not_wait(checkpoints: tuple[Path, Path], m
 
     monkeypatch.setattr(captured._runner, "launch", watched)
     first, *others = [run(captured, *messages) for _ in range(4)]
-    assert captured.stats.replayed_passes > 100
+    assert captured.stats.replayed_lenvm_passes > 100
     for replies in others:
         for message in messages:
             assert tokens_of(replies[message.id]) == tokens_of(first[message.id])

@@ -68,7 +68,7 @@ def build_loop(settings: EngineSettings) -> Loop:
 
 
 class PairedLenVM(NamedTuple):
-    """What guides generations."""
+    """A length model and its gamma."""
 
     model: LenVM
     gamma: float
@@ -121,7 +121,7 @@ def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> S
 
 
 def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
-    """The same of the length model's passes over candidates."""
+    """CUDA graphs of the length model's passes over candidates; see :func:`make_graphs`."""
     return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
 
 
@@ -156,14 +156,14 @@ def _graphs_problem(decoder: Decoder) -> str | None:
 
 
 def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
-    """For steps up to the budget."""
+    """Capture steps of up to ``max_batched_tokens``."""
     buckets = [size for size in BUCKETS if size <= max(budget.max_batched_tokens, BUCKETS[0])]
     attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets))
     return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
 
 
 def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
-    """For as many rows as a step within the budget draws for."""
+    """Capture passes for as many rows as a step may draw for."""
     capture = CudaCapture(kv.keys.device)
     buckets = [rows for rows in ROWS if rows <= max(budget.max_batched_tokens, ROWS[0])]
     attention = FixedBranches(kv, model.config.num_heads, max(buckets), WIDTH)
@@ -173,7 +173,7 @@ def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
 def describe(
     config: ModelConfig, settings: EngineSettings, slots: int, digest: str, length: PairedLenVM | None = None
 ) -> wire.Info:
-    """What the gateway is told of the model and its limits. Rows of the head that only one of two models has are padding."""
+    """Description of the model and its limits for the gateway. Head rows that only one of two models has are padding."""
     vocab_size = config.vocab_size if length is None else min(config.vocab_size, length.model.config.vocab_size)
     return wire.Info(
         model=settings.name,
@@ -222,8 +222,9 @@ def _chat_template(directory: Path, configured: object) -> str | None:
 
 
 def _default_slots(decoders: Sequence[Decoder], processes: int) -> int:
-    """What a share of the memory that is free now holds of tokens, each in all ``decoders``, where so many processes take as much:
-    from one memory on a CPU, each from its own on GPUs."""
+    """Number of slots that a share of the free memory holds. A slot has keys and values in all ``decoders``. On a CPU all
+    processes share one memory; on GPUs each has its own.
+    """
     weight = decoders[0].embed.weight
     configs = [decoder.config for decoder in decoders]
     elements = sum(2 * config.num_layers * config.num_kv_heads * config.head_dim for config in configs)

@@ -16,7 +16,7 @@ MAX_CALLER_CHARACTERS = 512
 
 
 def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> str | None:
-    """What is wrong with ``message`` for a model like ``info``, for the caller to read; None if nothing is."""
+    """The problem with ``message`` for a model like ``info``, as a sentence for the caller; None if there is none."""
     problem = _caller_problem(message.caller)
     if problem is not None:
         return problem

@@ -1,4 +1,4 @@
-"""What a request's guidance asks for, decided on the host from the message alone. No torch."""
+"""Rules of a request's length guidance that the host decides from the message alone. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine import wire
 
 
 def effective(message: wire.Generate) -> wire.LengthGuidance | None:
-    """The guidance of ``message``, unless its draws are the same without: neutral settings, or temperature 0."""
+    """The guidance of ``message``; None where it has no effect: neutral settings, or temperature 0."""
     guidance = message.length_guidance
     if guidance is None or message.sampling.temperature <= 0 or is_neutral(guidance):
         return None
@@ -18,23 +18,23 @@ def effective(message: wire.Generate) -> wire.LengthGuidance | None:
 
 
 def is_neutral(guidance: wire.LengthGuidance) -> bool:
-    """Whether it changes no probability, whatever the values."""
+    """Whether ``guidance`` changes no probability, whatever the values."""
     if guidance.constraint is not None:
         return False
     return guidance.scale == wire.NEUTRAL_SCALE.get(guidance.mode, 1.0) or (guidance.mode == "mul" and guidance.scale <= 0)
 
 
 def top_k(message: wire.Generate) -> int:
-    """Candidates of a draw at most: the sampling's own top-k counts too, where it is less."""
+    """Largest number of candidates of a draw: the guidance's ``top_k``, or the sampling's where that is smaller."""
     guidance, own = message.length_guidance, message.sampling.top_k
     assert guidance is not None
     return min(guidance.top_k, own) if own > 0 else guidance.top_k
 
 
 def target(guidance: wire.LengthGuidance, drawn: int, gamma: float) -> float:
-    """What a constraint aims at: the tokens to come after the next draw, the end of sequence counted; ``drawn``: output so far.
+    """Target of a constraint: tokens after the next draw, the end of sequence included. drawn: output tokens so far.
 
-    A text of N tokens, the end not counted, still has N − drawn − 1 tokens and its end to come once the next one is drawn.
+    A text of N tokens without its end still has N − drawn − 1 tokens and its end to come after the next draw.
     """
     if guidance.target_value is not None:
         value = min(guidance.target_value, 1 - wire.SMALLEST_VALUE)
@@ -46,7 +46,7 @@ def target(guidance: wire.LengthGuidance, drawn: int, gamma: float) -> float:
 
 
 def problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
-    """What is wrong with the guidance of ``message``, each naming its key."""
+    """Problems of the guidance of ``message``; each names its key."""
     guidance = message.length_guidance
     if guidance is None:
         return

@@ -30,25 +30,25 @@ from engine.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
-"""What a step may fail with that is not a fault of the program: out of memory, above all."""
+"""Errors of a step that are no fault of the program, above all out of memory."""
 QUEUE_FULL = "The engine's queue is full."
 
 
 @dataclass(slots=True)
 class Refused:
-    """Requests that the engine did not accept, or gave up while they waited, by reason."""
+    """Numbers of requests that the engine refused, or dropped while they waited, by reason."""
 
     invalid: int = 0
     queue: int = 0
     """The queue was full."""
     wait: int = 0
-    """They would have waited too long."""
+    """The expected wait was too long."""
     displaced: int = 0
-    """They gave up their place in a full queue to a tenant with fewer requests in it."""
+    """A tenant with fewer requests in a full queue took the place."""
 
 
 class Loop:
-    """One model's requests, from acceptance to their last word."""
+    """Serves the requests of one model, from acceptance to the terminal reply."""
 
     def __init__(
         self,
@@ -68,19 +68,19 @@ class Loop:
         self._max_wait_seconds = max_wait_seconds
         self._overlap = overlap
         self._pending_step: PendingStep | None = None
-        """The step that is not settled yet."""
+        """The step whose results are not processed yet."""
         self._clock = clock
         self._log = RequestLog(clock)
         self._refused = Refused()
         self._ended: list[wire.Reply] = []
-        """Last words that wait for the next step."""
+        """Terminal replies that the next step returns."""
         self._steps = 0
         self._computed = 0
         self._cached = 0
         self._lenvm = LenVMCounts()
 
     def submit(self, message: wire.Request) -> None:
-        """Accept or refuse a message; refusals and aborts are answered by the next :meth:`step`."""
+        """Accept or refuse a message. The next :meth:`step` returns the replies to refusals and aborts."""
         if isinstance(message, wire.Abort):
             self._abort(message.id)
             return
@@ -102,11 +102,11 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute, to wait for or to say."""
+        """Whether there is nothing to compute, to wait for or to reply."""
         return self._scheduler.idle and self._pending_step is None and not self._ended
 
     def step(self) -> list[wire.Reply]:
-        """Launch one step and settle one; returns what there is to tell."""
+        """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
         late = self._scheduler.expire()
         for request in late:
@@ -235,7 +235,9 @@ class Loop:
         return step
 
     def _wait(self, step: PendingStep) -> list[wire.Reply]:
-        """Wait for a step and settle it. Where it failed, the step launched on top of it has nothing to stand on either."""
+        """Wait for a step and process its results. If it failed, the step that was launched after it fails too, because it builds
+        on it.
+        """
         try:
             result = step.wait()
         except DEVICE_ERRORS as error:
@@ -287,7 +289,7 @@ class Loop:
             yield wire.Valued(request.id, request.results, request.cached_tokens, request.computed_tokens, request.queue_seconds)
 
     def _open(self, branch: Branch) -> bool:
-        """Whether anyone still waits for results of ``branch``; with overlap a step may have computed more than was needed."""
+        """Whether the results of ``branch`` are still wanted. With overlap a step may compute more than was needed."""
         return not branch.done and self._scheduler.get(branch.request.id) is branch.request
 
     def _delta(self, branch: Branch, drawn: Drawn | None, finish: wire.FinishReason | None) -> wire.Delta:
@@ -318,7 +320,7 @@ class Loop:
         )
 
     def _tell(self, branch: Branch, delta: wire.Delta) -> Iterator[wire.Delta]:
-        """``delta`` and what was kept back before it, once that is enough."""
+        """Send ``delta`` and the deltas kept back before it, once they have enough tokens."""
         request = branch.request
         assert isinstance(request, GenerateRequest)
         branch.unsent.append(delta)
@@ -337,7 +339,7 @@ class Loop:
         self._cached += request.cached_tokens
 
     def _fail(self, batch: Batch, error: Exception) -> list[wire.Reply]:
-        """End the step's requests; the engine goes on."""
+        """End the requests of a failed step. The engine continues."""
         memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         logger.exception("a step of %d tokens failed", batch.tokens)
         code: wire.ErrorCode = "out_of_memory" if memory else "internal"
@@ -349,7 +351,7 @@ class Loop:
 
 
 def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
-    """Consecutive deltas of one sequence as one; only the first can have something of the prompt, and the last the end."""
+    """Join consecutive deltas of one sequence. Only the first may carry prompt fields, and only the last ``finish``."""
     first, last = pieces[0], pieces[-1]
     if first is last:
         return first

@@ -1,6 +1,7 @@
-"""How the attention of runs over slots is cut into work for a GPU: on the host, from lengths alone, with nothing to wait for.
+"""Layout of attention of segments over slots, cut into work for a GPU: on the host, from lengths alone, without waiting for the
+device.
 
-A *tile* is as many consecutive queries of one run as fill a block, with the query heads of one key head side by side, so that
+A *tile* is as many consecutive queries of one segment as fill a block, with the query heads of one key head side by side, so that
 keys are read once for all of them. An *item* is a tile and the chunk of its context that one program reads. A tile whose context
 is long beside the rest of the step has several items, whose results are merged.
 """
@@ -38,25 +39,27 @@ class Layout:
     """
 
     qo_indptr: Tensor
-    """[runs + 1] cumulative query counts; like ``kv_indptr`` it is for the reference, and empty where tables are of fixed size"""
+    """[segments + 1] cumulative numbers of queries. Only the reference reads it and ``kv_indptr``; both are empty in tables of
+    fixed size.
+    """
     kv_indptr: Tensor
-    """[runs + 1] where each run's context begins in ``kv_indices``"""
+    """[segments + 1] start of each segment's context in ``kv_indices``"""
     kv_indices: Tensor
-    """[sum of context lengths]"""
+    """[sum of context lengths] slots of each segment's context"""
     out_cache_loc: Tensor
-    """[queries] slots of the queries' own tokens"""
+    """[queries] slots that the queries' own keys and values are written to"""
     items: Tensor
     """[items, 6]: first query, queries, first and past the last place in ``kv_indices``, place of the first query's own slot, first
     row of partial results or -1 where the item is the tile's only one"""
     merges: Tensor
     """[queries of tiles with several items, 4]: query, its row in the first item's partial results, items, rows between them"""
     narrow: int
-    """So many items, the first, fit the smaller block."""
+    """Number of items, the first ones, that fit the smaller block."""
     partials: int
     """Rows of partial results."""
 
     def to(self, device: torch.device) -> Layout:
-        """On ``device``, in one copy that the host does not wait for."""
+        """The layout on ``device``, copied without waiting."""
         tables = (self.qo_indptr, self.kv_indptr, self.kv_indices, self.out_cache_loc, self.items, self.merges)
         packed = torch.cat([table.flatten() for table in tables])
         if device.type == "cuda":
@@ -74,17 +77,17 @@ class Room:
 
     queries: int
     narrow: int
-    """Items for the smaller block; the others follow."""
+    """Items for the smaller block, which come first."""
     items: int
     merges: int
     partials: int
 
     @classmethod
     def of(cls, queries: int, *, group: int, kv_heads: int, rows: int) -> Room:
-        """For whatever :func:`cut` makes of ``queries``, but for very many narrow items or merges.
+        """Sizes for any result of :func:`cut` for ``queries``, except for very many narrow items or merges.
 
-        Contexts are cut into chunks of at least their sum over ``most``: fewer than ``most`` tiles have several, fewer than twice
-        ``most`` items come of these, and cutting adds fewer than ``most`` items in all.
+        Contexts are cut into chunks of at least their sum over ``most``. So fewer than ``most`` tiles have several chunks, these
+        give fewer than twice ``most`` items, and cutting adds fewer than ``most`` items in all.
         """
         most = -(-PROGRAMS // kv_heads)
         wide = queries // (NARROW // group + 1)  # a tile that is not narrow has at least so many queries
@@ -95,7 +98,7 @@ class Room:
 
     @property
     def numbers(self) -> int:
-        """Of all tables but the slots, which come last and are as long as they are."""
+        """Numbers in all tables except ``kv_indices``, which comes last with its own length."""
         return self.queries + self.items * ITEM + self.merges * MERGE
 
     def pack(self, layout: Layout, padding_slot: int) -> Tensor | None:
@@ -126,9 +129,9 @@ class Room:
 
 
 def lay_out(query_lengths: Lengths, contexts: Sequence[npt.NDArray[np.integer]], *, group: int, kv_heads: int, rows: int) -> Layout:
-    """Cut the work of runs with these numbers of queries and lists of slots, on the host.
+    """Cut the work of segments with these numbers of queries and lists of slots, on the host.
 
-    group: query heads a key head; rows: of the larger block.
+    group: query heads for each key head; rows: of the larger block.
     """
     queries = np.asarray(query_lengths, np.int64)
     qo_indptr, kv_indptr = cumulate(queries), cumulate(np.array([len(context) for context in contexts], np.int64))

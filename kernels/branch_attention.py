@@ -1,8 +1,9 @@
-"""Attention of several one-token branches a row, all at the position after the row's prefix: a prefix is read once for all.
+"""Attention of several one-token branches of a row, all at the position after the row's prefix: a prefix is read once for all of
+them.
 
-A branch attends to its row's prefix and to itself, not to the other branches. Its own key and value come as they are, not from a
-slot, so that the running softmax starts with them. The query heads of one key head of all branches fill one block. Where rows
-are few, each prefix is cut into chunks, whose results are merged as in :mod:`kernels.paged_attention`.
+A branch attends to its row's prefix and to itself, not to the other branches. Its own key and value are passed as tensors, not in
+a slot, so the running softmax starts with them. The query heads of one key head of all branches fill one block. Where there are
+few rows, each prefix is cut into chunks, whose results are merged as in :mod:`kernels.paged_attention`.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def _attend(
     CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One row, key head and chunk a program. Row r of the block is branch r // GROUP, query head r % GROUP of the key head."""
+    """Each program computes one row, key head and chunk. Row r of the block is branch r // GROUP, query head r % GROUP of the key
+    head.
+    """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     place = tl.program_id(0) // KV_HEADS
@@ -207,7 +210,7 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """One token and head a program."""
+    """Each program merges one token and head."""
     token = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
     result = merge_partials(partial_outs, partial_lses, token, CHUNKS, tokens, head, HEADS, HEAD_DIM)

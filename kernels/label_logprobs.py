@@ -71,7 +71,7 @@ def label_logprobs_triton(hidden: Tensor, head: Tensor, labels: Tensor) -> Tenso
 
 
 class Tiles(NamedTuple):
-    """What a program multiplies at a time: [rows, size] by [vocab, size]."""
+    """Block sizes of a program's product of [rows, size] by [vocab, size]."""
 
     rows: int
     vocab: int
@@ -153,7 +153,7 @@ def _gather(
     SPLIT_BLOCK: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
 ) -> None:
-    """One label of one row a program."""
+    """Each program computes one label of one row."""
     row = tl.program_id(0).to(tl.int64)
     place = row * LABELS + tl.program_id(1)
     token = tl.load(labels + place)

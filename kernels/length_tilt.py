@@ -50,7 +50,7 @@ _MARGIN, _LEAST_MARGIN, _STEPS = tl.constexpr(MARGIN), tl.constexpr(LEAST_MARGIN
 
 
 class Tilts(NamedTuple):
-    """How each of some rows is guided, [rows] each."""
+    """Guidance parameters of each row, [rows] each."""
 
     rule: Tensor
     """int64, its place in :data:`RULES`."""
@@ -124,7 +124,7 @@ def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, ti
 def _wanted_mean(
     rule: Tensor, scale: Tensor, log_gamma: Tensor, target: Tensor, least: Tensor, most: Tensor, mean: Tensor
 ) -> Tensor:
-    """What the mean value is to be by the rules that say so, [rows, 1]."""
+    """Target of the mean value, for the rules that have one, [rows, 1]."""
     share = (mean - least) / (most - least).clamp(min=FLAT)
     wanted = scale * mean
     linear = mean + (scale - 1) * torch.where(scale >= 1, most - mean, mean - least)

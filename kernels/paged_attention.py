@@ -1,8 +1,8 @@
-"""Attention of runs of new tokens over slots, causal, for runs of any lengths at once.
+"""Causal attention of segments of new tokens over slots, for segments of any lengths at once.
 
-A run's context is a list of slots, of which the last are its own tokens'; lists may share slots. The work is cut on the host, see
-:mod:`kernels.attention_layout`. The softmax is computed block by block (Milakov and Gimelshein 2018, arXiv 1805.02867), in base 2;
-long contexts are read by several programs (Dao et al. 2023, "Flash-Decoding for long-context inference").
+The context of a segment is a list of slots, of which the last are those of its own tokens; lists may share slots. The host cuts
+the work, see :mod:`kernels.attention_layout`. The softmax is computed block by block (Milakov and Gimelshein 2018, arXiv
+1805.02867), in base 2; several programs read a long context (Dao et al. 2023, "Flash-Decoding for long-context inference").
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
-    """Each query attends to its run's context up to and including its own slot.
+    """Each query attends to its segment's context up to and including its own slot.
 
-    q: [queries, heads, head_dim], the runs' one after the other; keys, values: [slots, kv_heads, head_dim]; layout: on the same
-    device. -> [queries, heads, head_dim]
+    q: [queries, heads, head_dim], segment after segment; keys, values: [slots, kv_heads, head_dim]; layout: on the same device. ->
+    [queries, heads, head_dim]
     """
     operation = paged_attention_triton if launches(q, keys, values) else paged_attention_reference
     return operation(q, keys, values, layout)
 
 
 def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
-    """:func:`paged_attention` in plain PyTorch, run by run."""
+    """:func:`paged_attention` in plain PyTorch, segment by segment."""
     group = q.shape[1] // keys.shape[1]
     qo_indptr, kv_indptr = layout.qo_indptr.tolist(), layout.kv_indptr.tolist()
     out = torch.empty_like(q)
@@ -184,7 +184,7 @@ def _attend(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One item and key head a program. Row r of the block is query r // GROUP, query head r % GROUP of the key head."""
+    """Each program computes one item and key head. Row r of the block is query r // GROUP, query head r % GROUP of the key head."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * 6
@@ -231,7 +231,7 @@ def _attend(
 def _merge(
     out: tl.tensor, merges: tl.tensor, partial_outs: tl.tensor, partial_lses: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ) -> None:
-    """One query and head a program."""
+    """Each program merges one query and head."""
     merge = merges + tl.program_id(0) // HEADS * 4
     head = tl.program_id(0) % HEADS
     items = tl.load(merge + 2).to(tl.int32)

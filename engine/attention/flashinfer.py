@@ -77,9 +77,9 @@ class FlashInferAttention(AttentionBackend):
         return wrapper
 
     def _plan_step(self, wrapper: Any, segments: Sequence[ExtendSegment]) -> Tensor:
-        """What ``wrapper.plan`` does when only the lengths and pages change, and the slots of the runs' own tokens, [tokens].
+        """Plan a step in which only lengths and pages differ from the last one. Returns the slots of the new tokens, [tokens].
 
-        ``wrapper.plan`` itself takes Python's ``max`` over a tensor of all rows, 5 ms for 1100 of them, and copies four times.
+        ``wrapper.plan`` would take Python's ``max`` over a tensor of all rows, 5 ms for 1100 rows, and copy four times.
         """
         counts = np.array([len(segment.tokens) for segment in segments], np.int32)
         lengths = np.array([len(segment.context) for segment in segments], np.int32)

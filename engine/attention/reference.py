@@ -60,7 +60,7 @@ class Group:
 
 
 class ReferenceAttention(AttentionBackend):
-    """On a CPU; on a GPU it is there for other backends to be compared with."""
+    """Serves a CPU. On a GPU it is the reference that other backends are compared with."""
 
     make_ready = staticmethod(qk_norm_rope_write_reference)
 

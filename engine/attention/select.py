@@ -1,4 +1,4 @@
-"""Which attention backend serves a model on a device."""
+"""Selects the attention backend for a model on a device."""
 
 from __future__ import annotations
 

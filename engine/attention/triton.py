@@ -19,7 +19,7 @@ from kernels.qk_norm_rope import qk_norm_rope_write_triton
 
 
 class TritonAttention(AttentionBackend):
-    """On a GPU; on a CPU only in Triton's interpreter."""
+    """Serves a GPU. On a CPU it runs in Triton's interpreter only."""
 
     make_ready = staticmethod(qk_norm_rope_write_triton)
 
@@ -48,7 +48,7 @@ class TritonAttention(AttentionBackend):
 
 
 class FixedTritonAttention(TritonAttention):
-    """The same, on tables that stay where they are and as large as they are, so that what reads them can be captured once."""
+    """Attention from tables of fixed address and size, so that a CUDA graph can capture it."""
 
     def __init__(self, kv: KVCache, heads: int, most_tokens: int) -> None:
         super().__init__(kv, heads)

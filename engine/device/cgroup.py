@@ -1,6 +1,6 @@
-"""What a process may have of its machine where a container's limits are below what the machine has: cgroups, version 1 and 2.
+"""Limits of cores and memory that a container sets, from cgroups, version 1 and 2.
 
-Files and formats: docs.kernel.org, admin-guide/cgroup-v2 and cgroup-v1. Where a limit cannot be read there is none.
+Files and formats: docs.kernel.org, admin-guide/cgroup-v2 and cgroup-v1. A limit that cannot be read does not exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def free_memory(root: Path = ROOT, of_self: Path = SELF) -> float:
 
 
 def _folder(root: Path, of_self: Path, controller: str) -> Path:
-    """That of this process; of a container, whose own group is mounted at the root, the root. "": version 2's only hierarchy."""
+    """Folder of this process's group; in a container, whose group is mounted at the root, the root. controller: "" for the single
+    hierarchy of version 2.
+    """
     lines = [line.split(":", 2) for line in _text(of_self).splitlines()]
     paths = {name: path for _, names, path in lines for name in names.split(",")}
     own = root / controller / paths.get(controller, "").lstrip("/")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Captured(NamedTuple):
-    """Work that can be done again."""
+    """Captured work that can be replayed."""
 
     output: Tensor
-    """Where its result is, each time."""
+    """Tensor of the result. It has the same address in every replay."""
     replay: Callable[[], None]
 
 
@@ -21,7 +21,7 @@ class Capture(Protocol):
     """Turns work on the device into something to replay."""
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
-        """Do ``work``, maybe more than once. Replaying it reads the same tensors again, with what they hold by then."""
+        """Capture ``work``, which may run more than once. A replay reads the same tensors, as they are by then."""
 
     @property
     def allocated(self) -> int:
@@ -29,7 +29,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs of one memory pool. They may replay in any order, but only one at a time, in one stream."""
+    """CUDA graphs that share one memory pool. They may replay in any order, but one at a time and in one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,7 +57,7 @@ Bucket = TypeVar("Bucket", bound=Hashable)
 
 
 class Graphs(Generic[Bucket]):
-    """Functions of tensors, captured, one a bucket."""
+    """Captured functions of tensors, one for each bucket."""
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
@@ -79,5 +79,5 @@ class Graphs(Generic[Bucket]):
 
     @property
     def buckets(self) -> list[Bucket]:
-        """As they were added."""
+        """All buckets in the order in which they were added."""
         return list(self._captured)

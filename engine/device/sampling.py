@@ -63,7 +63,7 @@ _LAST_SHIFT = np.uint64(31)
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One sequence about to get its next token."""
+    """Parameters of one draw."""
 
     params: Sampling
     index: int
@@ -77,7 +77,7 @@ class SamplingRow:
 
 
 Change = Callable[[Tensor, Tensor], Tensor]
-"""What becomes of some logits, given a value for each."""
+"""Edits logits, given a value for each: penalties, bias and exclusions."""
 
 
 @dataclass(frozen=True, slots=True)

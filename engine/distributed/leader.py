@@ -84,7 +84,7 @@ class LeadingDecoder(ShardedDecoder):
         self._planned = segments
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """As :meth:`Decoder.forward`. Raises :class:`PartLost`."""
+        """See :meth:`Decoder.forward`. Raises :class:`PartLost`."""
         try:
             self._workers.send(ComputeStep.of(self._planned))
             return super().forward(tokens, positions, attend)

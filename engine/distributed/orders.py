@@ -1,7 +1,7 @@
-"""What rank 0 tells the other processes, over each one's standard input in msgpack. No torch.
+"""Messages of rank 0 to the other processes, over each one's standard input in msgpack. No torch.
 
-A worker is started with an :class:`Assignment`, answers :data:`READY` (or why not, in one line) on its standard output when its
-weights are loaded, and is then sent one :class:`Allocate` and a :class:`ComputeStep` for each step. It ends when its input closes.
+A worker starts with an :class:`Assignment`. It answers :data:`READY`, or one line that says why not, on its standard output when
+its weights are loaded. Then it gets one :class:`Allocate` and a :class:`ComputeStep` for each step. It ends when its input closes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LENGTH_BYTES = 8
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """Which part is whose."""
+    """Settings and rank of one process."""
 
     settings: EngineSettings
     rank: int
     """1 and up; rank 0 is the process that sends the orders."""
     port: int
-    """Of the local address where the processes find each other."""
+    """Port of the local address where the processes find each other."""
 
 
 class Allocate(msgspec.Struct, tag="allocate", frozen=True):
@@ -45,11 +45,11 @@ class ComputeStep(msgspec.Struct, tag="step", frozen=True):
 
     @classmethod
     def of(cls, segments: Sequence[ExtendSegment]) -> ComputeStep:
-        """What attention needs of ``runs``."""
+        """The parts of ``segments`` that attention needs."""
         return cls([(segment.tokens.tobytes(), segment.context.tobytes()) for segment in segments])
 
     def unpack(self) -> list[ExtendSegment]:
-        """The runs, of a request that nobody made: attention does not ask whose they are."""
+        """The segments, of a placeholder request: attention does not read whose they are."""
         nobody = Request(id="", prefix=EMPTY)
         arrays = ((np.frombuffer(tokens, np.int32), np.frombuffer(context, np.int32)) for tokens, context in self.segments)
         return [ExtendSegment(nobody, None, tokens.copy(), context.copy()) for tokens, context in arrays]

@@ -12,7 +12,7 @@ from engine.settings import EngineSettings
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
-    """Where process ``rank`` of the model computes. Raises :class:`ModelError` where it cannot."""
+    """Device of process ``rank``. Raises :class:`ModelError` where there are too few GPUs."""
     available = torch.cuda.device_count()
     kind = settings.device or ("cuda" if available else "cpu")
     if kind == "cuda" and available < settings.tensor_parallel:
@@ -23,13 +23,13 @@ def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
 
 
 def dtype_of(settings: EngineSettings, device: torch.device) -> torch.dtype:
-    """Of weights, keys and values."""
+    """Dtype of weights, keys and values."""
     dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     return dtype
 
 
 def set_threads(settings: EngineSettings) -> None:
-    """Give this process's arithmetic its CPU threads: more of them than a container may use of the cores only stop each other."""
+    """Set the CPU threads of this process. More threads than the container may use of the cores only delay each other."""
     threads = settings.threads or max(1, math.ceil(min(torch.get_num_threads(), cgroup.cores())) // settings.tensor_parallel)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)

@@ -45,7 +45,7 @@ class ShardedDecoder(Decoder):
             layer.mlp.register_forward_hook(_sum_over_processes)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """As :meth:`Decoder.forward`. All processes call it with as many tokens; the values that count are those of rank 0."""
+        """See :meth:`Decoder.forward`. All processes call it with the same number of tokens; the values of rank 0 count."""
         given = torch.stack((tokens, positions))
         dist.broadcast(given, src=0)
         return super().forward(given[0], given[1], attend)

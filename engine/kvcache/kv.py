@@ -1,4 +1,4 @@
-"""The tensors behind the slots."""
+"""Tensors of the slots."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class KVCache:
 
     @property
     def padding_slot(self) -> int:
-        """Where padding is written."""
+        """Slot that padding is written to."""
         return self.slots

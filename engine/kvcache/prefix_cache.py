@@ -1,13 +1,13 @@
-"""The prefix cache: radix trees over token ids that own the slots of every prefix computed and not yet forgotten.
+"""Prefix cache: radix trees over token ids that own the slots of every cached prefix.
 
-Each node holds a run of tokens and their slots; a path from the root spells a prefix. A request holds the path to its node by
-counting a reference on every node of it. Nodes without references stay until their slots are needed; then the least recently
-used leaf goes first. Tokens are entered when the step that computes them is scheduled, not when it is done, so that requests in
-the same step share them too.
+Each node holds consecutive tokens and their slots; a path from the root spells a prefix. A request holds the path to its node by a
+reference on every node of it. Nodes without references stay until their slots are needed; then the least recently used leaf is
+evicted first. Tokens are inserted when the step that computes them is scheduled, not when it is done, so that requests in the same
+step share them too.
 
 There is one tree for each cache salt, so that a request never meets tokens of another salt, and one for each request that keeps
-nothing. All trees compete for the same slots. A tree exists while it has tokens or a request is at work in it: at most one tree
-for each slot and each running request.
+nothing. All trees compete for the same slots. A tree exists while it has tokens or a request works in it: at most one tree for
+each slot and each running request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.kvcache.slots import SlotPool
 
 
 class Node:
-    """A run of tokens below a prefix."""
+    """Consecutive tokens below a prefix, and their slots."""
 
     __slots__ = ("children", "parent", "references", "shared", "slots", "tokens", "used")
 
@@ -57,7 +57,7 @@ class PrefixCache:
         self._clock = itertools.count(1)
         self._ties = itertools.count()
         self.root = Root("")
-        """Of requests without a salt. This tree always exists, and references on its root are not counted."""
+        """Tree of requests without a salt. It always exists, and references on its root are not counted."""
         self._roots = {"": self.root}
         self._private: set[Root] = set()
         self._old: list[tuple[int, int, Node]] = []
@@ -67,7 +67,7 @@ class PrefixCache:
         """Tokens that no request holds."""
 
     def enter(self, salt: str | None) -> Root:
-        """The referenced root of the tree of ``salt``; None: a tree that nobody shares and that :meth:`release` frees at once."""
+        """Root of the tree of ``salt``, with a new reference. None: a private tree whose slots :meth:`release` frees at once."""
         if salt == "":
             return self.root
         root = None if salt is None else self._roots.get(salt)
@@ -81,7 +81,7 @@ class PrefixCache:
         return root
 
     def matched_length(self, salt: str | None, tokens: Ints) -> int:
-        """How many of ``tokens`` the tree of ``salt`` has; changes nothing."""
+        """Number of leading ``tokens`` that the tree of ``salt`` has. Changes nothing."""
         node: Node | None = None if salt is None else self._roots.get(salt)
         matched = 0
         while node is not None and matched < len(tokens):
@@ -93,9 +93,9 @@ class PrefixCache:
         return matched
 
     def match_prefix(self, node: Node, tokens: Ints) -> tuple[Node, Ints]:
-        """Move a reference on ``node`` down along ``tokens`` as far as they are known.
+        """Move a reference on ``node`` down along ``tokens`` as far as the tree has them.
 
-        Returns the node reached, now the one referenced, and the slots of the tokens passed.
+        Returns the node reached, which holds the reference now, and the slots of the tokens passed.
         """
         found: list[Ints] = []
         while len(tokens):
@@ -125,9 +125,9 @@ class PrefixCache:
         return child
 
     def release(self, node: Node, above: Node | None = None) -> None:
-        """Give back one reference on each node of the path down to ``node``: from the root, or from below ``above``.
+        """Drop one reference on each node of the path down to ``node``: from the root, or from below ``above``.
 
-        Of a tree that nobody shares, the slots are free at once.
+        Slots of a private tree are free at once.
         """
         now = next(self._clock)
         step = node
@@ -148,7 +148,9 @@ class PrefixCache:
             self._drop_if_empty(step)
 
     def adopt(self, node: Node, tokens: Ints, slots: Ints) -> None:
-        """Keep a finished branch below the referenced ``node``: enter what the tree lacks of it, free the slots of the rest."""
+        """Keep a finished branch below the referenced ``node``: insert the tokens that the tree lacks, free the slots of the
+        others.
+        """
         reached, known = self.match_prefix(node, tokens)
         self._pool.free(slots[: len(known)])
         if len(known) < len(tokens):
@@ -156,7 +158,7 @@ class PrefixCache:
         self.release(reached, above=node)
 
     def evict(self, count: int) -> int:
-        """Free at least ``count`` slots of the least recently used leaves, or as many as there are; returns how many."""
+        """Free at least ``count`` slots of the least recently used leaves, or as many as can be evicted. Returns how many."""
         freed = 0
         while freed < count and self._old:
             used, _, node = heapq.heappop(self._old)
@@ -167,11 +169,11 @@ class PrefixCache:
         return freed
 
     def clear(self) -> None:
-        """Forget all that no request holds."""
+        """Evict everything that no request holds."""
         self.evict(self.evictable)
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, for integrity checks."""
+        """All nodes except roots, for integrity checks."""
         stack = [node for root in self.roots for node in root.children.values()]
         while stack:
             node = stack.pop()
@@ -233,7 +235,7 @@ class PrefixCache:
 
 
 def common_length(left: Ints, right: Ints) -> int:
-    """How many leading elements are equal."""
+    """Number of leading elements that are equal."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0

@@ -1,4 +1,4 @@
-"""The pool of slots. One slot holds one token's keys and values in every layer; the page size is one token."""
+"""Pool of slots. One slot holds one token's keys and values in every layer, so the page size is one token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from engine.ints import Ints
 
 
 class SlotPool:
-    """Hands out slot numbers and takes them back; knows nothing of what is in them.
+    """Allocates and frees slot numbers. It does not know their contents.
 
-    Free slots are a stack in one array, so that both calls are a copy of a slice, whatever the pool's size.
+    Free slots are a stack in one array, so both calls copy one slice, whatever the size of the pool.
     """
 
     def __init__(self, size: int) -> None:
@@ -20,13 +20,13 @@ class SlotPool:
         self.available = size
 
     def allocate(self, count: int) -> Ints:
-        """``count`` slots; the caller has made sure that so many are free."""
+        """``count`` slots. The caller has checked that as many are available."""
         assert 0 <= count <= self.available, (count, self.available)
         self.available -= count
         return self._stack[self.available : self.available + count][::-1].copy()
 
     def free(self, slots: Ints) -> None:
-        """Take ``slots`` back."""
+        """Return ``slots`` to the pool."""
         end = self.available + len(slots)
         assert end <= self.size, "a slot was released twice"
         self._stack[self.available : end] = slots[::-1]

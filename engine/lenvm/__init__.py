@@ -1,1 +1,1 @@
-"""Length guidance: what a length model says of the candidates of a draw, and what becomes of their probabilities."""
+"""The length model (LenVM): values of the candidates of a draw, and the tilt of their probabilities."""

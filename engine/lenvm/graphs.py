@@ -31,7 +31,7 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 104, 128, 160, 192, 256)
 
 
 class PassGraphs:
-    """Raw values of candidates, and their keys and values, captured for every one of ``buckets``, rows."""
+    """Captured passes that compute raw values, keys and values of candidates, one for each number of rows in ``buckets``."""
 
     @torch.inference_mode()
     def __init__(self, model: LenVM, attention: FixedBranches, capture: Capture, buckets: Sequence[int] = ROWS) -> None:
@@ -43,7 +43,7 @@ class PassGraphs:
         """Passes so far."""
         start, most, width = time.monotonic(), max(buckets), attention.width
         self.kept = Kept.room(attention.kv, most * width)
-        """What the last pass left, row by row; valid until the next one is queued."""
+        """Keys and values of the last pass, row by row; valid until the next pass is queued."""
         tokens, counts = (torch.zeros(size, dtype=torch.int64, device=attention.kv.keys.device) for size in (most * width, most))
         for rows in reversed(self._sizes):
             fits = attention.fill((), rows)

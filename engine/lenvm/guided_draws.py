@@ -42,7 +42,7 @@ Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GuidedRow:
-    """One sequence about to get its next token."""
+    """Parameters of one guided draw."""
 
     sampling: SamplingRow
     length_guidance: wire.LengthGuidance
@@ -51,7 +51,7 @@ class GuidedRow:
 
 
 class Parameters(NamedTuple):
-    """Of guided rows, on the device, [rows] each unless said otherwise."""
+    """Parameters of guided rows on the device, [rows] each unless said otherwise."""
 
     top_k: Tensor
     """int64"""
@@ -93,7 +93,9 @@ class GuidedStep(NamedTuple):
 
 
 class LenVMPass(NamedTuple):
-    """What one forward pass of the length model computes: runs, then one-token branches on what some rows know, row by row."""
+    """Input of one forward pass of the length model: segments, then one-token branches behind the known tokens of some rows, row
+    by row.
+    """
 
     segments: Sequence[ExtendSegment]
     asked: Sequence[int]
@@ -108,14 +110,14 @@ class LenVMPass(NamedTuple):
 
 
 class LenVMOutput(NamedTuple):
-    """What one forward pass of the length model brought."""
+    """Output of one forward pass of the length model."""
 
     branches: Tensor | None
     """[branches] float32, raw: of the one-token branches"""
     ends: Tensor | None
     """[runs asked for] float32, raw: of their last tokens"""
     kept: Kept | None
-    """Of the branches"""
+    """Keys and values of the branches"""
 
 
 class LenVMRunner:
@@ -188,7 +190,7 @@ class LenVMRunner:
         return GuidedStep(None, output.ends, [])
 
     def _candidates(self, logits: Tensor, rows: Sequence[GuidedRow]) -> tuple[SamplingBatch, Parameters, Candidates]:
-        """How each row samples and is tilted, and what it draws among. logits: as for :meth:`steer`."""
+        """Sampling and tilt parameters of each row, and its candidates. logits: see :meth:`draw_guided`."""
         sampling = prepare([row.sampling for row in rows], self._device)
         logits = logits[:, : self._model.config.vocab_size].contiguous()
         parameters = self._parameters(rows)
@@ -199,7 +201,7 @@ class LenVMRunner:
         return sampling, parameters, found
 
     def _parameters(self, rows: Sequence[GuidedRow]) -> Parameters:
-        """One copy to the device, which nobody waits for."""
+        """Copy the parameters to the device in one copy that the host does not wait for."""
         gammas = [row.length_guidance.gamma or self._gamma for row in rows]
         guidances = [row.length_guidance for row in rows]
         aims = [target(row.length_guidance, row.sampling.position, gamma) for row, gamma in zip(rows, gammas, strict=True)]
@@ -312,5 +314,5 @@ class PassAttention:
 
 
 def _some(heads: Heads, tokens: slice) -> Heads:
-    """Those of some of the tokens."""
+    """Heads of a slice of the tokens."""
     return replace(heads, qkv=heads.qkv[tokens], cos=heads.cos[tokens], sin=heads.sin[tokens])

@@ -20,16 +20,16 @@ class Kept(NamedTuple):
 
     @classmethod
     def room(cls, kv: KVCache, candidates: int) -> Kept:
-        """For so many, beside ``kv``; what it holds is undefined."""
+        """Allocate uninitialised keys and values for ``candidates`` tokens, in the format of ``kv``."""
         layers, _, *shape = kv.keys.shape
         return cls(*(kv.keys.new_empty(layers, candidates, *shape) for _ in range(2)))
 
     def first(self, candidates: int) -> Kept:
-        """Views of so many."""
+        """Views of the first ``candidates`` tokens."""
         return Kept(self.keys[:, :candidates], self.values[:, :candidates])
 
     def attend(self, branches: PlainAttend) -> FusedAttend:
-        """``branches``, whose keys and values are written here on their way, by the kernel that makes them ready."""
+        """Attention that writes the branches' keys and values here, in the kernel that normalises and rotates them."""
         places = torch.arange(self.keys.shape[1], device=self.keys.device)
 
         def attend(layer: int, heads: Heads) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether a length model fits a base model, and its γ: neither is in the length model's weights."""
+"""Checks that a length model fits a base model, and reads its γ. Neither is in the length model's weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.models.errors import ModelError
 
 GAMMA_FILE = "length_value.json"
 DEFAULT_GAMMA = 0.997
-"""Of the checkpoints published with "Length Value Model", arXiv 2604.27039, for models of the Qwen2.5 generation."""
+"""Gamma of the checkpoints published with "Length Value Model", arXiv 2604.27039, for models of the Qwen2.5 generation."""
 
 
 def gamma_of(directory: Path, given: float | None) -> float:
@@ -27,8 +27,11 @@ def gamma_of(directory: Path, given: float | None) -> float:
 
 
 def check_pairing(base: Path, length: Path) -> None:
-    """Both must mean the same by a token id. Raises :class:`ModelError` where their tokenisers differ or, where one has none, the
-    sizes of their vocabularies; with the same tokeniser a size may be padded."""
+    """Check that token ids mean the same to both models.
+
+    Raises :class:`ModelError` where their tokenisers differ or, where one has none, the sizes of their vocabularies. With equal
+    tokenisers a vocabulary may be padded.
+    """
     vocabularies = [_vocabulary(directory) for directory in (base, length)]
     sizes = [load_config(directory).vocab_size for directory in (base, length)]
     alike = sizes[0] == sizes[1] if None in vocabularies else vocabularies[0] == vocabularies[1]

@@ -140,7 +140,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer: what it adds is left apart from the residual, for the next normalisation to add."""
+    """One layer. It returns its output apart from the residual, so that the next normalisation adds the two."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()

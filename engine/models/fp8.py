@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizingLinear(QuantizedLinear):
-    """One whose input nobody has quantised yet."""
+    """A quantised layer whose input is not quantised yet."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """[rows, in] -> [rows, out]"""
@@ -88,7 +88,7 @@ PARTS: dict[str, Callable[[Any], nn.Module]] = {
     "mlp.gate_up_proj": QuantizedLinear,
     "mlp.down_proj": QuantizedLinear,
 }
-"""Of a layer, and what takes the place of each."""
+"""Parts of a layer and their quantised replacements."""
 
 
 def convert(layer: DecoderLayer) -> None:

@@ -41,7 +41,7 @@ def load_model(model: str | Path, dtype: torch.dtype = torch.float32, quantize: 
 
 
 def decoder_views(decoder: Decoder, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """What to fill from ``stored``. A tied model may carry its embedding under the head's name only."""
+    """Views to fill from ``stored``. A tied model may store its embedding under the head's name only."""
     return _as_stored(decoder.checkpoint_views(), stored)
 
 
@@ -107,7 +107,7 @@ def fingerprint(directory: Path, dtype: torch.dtype, quantize: str | None = None
 
 
 def _blocks(path: Path, whole: bool) -> Iterator[bytes]:
-    """All of a file, or a sample whose first blocks hold the header of any usual checkpoint."""
+    """All blocks of a file, or a sample whose first blocks hold the header of any usual checkpoint."""
     size = path.stat().st_size
     stride = SAMPLE_BLOCK if whole else max(SAMPLE_BLOCK, size // SAMPLE_BLOCKS)
     with path.open("rb") as file:

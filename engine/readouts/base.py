@@ -75,7 +75,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ReadoutContext:
-    """What readouts need of the runner."""
+    """The runner's model and constants that readouts use."""
 
     decoder: Decoder
     eos_token_ids: tuple[int, ...]

@@ -29,14 +29,15 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 102
 
 
 class FixedAttention(Protocol):
-    """Attention whose tables stay where they are, so that it can be captured."""
+    """Attention from tables of fixed address, so that a CUDA graph can capture it."""
 
     def attend(self, tokens: int) -> Attend:
-        """For a step of ``tokens``, as :meth:`fill` last described it."""
+        """Attention of a step of ``tokens``, as :meth:`fill` last described it."""
 
     def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
-        """Queue the tables of ``runs``, padded to ``tokens``; False where they do not fit. Padding is written to the padding slot
-        and read by nobody."""
+        """Queue the tables of ``segments``, padded to ``tokens``; False where they do not fit. Padding is written to the padding
+        slot and never read.
+        """
 
 
 class StepGraphs:

@@ -51,9 +51,9 @@ def clamped(priority: int) -> int:
 
 
 def rank(request: Request) -> float:
-    """Place of a request in its tenant's order, lowest first.
+    """Sort key of a request within its tenant, lowest first.
 
-    It never changes, and yet requests age: each second, newer requests have a rank that is higher by one.
+    It never changes. Requests still age, because each second newer requests get a rank that is higher by one.
     """
     return request.received + AGING_SECONDS * clamped(request.priority)
 
@@ -64,24 +64,24 @@ class Flow:
 
     tenant: str
     number: int
-    """Of the flow, in order of creation."""
+    """Order of creation."""
     held: list[int]
-    """[lane] slots that its running requests took from the pool."""
+    """[KV pool] slots that its running requests took from the pool."""
     weight: float
-    """That of its latest request."""
+    """Weight of its latest request."""
     virtual: float
     waiting: list[tuple[float, int, Request]] = field(default_factory=list)
-    """By rank and arrival."""
+    """Waiting requests by rank and arrival."""
     waiting_tokens: int = 0
-    """Tokens of the waiting requests, before anything is found in the prefix cache."""
+    """Tokens of the waiting requests, before any is found in the prefix cache."""
     running: dict[str, Request] = field(default_factory=dict)
     """In order of admission."""
     reserved: int = 0
-    """Of this step: tokens for its branches that decode."""
+    """Tokens of this step for its decoding branches."""
     room: int = 0
-    """Of this step: what is left of its share of the other tokens."""
+    """Rest of its share of this step's other tokens."""
     spent: int = 0
-    """Of this step: tokens computed for it."""
+    """Tokens that this step computes for it."""
     ready: bool = False
     """Whether the queue has it among the flows that only wait."""
 
@@ -111,30 +111,30 @@ class Flow:
 
 
 class FairQueue:
-    """All flows. It divides tokens and keeps orders; the scheduler does what it says.
+    """Divides tokens between all flows and orders their requests. The scheduler acts on it.
 
     A step costs time for each flow that has running requests or gets a share of the step, not for each flow.
     """
 
     def __init__(self, kv_pools: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """``lanes``: models with slots of their own."""
+        """kv_pools: number of models with slots of their own."""
         self.flows: dict[str, Flow] = {}
-        """By tenant."""
+        """All flows, by tenant."""
         self.working: dict[str, Flow] = {}
-        """Those with running requests."""
+        """Flows with running requests, by tenant."""
         self.weight = 0.0
-        """Of all flows together."""
+        """Sum of the weights of all flows."""
         self.satisfied = True
-        """Whether the step has room for all that is wanted."""
+        """Whether the step has room for all demand."""
         self._lanes = kv_pools
         self._clock = clock
         self._numbers = itertools.count()
         self._virtual = 0.0
-        """Of the system: that of the last quantum dealt, at its start. No flow that wants more is behind it."""
+        """Virtual time of the system: the start of the last quantum dealt. No flow with unmet demand is behind it."""
         self._ready: list[tuple[float, int, Flow]] = []
         """A heap of the flows that only wait, by the virtual time at which they began to; entries of others are skipped."""
         self._dealt: list[Flow] = []
-        """Flows that were asked what they want of this step."""
+        """Flows whose demand was asked for this step."""
         self._debts: OrderedDict[str, float] = OrderedDict()
         """Virtual times of flows that have left ahead of the system."""
         self._contended_until = 0.0
@@ -182,7 +182,7 @@ class FairQueue:
         return request
 
     def stop(self, request: Request) -> None:
-        """The request runs no longer, if it did."""
+        """Take the request from the running ones, if it is among them."""
         flow = self.of(request)
         if flow.running.pop(request.id, None) is not None and not flow.running:
             del self.working[flow.tenant]
@@ -190,7 +190,7 @@ class FairQueue:
             self._make_ready(flow)
 
     def leave(self, request: Request) -> None:
-        """The request has ended; it does not run."""
+        """Remove a request that has ended and does not run."""
         flow = self.of(request)
         place = bisect_left(flow.waiting, (rank(request), request.arrival))
         if place < len(flow.waiting) and flow.waiting[place][2] is request:
@@ -228,13 +228,13 @@ class FairQueue:
 
     @property
     def dealt(self) -> list[Flow]:
-        """Flows that may use what is left of the step, those furthest behind first: all that were asked what they want of it."""
+        """Flows that may use the rest of the step, those furthest behind first: all whose demand was asked for."""
         if not self.shared:
             return list(self.flows.values())
         return sorted(self._dealt, key=lambda flow: flow.virtual + flow.spent / flow.weight)
 
     def others(self) -> Iterator[Flow]:
-        """Flows that only wait and were not asked."""
+        """Waiting flows whose demand was not asked for."""
         for _ in range(len(self._ready) if self.shared else 0):
             flow = self._next_ready(math.inf)
             if flow is None:
@@ -242,7 +242,7 @@ class FairQueue:
             yield flow
 
     def settle(self, most: int) -> None:
-        """End a step of at most ``most`` tokens: charge each flow what was computed for it."""
+        """End a step of at most ``most`` tokens: charge each flow the tokens that were computed for it."""
         dealt = self._dealt if self.shared else list(self.flows.values())
         for flow in dealt:
             if flow.spent:
@@ -273,7 +273,7 @@ class FairQueue:
         return [flow for flow in wanted if flow.room > 0]
 
     def _next_ready(self, before: float) -> Flow | None:
-        """The flow furthest behind of those that only wait, where it is further behind than ``before``."""
+        """The waiting flow that is furthest behind, if it is further behind than ``before``."""
         while self._ready and max(self._ready[0][0], self._virtual) < before:
             flow = heapq.heappop(self._ready)[2]
             flow.ready = False

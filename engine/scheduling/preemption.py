@@ -1,14 +1,14 @@
-"""Which requests lose their place or their slots to others. This module chooses; the scheduler preempts.
+"""Chooses which requests lose their place or their slots to others; the scheduler preempts them.
 
-A request that was preempted goes back to the queue of its tenant, at its old rank. Three rules keep tenants from taking the same
-things from each other for ever:
+A preempted request returns to the queue of its tenant, at its old rank. Three rules keep tenants from taking the same things from
+each other for ever:
 
 - A tenant takes a place only where the other has more of them, relative to its weight, than the tenant has afterwards. It takes
   slots up to its share of them (a first request may need more), from tenants that have more than theirs; and for a further
   request only where the other keeps its share. So the other may not take the same back.
-- No tenant takes anything from the oldest running request of another one, which so gets on.
+- No tenant takes anything from the oldest running request of another one, which so makes progress.
 - The exception is a running request that is the oldest of its tenant and finds nothing else to take: it takes from requests that
-  were admitted after it. So the request that was admitted first gets on whatever the others do.
+  were admitted after it. So the request that was admitted first makes progress whatever the others do.
 
 Requests that are already in the step being scheduled are never chosen.
 """
@@ -22,23 +22,26 @@ from engine.scheduling.fair_queue import FairQueue, Flow
 
 
 class Preemption:
-    """Chooses among the running requests."""
+    """Chooses victims among the running requests."""
 
     def __init__(self, queue: FairQueue, running: dict[str, Request]) -> None:
-        """``running``: of all tenants, in order of admission; the scheduler's own."""
+        """running: the scheduler's running requests of all tenants, in order of admission."""
         self._queue = queue
         self._running = running
 
     def for_place(self, flow: Flow, step: int) -> Request | None:
-        """Who gives up a place among the running to a waiting request of ``flow``."""
+        """Choose a request that gives up its running place to a waiting request of ``flow``."""
         most = max(self._others(flow), key=lambda other: len(other.running) / other.weight, default=None)
         if most is None or (len(flow.running) + 1) / flow.weight >= len(most.running) / most.weight:
             return None
         return next(_preemptible(most, step), None)
 
     def for_waiting(self, flow: Flow, kv_pool: int, slots: int, need: int, lacking: int, step: int) -> list[Request] | None:
-        """Who gives up ``lacking`` of a lane's ``slots`` to a waiting request of ``flow`` that begins with ``need``; the newest
-        of the tenant that holds most at each point first. None where the tenant may not take so many."""
+        """Choose requests that give up ``lacking`` of a KV pool's ``slots`` to a waiting request of ``flow`` that begins with
+        ``need`` slots.
+
+        At each point, the newest request of the tenant that holds most comes first. None where the tenant may not take as many.
+        """
         share = self._share(slots)
         most = (flow.held[kv_pool] + need) / flow.weight
         if flow.running and most > share:
@@ -61,9 +64,11 @@ class Preemption:
         return chosen
 
     def for_running(self, request: Request, kv_pool: int, slots: int, step: int) -> Request | None:
-        """Who gives up some of the ``slots`` of a lane to a running request: where its tenant has less than its share, the newest
-        request of the tenant that has most beyond its own; otherwise the newest request of its tenant. With one tenant that is the
-        request that was admitted last."""
+        """Choose a request that gives up some of a KV pool's ``slots`` to a running request.
+
+        Where the tenant has less than its share: the newest request of the tenant that has most beyond its own share. Otherwise:
+        the newest request of the same tenant. With one tenant that is the request that was admitted last.
+        """
         flow = self._queue.of(request)
         own = _last_behind(request, flow.running, kv_pool, step)
         if not self._queue.shared:
@@ -75,7 +80,7 @@ class Preemption:
         return other or own
 
     def _share(self, slots: int) -> float:
-        """What a tenant of weight 1 should have of them."""
+        """Share of ``slots`` for a tenant of weight 1."""
         return slots / self._queue.weight
 
     def _above(self, share: float, flow: Flow, kv_pool: int, step: int) -> Request | None:
@@ -89,7 +94,7 @@ class Preemption:
         return newest
 
     def _others(self, flow: Flow) -> Iterator[Flow]:
-        """Tenants with running requests, but for one."""
+        """Tenants with running requests, except ``flow``."""
         return (other for other in self._queue.working.values() if other is not flow)
 
 
@@ -100,7 +105,7 @@ def _preemptible(flow: Flow, step: int) -> Iterator[Request]:
 
 
 def _last_behind(request: Request, running: dict[str, Request], kv_pool: int, step: int) -> Request | None:
-    """The last of ``running`` on a lane, where it was admitted after ``request``."""
+    """The last of ``running`` that holds slots of a KV pool, if it was admitted after ``request``."""
     for last in reversed(running.values()):
         if last is request:
             return None
@@ -110,5 +115,5 @@ def _last_behind(request: Request, running: dict[str, Request], kv_pool: int, st
 
 
 def _taken(request: Request, kv_pool: int) -> int:
-    """Slots of a lane that a request took from the pool and holds."""
+    """Slots of a KV pool that a request took from the pool and holds."""
     return sum(part.taken for part in request.with_aux if part.on_lenvm == kv_pool)

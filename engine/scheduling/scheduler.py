@@ -60,7 +60,7 @@ switches"; 8 leaves a ninth free beside one flood."""
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What bounds a step."""
+    """Bounds of a step."""
 
     max_batched_tokens: int
     """Tokens a step, decoding branches included; a :data:`CONTENDED_SHARE` of it while several tenants share the engine."""
@@ -69,14 +69,14 @@ class Budget:
 
 
 class KVPool(NamedTuple):
-    """One model's slots."""
+    """Slots and prefix cache of one model."""
 
     pool: SlotPool
     cache: PrefixCache
 
 
 class Scheduler:
-    """Turns requests into batches. It gives and takes every slot; it knows neither tensors nor clients."""
+    """Turns requests into batches. It allocates and frees every slot. It knows neither tensors nor clients."""
 
     def __init__(
         self,
@@ -99,13 +99,14 @@ class Scheduler:
         self._preemption = Preemption(self._queue, self._running)
         self._steps = 0
         self._closed_above = math.inf
-        """Of this step: tenants that hold as many slots for their weight admit nothing, because one that holds no more found too
-        few for its next request."""
+        """For this step, tenants that hold at least this many slots for their weight admit nothing, because a tenant that
+        holds no more found too few slots for its next request.
+        """
         self._expiring: list[tuple[float, int, Request]] = []
         self._wait_estimator = WaitEstimator(clock)
 
     def add(self, request: Request) -> None:
-        """Queue a request that has been checked; its id is not in use."""
+        """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
         self._queue.join(request)
         self._wait_estimator.enter(request)
@@ -123,31 +124,31 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """All that have not ended, in order of arrival."""
+        """All requests that have not ended, in order of arrival."""
         return list(self._requests.values())
 
     @property
     def running(self) -> list[Request]:
-        """Those admitted, in that order."""
+        """All admitted requests, in order of admission."""
         return list(self._running.values())
 
     @property
     def waiting(self) -> int:
-        """How many are not admitted."""
+        """Number of requests that are not admitted."""
         return len(self._requests) - len(self._running)
 
     @property
     def tenants(self) -> int:
-        """How many have a request that has not ended."""
+        """Number of tenants with a request that has not ended."""
         return len(self._queue.flows)
 
     def wait_seconds(self, priority: int = 0, tenant: str = "") -> float:
-        """How long a new request of this tenant and priority would probably wait until it is begun."""
+        """Expected time until a new request of this tenant and priority begins."""
         return self._wait_estimator.seconds(priority, tenant)
 
     @property
     def longest_wait(self) -> float:
-        """The same at priority 0 of the tenant for which it is longest."""
+        """Expected wait at priority 0 of the tenant for which it is longest."""
         return self._wait_estimator.longest()
 
     def displace(self, caller: wire.Caller) -> Request | None:
@@ -241,7 +242,7 @@ class Scheduler:
         return failed
 
     def _kv_pool(self, request: Request) -> KVPool:
-        """Where ``request``, or half of one, has its slots."""
+        """The KV pool of the model that computes ``request``."""
         return self.kv_pools[request.on_lenvm]
 
     def _go_on(self, batch: Batch, request: Request) -> None:
@@ -279,7 +280,7 @@ class Scheduler:
         return flow.holding < self._closed_above and all(own == 0 or own < DYNAMIC_THRESHOLD * left for own, left in shares)
 
     def _use_rest(self, batch: Batch, most: int, *, contended: bool) -> None:
-        """Give what is left of the step to whoever can use it, those furthest behind first."""
+        """Give the rest of the step to flows that can use it, those furthest behind first."""
         if batch.load >= most:
             return
         for flow in self._queue.dealt:
@@ -320,8 +321,11 @@ class Scheduler:
         return True
 
     def _make_way(self, batch: Batch, flow: Flow) -> None:
-        """Where a tenant with a share of the step lacks a place or slots for its next request, take them from tenants that have
-        more for their weight, and admit the request ahead of the running ones, which would take those slots."""
+        """Admit the next request of a tenant that has a share of the step but lacks a running place or slots.
+
+        Takes them from tenants that have more for their weight. The request is admitted ahead of the running ones, which would
+        take those slots.
+        """
         if not flow.waiting:
             return
         if len(self._running) >= self._budget.max_running_requests:
@@ -337,8 +341,9 @@ class Scheduler:
             self._admit(batch, flow, flow.room)
 
     def _victims_for_slots(self, flow: Flow, part: Request) -> list[Request] | None:
-        """Whom to preempt so that a waiting request can begin on its model, beside the branches that decode; None where the tenant
-        may not take enough."""
+        """Requests to preempt so that a waiting request can begin on its model, beside the decoding branches. None where the
+        tenant may not take enough.
+        """
         pool, cache = self._kv_pool(part)
         known = cache.matched_length(part.salt, part.prefix)
         need = min(flow.room, part.main_request.size - known)
@@ -373,7 +378,9 @@ class Scheduler:
         return len(slots) > 0
 
     def _compute_guided(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
-        """The same of a branch that draws: with its last token, all that the length model needs for the draw, or neither."""
+        """Put up to ``room`` tokens of a guided branch into the step. With its last token comes everything that the length model
+        needs for the draw, or neither. False where there is no room, or no slot.
+        """
         aux_branch, request = branch.aux_branch, branch.request
         assert aux_branch is not None
         assert isinstance(request, GenerateRequest)
@@ -414,7 +421,7 @@ class Scheduler:
         return branch.remaining > 0
 
     def _compute_prefix(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
-        """Take what the cache has by now of the rest of the prefix, compute up to ``room`` tokens of what it lacks."""
+        """Match the rest of the prefix in the cache again, and compute up to ``room`` tokens that the cache lacks."""
         assert request.node is not None
         cache = self._kv_pool(request).cache
         request.node, found = cache.match_prefix(request.node, request.prefix[len(request.prefix_slots) :])
@@ -459,7 +466,7 @@ class Scheduler:
         return False
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue, in front of all that arrived later."""
+        """Return a request to the queue, in front of all that arrived later."""
         self._let_go(request)
         for part in request.with_aux:
             if not part.begun:
@@ -467,7 +474,7 @@ class Scheduler:
         self._queue.wait(request)
 
     def _let_go(self, request: Request) -> None:
-        """Take back all slots and the place among the running."""
+        """Free all slots and the running place."""
         for part in request.with_aux:
             for branch in part.branches:
                 self._free(branch)
@@ -480,12 +487,12 @@ class Scheduler:
         self._queue.stop(request)
 
     def _take(self, request: Request, count: int) -> None:
-        """Note that ``request``, or half of one, took so many slots from the pool, or gave them back."""
+        """Count slots that ``request`` took from the pool; negative: gave back."""
         request.taken += count
         self._queue.of(request).held[request.on_lenvm] += count
 
     def _insert_prefix(self, branch: Branch) -> None:
-        """Leave what was computed of a generation to the prefix cache, unless nothing of the request is kept."""
+        """Insert a finished generation into the prefix cache, unless the request keeps nothing, and free its other slots."""
         pool, cache = self._kv_pool(branch.request)
         kept = 0
         self._take(branch.request, -len(branch.slots))
@@ -504,5 +511,5 @@ class Scheduler:
 
 
 def _draws_guided(branch: Branch) -> bool:
-    """Whether its last token is followed by a draw with guidance."""
+    """Whether a guided draw follows the last token of ``branch``."""
     return branch.aux_branch is not None and isinstance(branch.request, GenerateRequest) and branch.request.draws(branch)

@@ -1,7 +1,7 @@
-"""How long a new request would wait: what stands before it, at the pace at which the queue has been moving.
+"""Estimate of the time that a new request waits: the tokens before it, at the pace at which the queue has been moving.
 
-The pace is what was begun, in tokens a second, in those steps that somebody had to wait through: only then is the engine as fast as
-it can be, whatever holds it up. The last ten seconds of that count most.
+The pace is the number of tokens begun in each second, in steps during which requests waited. Only then is the engine as fast as it
+can be, whatever slows it down. The last ten seconds count most.
 
 A tenant waits for its own requests only, at its share of the pace: while its queue of Q tokens is served, another tenant gets at
 most Q tokens times the ratio of their weights, and no more than it has queued (generalised processor sharing).
@@ -23,34 +23,34 @@ HALF_LIFE = 10.0
 
 @dataclass(slots=True)
 class Queued:
-    """What one tenant has queued."""
+    """Queue of one tenant."""
 
     weight: float
     tokens: Counter[int] = field(default_factory=Counter)
-    """By priority."""
+    """Queued tokens by priority."""
     total: int = 0
 
 
 class WaitEstimator:
-    """The requests that nobody has begun."""
+    """Estimates queue time from the waiting requests and the pace of the queue."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: seconds, monotonic."""
         self._clock = clock
         self._sizes: dict[str, tuple[int, int]] = {}
-        """Priority and tokens, by id."""
+        """Priority and tokens of each waiting request, by id."""
         self._tokens: Counter[int] = Counter()
-        """Their sum, by priority."""
+        """Waiting tokens by priority."""
         self._queued: dict[str, Queued] = {}
-        """By tenant; a tenant with nothing queued has no entry."""
+        """Queues by tenant. A tenant with nothing queued has no entry."""
         self._turned: float | None = None
-        """When the last step was scheduled, if that left somebody waiting."""
+        """Time of the last scheduled step, if requests were waiting after it."""
         self._begun = 0
-        """Tokens since."""
+        """Tokens begun since that step."""
         self._moved, self._seconds = 0.0, 0.0
 
     def enter(self, request: Request) -> None:
-        """It begins to wait."""
+        """Count a request that begins to wait."""
         priority, tokens, caller = clamped(request.priority), request.size, request.caller
         self._sizes[request.id] = priority, tokens
         self._tokens[priority] += tokens
@@ -62,7 +62,7 @@ class WaitEstimator:
         queued.total += tokens
 
     def leave(self, request: Request, *, begun: bool) -> None:
-        """It waits no longer, if it did."""
+        """Stop counting a request. begun: a step computes a part of it, and it did not just end."""
         if request.id not in self._sizes:
             return
         priority, tokens = self._sizes.pop(request.id)
@@ -77,7 +77,7 @@ class WaitEstimator:
         self._begun += tokens if begun else 0
 
     def turn(self) -> None:
-        """A step has been scheduled."""
+        """Update the pace after a step was scheduled."""
         now = self._clock()
         if self._turned is not None:
             kept = 0.5 ** ((now - self._turned) / HALF_LIFE)
@@ -87,7 +87,8 @@ class WaitEstimator:
         self._begun = 0
 
     def seconds(self, priority: int, tenant: str = "") -> float:
-        """How long a request of this tenant and priority would probably wait. Where nothing has moved yet: as long as others have.
+        """Expected queue time of a request of this tenant and priority. Before anything has moved: the time that others have
+        waited.
 
         Requests of a higher priority number count as behind it, though old ones may have aged past it.
         """
@@ -101,7 +102,7 @@ class WaitEstimator:
         return self._duration(ahead, ahead + others)
 
     def longest(self) -> float:
-        """How long a request of priority 0 would probably wait, of the tenant for which that is longest."""
+        """Expected queue time of a request of priority 0, of the tenant for which it is longest."""
         ahead = _up_to(self._tokens, 0)
         return self._duration(ahead, ahead)
 

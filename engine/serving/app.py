@@ -69,7 +69,7 @@ async def score(request: Incoming) -> Response[bytes]:
 
 @post("/value", status_code=200)
 async def value(request: Incoming) -> Response[bytes]:
-    """What the length model says of a prefix's branches."""
+    """Length values of a prefix's branches."""
     return await _answer_one(request, await _read(request, channel.ValueHeader))
 
 
@@ -97,7 +97,7 @@ async def abort(request: Incoming) -> None:
 
 @get("/info")
 async def info(request: Incoming) -> Response[bytes]:
-    """What this engine serves."""
+    """Description of the model and its limits."""
     ready = _client(request).ready
     return _not_ready(request) if ready is None else _answer(ready.info)
 
@@ -111,7 +111,7 @@ async def tokenizer(request: Incoming) -> Response[bytes]:
 
 @get("/stats")
 async def stats(request: Incoming) -> Response[bytes]:
-    """How the engine is doing."""
+    """Counters and gauges of the engine."""
     current = _client(request).stats
     return _not_ready(request) if current is None else _answer(current)
 

@@ -1,4 +1,4 @@
-"""The token that gateways send, so that nobody else who reaches the port can use the engine."""
+"""Bearer tokens that gateways send, so that nobody else who reaches the port can use the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Version = tuple[int, int, int]
 
 
 class BearerTokenError(ValueError):
-    """There is no token in the file; the message is one line."""
+    """The file has no token; the message is one line."""
 
 
 class BearerTokens:

@@ -64,11 +64,11 @@ class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):
     """The model cannot be served; the process ends."""
 
     message: str
-    """One line for whoever started the engine."""
+    """One line for the person who started the engine."""
 
 
 class StepDone(msgspec.Struct, tag="step", frozen=True):
-    """What a step brought."""
+    """Replies and statistics after one step."""
 
     replies: list[wire.Reply]
     stats: wire.Stats

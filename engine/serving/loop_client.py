@@ -1,4 +1,4 @@
-"""The server's end of the line to the loop process: starts it, sends requests, hands each reply to whoever waits for it."""
+"""The server's side of the loop process: starts it, sends requests, and hands each reply to the request that waits for it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ of forward passes of 256-1920 tokens (6 layers, hidden 512, float32)."""
 
 
 class LoopClient:
-    """One loop process. Use :meth:`start`, then :meth:`ask`; :meth:`close` ends the process."""
+    """The server's side of one loop process. Use :meth:`start`, then :meth:`ask`; :meth:`close` ends the process."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._waiting: dict[str, asyncio.Queue[wire.Reply]] = {}
         self.ready: channel.Ready | None = None
-        """None until the model is loaded, and again when the loop is gone."""
+        """None until the model is loaded, and after the loop process has ended."""
         self.stats: wire.Stats | None = None
         self.failure: str | None = None
-        """Why there is no loop, in one line; set when it could not start or has ended."""
+        """Why there is no loop process, in one line; set when it could not start or has ended."""
         self.ended = asyncio.Event()
         self.pulse: Pulse | None = None
-        """None until the model is loaded: loading and capturing have no steps."""
+        """None until the model is loaded, because loading and capturing have no steps."""
         self.stalled: str | None = None
-        """Why the loop makes no progress, in a sentence; its requests have been given up. None while it does."""
+        """Why the loop makes no progress, in a sentence; its requests have been failed. None while it makes progress."""
         self._draining = False
         self._nobody_waits = asyncio.Event()
 
@@ -68,23 +68,23 @@ class LoopClient:
 
     @property
     def refusal(self) -> str | None:
-        """Why no request is taken now, for a person; None where they are."""
+        """Why requests are refused now, in a sentence; None while they are accepted."""
         if self._draining:
             return DRAINING
         return self.stalled if self.ready else self.failure or LOADING
 
     @property
     def dead(self) -> str | None:
-        """Why the pod should be restarted, in a sentence; None while it need not."""
+        """Why the pod should be restarted, in a sentence; None while it need not be."""
         return self.failure or (self.pulse.dead if self.pulse else None)
 
     @property
     def name(self) -> str:
-        """What clients call the model; known before it is loaded."""
+        """Name that clients use for the model; known before it is loaded."""
         return self._settings.name
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, and return when every one has its last word; after ``seconds`` that is a retryable failure."""
+        """Refuse new requests, and return when all open ones have ended. After ``seconds`` the rest get a retryable failure."""
         self._draining = True
         if not self._waiting:
             return
@@ -96,7 +96,7 @@ class LoopClient:
             self._give_up("The engine is shutting down.")
 
     async def close(self) -> None:
-        """End the process and whatever waits for it."""
+        """End the process and all requests that wait for it."""
         for task in self._tasks:
             task.cancel()
         if self._process.returncode is None:
@@ -158,7 +158,7 @@ class LoopClient:
                 self.failure = event.message
 
     async def _feel(self, pulse: Pulse) -> None:
-        """Give up the loop's requests when it stalls. The aborts reach the loop before anything else, if it goes on."""
+        """Fail the loop's requests when it stalls. If it continues, the aborts reach it before anything else."""
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
             pulse.sample()

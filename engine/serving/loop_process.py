@@ -1,7 +1,7 @@
-"""The loop's process: sockets around :class:`engine.loop.Loop`. Started by :mod:`engine.serving.loop_client`, never by hand.
+"""The loop process: sockets around :class:`engine.loop.Loop`. :mod:`engine.serving.loop_client` starts it.
 
-Arguments: the settings as JSON, the address to receive requests from, the address to send events to. It ends when its standard
-input closes, so that it cannot outlive the server that started it.
+Arguments: the settings as JSON, the address to receive requests from, the address to send events to. The process exits when its
+standard input closes, so that it cannot outlive the server that started it.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ class Inbox:
 
 
 class GarbageCollection:
-    """Python's collector kept off the hot path: what is there at the start is never looked at again, and the rest is collected when
-    the loop has nothing to do, or, under lasting load, after many steps.
+    """Keeps Python's garbage collector off the hot path.
 
-    The loop's own objects form cycles (a request and its branches know each other), so it cannot stay off for good.
+    Objects that exist at the start are never examined again. The others are collected when the loop has nothing to do or, under
+    lasting load, after many steps. The loop's own objects form cycles (a request and its branches refer to each other), so the
+    collector cannot stay off.
     """
 
     def __init__(self) -> None:
@@ -96,10 +97,10 @@ class GarbageCollection:
         gc.freeze()
         gc.disable()
         self.steps = 0
-        """Since the last collection."""
+        """Steps since the last collection."""
 
     def collect_after(self, steps: int) -> None:
-        """Collect, if there were so many steps since the last time."""
+        """Collect if there were at least ``steps`` steps since the last collection."""
         if self.steps >= steps:
             gc.collect()
             self.steps = 0

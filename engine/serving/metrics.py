@@ -40,11 +40,11 @@ REFUSALS = {
     "wait": "refused_wait",
     "displaced": "displaced",
 }
-"""By the label ``reason``."""
+"""Field of :class:`engine.wire.Stats` by the label ``reason``."""
 
 
 class StatsCollector(Collector):
-    """One snapshot as metrics."""
+    """Metrics of one snapshot."""
 
     def __init__(self, stats: wire.Stats) -> None:
         self._stats = stats
@@ -62,7 +62,7 @@ class StatsCollector(Collector):
 
 
 class _Silence(Collector):
-    """Age of the loop's last beat; it rises where the loop stands still."""
+    """Age of the loop's last beat. It rises while the loop hangs."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -24,7 +24,9 @@ FROZEN_SECONDS = 2.0
 """Without a beat and without CPU time for this long, the process is not ready. Gateways have moved its streams to another engine
 within 5 s, which includes computing the prompt again."""
 FROZEN_DEAD_SECONDS = 30.0
-"""The same, after which the pod should be restarted; shorter stops come from debuggers and snapshots."""
+"""Without a beat and without CPU time for this long, the pod should be restarted. Shorter stops come from debuggers and
+snapshots.
+"""
 LEAST_CPU_SECONDS = 0.05
 """Less CPU time than this is not work: the idle threads of libraries use some. The kernel counts in units of 0.01 s."""
 STEPS_OF_PATIENCE = 4

@@ -20,7 +20,7 @@ Longs = npt.NDArray[np.int64]
 Lengths = Sequence[int] | npt.NDArray[np.integer]
 
 NARROW = 16
-"""Rows of the smaller block, the least that a matrix product takes: decoding, and the ends of runs."""
+"""Rows of the smaller block, the least that a matrix product takes. It serves decoding and the ends of segments."""
 MIN_CHUNK = 256
 """Keys worth a program of their own."""
 PROGRAMS = 256

@@ -40,11 +40,11 @@ class SeparateExtend(LenVMRunner):
     """Pending tokens in a forward pass of their own, before that of the candidates."""
 
     def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
-        if not work.segments or not work.ahead:
+        if not work.segments or not work.passes:
             return super()._forward(work, resolve)
-        alone = work._replace(ahead=[], branches=[], tokens=work.tokens[:0], counts=work.counts[:0])
+        alone = work._replace(passes=[], branches=[], tokens=work.tokens[:0], counts=work.counts[:0])
         first = super()._forward(alone, resolve)
-        second = super()._forward(work._replace(segments=[], asked=[]), resolve)
+        second = super()._forward(work._replace(segments=[], valued=[]), resolve)
         return second._replace(ends=first.ends)
 
 
@@ -59,7 +59,7 @@ class NoAdoption(LenVMRunner):
                 candidate_pass.branch.tokens.view[-1:].copy(),
                 candidate_pass.prefix,
             )
-            for candidate_pass in work.ahead
+            for candidate_pass in work.passes
             if candidate_pass.pending is None
         ]
         return super()._forward(work._replace(segments=[*work.segments, *again]), resolve)
@@ -73,26 +73,26 @@ class EachReadsItsPrefix(LenVMRunner):
         return super()._forward(work, resolve)
 
     def _attend(self, work: LenVMPass) -> PassAttention:
-        alone = [candidate_pass for candidate_pass, count in zip(work.ahead, work.branches, strict=True) for _ in range(count)]
-        return super()._attend(work._replace(ahead=alone, branches=[1] * len(alone), counts=torch.ones_like(work.tokens)))
+        alone = [candidate_pass for candidate_pass, count in zip(work.passes, work.branches, strict=True) for _ in range(count)]
+        return super()._attend(work._replace(passes=alone, branches=[1] * len(alone), counts=torch.ones_like(work.tokens)))
 
 
 class OnTheHost(LenVMRunner):
     """Candidates to the host, row by row through the formula there, the chosen back to the device. ``centered_exp`` only."""
 
     def draw_guided(
-        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve
+        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
     ) -> GuidedStep:
         sampling, _, found = self._candidates(logits, rows)
         width = found.ids.shape[1]
         counts = found.counts.tolist()
         at = [row for row, count in enumerate(counts) if count > 1]
-        ahead = [rows[row].candidate_pass for row in at]
+        passes = [rows[row].candidate_pass for row in at]
         branches = [counts[row] for row in at] if self._compact else [width] * len(at)
         places = [row * width + rank for row, count in zip(at, branches, strict=True) for rank in range(count)]
         tokens = found.ids.flatten()[torch.tensor(places, dtype=torch.int64, device=self._device)]
-        pending = [candidate_pass.pending for candidate_pass in ahead if candidate_pass.pending is not None]
-        passed = self._forward(LenVMPass([*segments, *pending], asked, ahead, branches, tokens, found.counts[at]), resolve)
+        pending = [candidate_pass.pending for candidate_pass in passes if candidate_pass.pending is not None]
+        passed = self._forward(LenVMPass([*segments, *pending], valued, passes, branches, tokens, found.counts[at]), resolve)
         z = dict(zip(places, [] if passed.branches is None else passed.branches.tolist(), strict=True))
         noise, ids, p = (tensor.tolist() for tensor in (gumbel(sampling.keys, found.ids), found.ids, found.probabilities))
         chosen = []
@@ -107,7 +107,7 @@ class OnTheHost(LenVMRunner):
         firsts = np.cumsum([0, *branches])
         self._adopt(
             passed,
-            ahead,
+            passes,
             torch.tensor([firsts[i] + chosen[row] for i, row in enumerate(at)], dtype=torch.int64, device=self._device),
         )
         undecided = found.counts > 1

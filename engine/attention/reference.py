@@ -160,7 +160,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def cut(segments: Sequence[ExtendSegment]) -> Iterator[Piece]:
-    """The pieces of ``runs``."""
+    """The pieces of ``segments``."""
     start = 0
     for segment in segments:
         before = len(segment.context) - len(segment.tokens)

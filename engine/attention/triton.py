@@ -60,7 +60,7 @@ class FixedTritonAttention(TritonAttention):
         return self._attend(self._room(tokens).within(self._tables))
 
     def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
-        """Queue the copy of the tables of ``runs``, padded to ``tokens``; False, and nothing is done, where they do not fit."""
+        """Queue the copy of the tables of ``segments``, padded to ``tokens``. False, and no copy, where they do not fit."""
         packed = self._room(tokens).pack(self._lay_out(segments), self.kv.padding_slot)
         if packed is None or len(packed) > len(self._tables):
             return False

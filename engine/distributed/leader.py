@@ -64,7 +64,7 @@ class Workers:
 
 
 class LeadingDecoder(ShardedDecoder):
-    """Rank 0's part: its :meth:`forward` makes every process compute the runs that attention has last been planned for."""
+    """Rank 0's part. Its :meth:`forward` makes every process compute the segments for which attention was last planned."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, settings: EngineSettings, device: torch.device) -> None:
         super().__init__(load_config(directory), dtype, 0, settings.tensor_parallel)
@@ -80,7 +80,7 @@ class LeadingDecoder(ShardedDecoder):
         return LeadingAttention(attention, self)
 
     def plan(self, segments: Sequence[ExtendSegment]) -> None:
-        """The next :meth:`forward` computes ``runs``."""
+        """Announce that the next :meth:`forward` computes ``segments``."""
         self._planned = segments
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

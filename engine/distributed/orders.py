@@ -38,7 +38,7 @@ class Allocate(msgspec.Struct, tag="allocate", frozen=True):
 
 
 class ComputeStep(msgspec.Struct, tag="step", frozen=True):
-    """Compute these runs; token ids and positions follow from device to device."""
+    """Compute these segments. Token ids and positions follow from device to device."""
 
     segments: list[tuple[bytes, bytes]]
     """Tokens and context of each run, int32."""

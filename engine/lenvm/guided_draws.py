@@ -1,15 +1,14 @@
-"""Guided draws: candidates → one forward pass of the length model → tilt → draw → adoption, for all rows of a step at once.
+"""Guided draws of one step: candidates, one forward pass of the length model, tilt, draw, adoption, for all rows at once.
 
-The candidates of a draw are branches of one token on all that the length model knows of the text, so the forward pass reads each
-prefix once. The same pass computes tokens that the length model has not seen yet, and whatever else the step has for it. Keys and
-values of candidates are kept for the step only; those of the one that is drawn are written to the slot that the scheduler took
-for it. So slots are the host's, tokens the device's, and neither waits for the other.
+The candidates of a draw are one-token branches behind all tokens that the length model knows of the text, so the forward pass
+reads each prefix once. The same pass computes tokens that the length model has not seen yet, and the step's other segments on it.
+Keys and values of candidates are kept for the step only; those of the drawn candidate are written to the slot that the scheduler
+allocated for it. So the host decides slots, the device decides tokens, and neither waits for the other.
 
-**Two forms.** On a GPU every guided row has room for as many candidates as any may have, and rows that are decided without the
-length model are computed like the others: leaving them out would take a look at the device. On a CPU a look costs nothing, so
-only the candidates that count are computed, of rows that are not decided; the pending tokens of the others stay pending. Both
-draw the same tokens. Where a pass of the first form has nothing but candidates, it may be one that was captured
-(:mod:`engine.lenvm.graphs`).
+**Two forms.** On a GPU every guided row has room for the largest number of candidates, and rows that are decided without the
+length model are computed like the others: to leave them out, the host would have to read the device. On a CPU reading costs
+nothing, so only real candidates of undecided rows are computed; the pending tokens of the others stay pending. Both forms draw the
+same tokens. A pass of the first form that has only candidates may be replayed from a CUDA graph (:mod:`engine.lenvm.graphs`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
 from kernels.runtime import power_of_two
 
 Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]
-"""Tokens of some runs, and those runs -> the same with what the step before is drawing filled in."""
+"""Fills in the tokens of some segments that the step before draws: (tokens on the device, the segments) -> tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,9 @@ class LenVMPass(NamedTuple):
     """
 
     segments: Sequence[ExtendSegment]
-    asked: Sequence[int]
-    """Which of ``runs`` are to be valued at their last token."""
-    ahead: Sequence[CandidatePass]
+    valued: Sequence[int]
+    """Indices of the ``segments`` whose last token is valued."""
+    passes: Sequence[CandidatePass]
     branches: Sequence[int]
     """[ahead]: how many each has"""
     tokens: Tensor
@@ -115,7 +114,7 @@ class LenVMOutput(NamedTuple):
     branches: Tensor | None
     """[branches] float32, raw: of the one-token branches"""
     ends: Tensor | None
-    """[runs asked for] float32, raw: of their last tokens"""
+    """[valued segments] float32, raw values of their last tokens"""
     kept: Kept | None
     """Keys and values of the branches"""
 
@@ -149,27 +148,29 @@ class LenVMRunner:
         return 0 if self._graphs is None else self._graphs.replayed
 
     def draw_guided(
-        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve
+        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
     ) -> GuidedStep:
-        """Draw the next token of ``rows``, in a pass that computes ``runs`` too.
+        """Draw the next token of ``rows``, in a pass that computes ``segments`` too.
 
-        logits: [rows, vocab] float32; rows of the head that the length model lacks are padding. asked: which of ``runs`` are to be
-        valued at their last token. Returns the draws, the raw values asked for, [asked] float32, and the candidate passes that
-        were not computed because the row was decided.
+        logits: [rows, vocab] float32; head rows that the length model lacks are padding. valued: indices of the ``segments`` whose
+        last token is valued.
         """
         sampling, parameters, found = self._candidates(logits, rows)
         undecided = needs_value(found, parameters.entropy_thresholds)
         at, places, branches = self._select(found, undecided)
-        ahead = [rows[row].candidate_pass for row in at]
-        segments = [*segments, *(candidate_pass.pending for candidate_pass in ahead if candidate_pass.pending is not None)]
+        passes = [rows[row].candidate_pass for row in at]
+        segments = [
+            *segments,
+            *(candidate_pass.pending for candidate_pass in passes if candidate_pass.pending is not None),
+        ]
         tokens = found.ids.flatten() if places is None else found.ids.flatten().index_select(0, places)
         counts = found.counts if places is None else found.counts[at]
-        passed = self._forward(LenVMPass(segments, asked, ahead, branches, tokens, counts), resolve)
+        passed = self._forward(LenVMPass(segments, valued, passes, branches, tokens, counts), resolve)
         z = self._table(passed.branches, places, found)
         ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
         p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
         chosen = (p.log() + gumbel(sampling.keys, found.ids)).argmax(-1, keepdim=True)
-        self._adopt(passed, ahead, self._branch_of(chosen.squeeze(1), at, places, found.ids.shape[1]))
+        self._adopt(passed, passes, self._branch_of(chosen.squeeze(1), at, places, found.ids.shape[1]))
         values = z.sigmoid().masked_fill(ends, 0.0).masked_fill(~undecided.unsqueeze(1), float("nan"))
         steered = GuidedDraws(
             tokens=found.ids.gather(1, chosen).squeeze(1),
@@ -183,10 +184,10 @@ class LenVMRunner:
         kept = set(at)
         return GuidedStep(steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept])
 
-    def compute(self, segments: Sequence[ExtendSegment], asked: Sequence[int], resolve: Resolve) -> GuidedStep:
-        """A pass without draws. Returns the raw values at the last tokens of the runs ``asked`` for, [asked] float32."""
+    def compute(self, segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve) -> GuidedStep:
+        """Run a pass without draws. valued: indices of the ``segments`` whose last token is valued."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        output = self._forward(LenVMPass(segments, asked, [], [], nothing, nothing), resolve)
+        output = self._forward(LenVMPass(segments, valued, [], [], nothing, nothing), resolve)
         return GuidedStep(None, output.ends, [])
 
     def _candidates(self, logits: Tensor, rows: Sequence[GuidedRow]) -> tuple[SamplingBatch, Parameters, Candidates]:
@@ -229,7 +230,9 @@ class LenVMRunner:
         return Parameters(top_k.tensor, end_ids.tensor.view(len(rows), -1), entropy.float(), tilts)
 
     def _select(self, found: Candidates, undecided: Tensor) -> tuple[list[int], Tensor | None, list[int]]:
-        """Which rows are computed, the places of their candidates in the flat table (None: all), and how many each has."""
+        """Rows that are computed, places of their candidates in the flat table (None: all), and the number of each row's
+        candidates.
+        """
         rows, width = found.ids.shape
         if not self._compact:
             return list(range(rows)), None, [width] * rows
@@ -247,60 +250,62 @@ class LenVMRunner:
         return torch.zeros_like(found.probabilities).flatten().index_copy_(0, places, branches).view(found.probabilities.shape)
 
     def _branch_of(self, chosen: Tensor, at: list[int], places: Tensor | None, width: int) -> Tensor:
-        """Which branch of the pass each computed row has drawn. chosen: [rows], its rank. -> [len(at)]"""
+        """Branch of the pass that each computed row draws. chosen: [rows], its rank. -> [computed rows]"""
         if places is None:
             return chosen + torch.arange(len(at), device=chosen.device) * width
         rows = torch.tensor(at, dtype=torch.int64)
         return torch.searchsorted(places, chosen[rows] + rows * width)
 
     def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
-        segments, asked, ahead, branches, _, _ = work
-        if not segments and not ahead:
+        segments, valued, passes, branches, _, _ = work
+        if not segments and not passes:
             return LenVMOutput(None, None, None)
         if not segments and self._graphs is not None:
-            raw = self._graphs.forward([candidate_pass.prefix for candidate_pass in ahead], branches[0], work.tokens, work.counts)
+            raw = self._graphs.forward([candidate_pass.prefix for candidate_pass in passes], branches[0], work.tokens, work.counts)
             if raw is not None:
                 return LenVMOutput(raw, None, self._graphs.kept)
-        lengths = [len(candidate_pass.prefix) for candidate_pass in ahead]
+        lengths = [len(candidate_pass.prefix) for candidate_pass in passes]
         upload = Upload()
         tokens = upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
         positions = upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
         ends = np.cumsum([len(segment.tokens) for segment in segments])
-        valued_rows = upload.add(ends[list(asked)] - 1 if asked else [])
+        valued_rows = upload.add(ends[list(valued)] - 1 if valued else [])
         upload.send(self._device)
         known = len(tokens.tensor)
         all_tokens = torch.cat([resolve(tokens.tensor, segments), work.tokens])
         attend = self._attend(work)
         hidden = self._model(all_tokens, positions.tensor, FusedAttend(attend))
         return LenVMOutput(
-            branches=self._model.head(hidden[known:]) if ahead else None,
-            ends=self._model.head(hidden.index_select(0, valued_rows.tensor)) if asked else None,
+            branches=self._model.head(hidden[known:]) if passes else None,
+            ends=self._model.head(hidden.index_select(0, valued_rows.tensor)) if valued else None,
             kept=attend.kept,
         )
 
     def _attend(self, work: LenVMPass) -> PassAttention:
         return PassAttention(self._attention, work)
 
-    def _adopt(self, passed: LenVMOutput, ahead: Sequence[CandidatePass], chosen: Tensor) -> None:
+    def _adopt(self, passed: LenVMOutput, passes: Sequence[CandidatePass], chosen: Tensor) -> None:
         """Write keys and values of the branches ``chosen``, [len(ahead)], to their slots."""
         if passed.kept is None:
             return
         upload = Upload()
-        slots = upload.add([candidate_pass.slot for candidate_pass in ahead])
+        slots = upload.add([candidate_pass.slot for candidate_pass in passes])
         upload.send(self._device)
         passed.kept.adopt(chosen, self._attention.kv, slots.tensor)
 
 
 class PassAttention:
-    """Attention of one pass: runs over their slots, then branches over their prefixes, which the runs of the pass have filled."""
+    """Attention of one pass: segments over their slots, then branches over their prefixes, which the segments of the pass have
+    filled.
+    """
 
     def __init__(self, attention: AttentionBackend, work: LenVMPass) -> None:
-        self.kept = Kept.room(attention.kv, sum(work.branches)) if work.ahead else None
+        self.kept = Kept.room(attention.kv, sum(work.branches)) if work.passes else None
         self._split = sum(len(segment.tokens) for segment in work.segments)
         self._runs: FusedAttend | None = attention.plan(work.segments) if work.segments else None
         self._branches: FusedAttend | None = None
         if self.kept is not None:
-            prefixes = [candidate_pass.prefix for candidate_pass in work.ahead]
+            prefixes = [candidate_pass.prefix for candidate_pass in work.passes]
             self._branches = self.kept.attend(attention.plan_branches(prefixes, work.branches, work.counts))
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:

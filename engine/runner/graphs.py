@@ -65,7 +65,7 @@ class StepGraphs:
         )
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment]) -> Tensor | None:
-        """tokens, positions: [tokens] int64, those of ``runs``. -> [tokens, hidden], valid until the next step is queued.
+        """tokens, positions: [tokens] int64, those of ``segments``. -> [tokens, hidden], valid until the next step is queued.
 
         None where no bucket fits.
         """

@@ -52,7 +52,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     length_gamma: Annotated[Share | None, unset("``length_value.json`` beside the weights, or 0.997")] = None
     """The discount gamma of the length model, in (0, 1)."""
     device: Annotated[str | None, choices(*DEVICES, unset="a GPU where there is one")] = None
-    """Where the model computes."""
+    """Device of the model."""
     dtype: Annotated[str | None, choices(*DTYPES, unset="bfloat16 on a GPU, float32 on a CPU")] = None
     """Number format of weights, keys and values."""
     quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None

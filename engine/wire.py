@@ -103,7 +103,7 @@ SMALLEST_VALUE = 1e-9
 
 
 class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a length model steers each draw ("Length Value Model", arXiv 2604.27039).
+    """Settings by which a length model steers each draw ("Length Value Model", arXiv 2604.27039).
 
     The candidates of a draw are what ``top_k`` (or ``Sampling.top_k``, where less), then ``Sampling.top_p``, then
     ``Sampling.min_p`` keep, after penalties, bias and temperature; the most probable one always is one. With v the value of a

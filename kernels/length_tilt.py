@@ -1,4 +1,4 @@
-"""What becomes of the candidates of guided draws, given what a length model says of each.
+"""Tilts the probabilities of the candidates of guided draws by the length model's values.
 
 Definitions as in "Length Value Model", arXiv 2604.27039, and its public code. With p a row's probabilities, z the length model's
 output for each candidate and v = sigmoid(z), which is 0 for an end of sequence; m, M and E the least, largest and mean v:

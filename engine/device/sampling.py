@@ -1,4 +1,4 @@
-"""How output tokens are drawn: every row by its own parameters, work done only for the rows that ask for it.
+"""Draws output tokens: each row by its own parameters, with work only for the rows that ask for it.
 
 In this order, as Hugging Face transformers and vLLM apply them:
 

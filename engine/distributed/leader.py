@@ -117,6 +117,5 @@ def _end_with(process: subprocess.Popen[bytes], rank: int) -> None:
     """A group that has lost a process would wait for it, so the whole engine ends."""
     code = process.wait()
     logger.critical("process %d of the model ended with exit code %d, and the engine ends with it", rank, code)
-    for handler in logging.getLogger().handlers:
-        handler.flush()
+    logging.shutdown()
     os._exit(1)

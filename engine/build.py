@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,36 +11,37 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from engine import cgroup, wire
-from engine.attention.base import AttentionBackend
+from engine import wire
 from engine.attention.branches import FixedBranches
-from engine.attention.select import choose, problem_of
+from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
-from engine.guidance.graphs import ROWS, WIDTH, PassGraphs
-from engine.guidance.guide import Guide
-from engine.guidance.pairing import check_pairing, gamma_of
+from engine.device import cgroup
+from engine.device.cuda_graphs import CudaCapture
+from engine.distributed.leader import LeadingDecoder
+from engine.distributed.placement import device_of, dtype_of, set_threads
+from engine.kvcache.kv import KVCache
+from engine.kvcache.slots import SlotPool
+from engine.lenvm.graphs import ROWS, WIDTH, PassGraphs
+from engine.lenvm.guided_draws import LenVMRunner
+from engine.lenvm.pairing import check_pairing, gamma_of
 from engine.loop import Loop
-from engine.memory.kv import KVCache
-from engine.memory.slots import SlotPool
 from engine.models import fp8
 from engine.models.config import ModelConfig, read_json
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
+from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
 from engine.models.source import locate
-from engine.models.value import ValueModel, load_value_model
-from engine.parallel.leader import LeadingDecoder
-from engine.runner.graphs import BUCKETS, CudaCapture, StepGraphs
+from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
-from engine.scheduler import Budget, Scheduler
-from engine.settings import EngineSettings
+from engine.scheduling.scheduler import Budget, Scheduler
+from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
 from kernels.candidates import MOST
 
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 131_072
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
-CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET = 2048, 8192
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -67,86 +67,49 @@ def build_loop(settings: EngineSettings) -> Loop:
     return assemble(decoder, settings, both[: len(digest)], length)
 
 
-class Length(NamedTuple):
-    """What guides generations."""
+class PairedLenVM(NamedTuple):
+    """A length model and its gamma."""
 
-    model: ValueModel
+    model: LenVM
     gamma: float
 
 
-def load_length(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> Length:
+def load_length(directory: Path, base: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device) -> PairedLenVM:
     """The length model of a directory. Raises :class:`ModelError` where it cannot serve beside the model in ``base``."""
     check_pairing(base, directory)
-    model = load_value_model(directory, dtype, settings.quantize).to(device)
+    model = load_lenvm(directory, dtype, settings.quantize).to(device)
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")
-    return Length(model, gamma_of(directory, settings.length_gamma))
+    return PairedLenVM(model, gamma_of(directory, settings.length_gamma))
 
 
-def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
-    """Where process ``rank`` of the model computes. Raises :class:`ModelError` where it cannot."""
-    available = torch.cuda.device_count()
-    kind = settings.device or ("cuda" if available else "cpu")
-    if kind == "cuda" and available < settings.tensor_parallel:
-        raise ModelError(
-            f"GPUs needed: {settings.tensor_parallel}, found: {available}; lower --tensor-parallel, or take --device cpu."
-        )
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-
-
-def dtype_of(settings: EngineSettings, device: torch.device) -> torch.dtype:
-    """Of weights, keys and values."""
-    dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    return dtype
-
-
-def set_threads(settings: EngineSettings) -> None:
-    """Give this process's arithmetic its CPU threads: more of them than a container may use of the cores only stop each other."""
-    threads = settings.threads or max(1, math.ceil(min(torch.get_num_threads(), cgroup.cores())) // settings.tensor_parallel)
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-
-
-def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: Length | None = None) -> Loop:
+def assemble(decoder: Decoder, settings: EngineSettings, digest: str, length: PairedLenVM | None = None) -> Loop:
     """A loop around a loaded model, and the length model where there is one."""
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
     decoders = [decoder] if length is None else [decoder, length.model.decoder]
-    slots = settings.max_tokens_in_cache or _default_slots(decoders, settings.tensor_parallel)
+    slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention)
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
-    budget = Budget(settings.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET), settings.max_running)
-    guide = None
+    budget = Budget(
+        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS), settings.max_running_requests
+    )
+    lenvm = None
     if length is not None:
         length_attention = make_attention(length.model.decoder, slots, settings.attention)
         passes = make_pass_graphs(length.model, length_attention.kv, settings.cuda_graphs, budget)
         compact = not on_gpu and not overlap
-        guide = Guide(length.model, length_attention, length.gamma, config.eos_token_ids, passes, compact=compact)
+        lenvm = LenVMRunner(length.model, length_attention, length.gamma, config.eos_token_ids, passes, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, guide)
-    length_pool = None if length is None else SlotPool(slots)
-    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, length_pool=length_pool)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
+    lenvm_pool = None if length is None else SlotPool(slots)
+    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool)
     info = describe(config, settings, slots, digest, length)
     return Loop(
         runner, scheduler, info, max_waiting=settings.max_waiting, max_wait_seconds=settings.max_wait_seconds, overlap=overlap
     )
-
-
-def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBackend:
-    """Room for the keys and values of ``slots`` tokens, and what attends to them. Raises :class:`ModelError`."""
-    config, weight = decoder.config, decoder.embed.weight
-    choice = choose(backend, weight.device, config, weight.dtype)
-    kv = KVCache(
-        layers=config.num_layers,
-        slots=slots,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
-    return choice.backend(kv, config.num_heads)
 
 
 def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> StepGraphs | None:
@@ -157,8 +120,8 @@ def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> S
     return _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, kv, budget))
 
 
-def make_pass_graphs(model: ValueModel, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
-    """The same of the length model's passes over candidates."""
+def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
+    """CUDA graphs of the length model's passes over candidates; see :func:`make_graphs`."""
     return _captured("CUDA graphs of the length model", model.decoder, wanted, lambda: _capture_passes(model, kv, budget))
 
 
@@ -193,22 +156,24 @@ def _graphs_problem(decoder: Decoder) -> str | None:
 
 
 def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
-    """For steps up to the budget."""
-    buckets = [size for size in BUCKETS if size <= max(budget.tokens, BUCKETS[0])]
+    """Capture steps of up to ``max_batched_tokens``."""
+    buckets = [size for size in BUCKETS if size <= max(budget.max_batched_tokens, BUCKETS[0])]
     attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets))
     return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
 
 
-def _capture_passes(model: ValueModel, kv: KVCache, budget: Budget) -> PassGraphs:
-    """For as many rows as a step within the budget draws for."""
+def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
+    """Capture passes for as many rows as a step may draw for."""
     capture = CudaCapture(kv.keys.device)
-    buckets = [rows for rows in ROWS if rows <= max(budget.tokens, ROWS[0])]
+    buckets = [rows for rows in ROWS if rows <= max(budget.max_batched_tokens, ROWS[0])]
     attention = FixedBranches(kv, model.config.num_heads, max(buckets), WIDTH)
     return PassGraphs(model, attention, capture, buckets)
 
 
-def describe(config: ModelConfig, settings: EngineSettings, slots: int, digest: str, length: Length | None = None) -> wire.Info:
-    """What the gateway is told of the model and its limits. Rows of the head that only one of two models has are padding."""
+def describe(
+    config: ModelConfig, settings: EngineSettings, slots: int, digest: str, length: PairedLenVM | None = None
+) -> wire.Info:
+    """Description of the model and its limits for the gateway. Head rows that only one of two models has are padding."""
     vocab_size = config.vocab_size if length is None else min(config.vocab_size, length.model.config.vocab_size)
     return wire.Info(
         model=settings.name,
@@ -257,8 +222,9 @@ def _chat_template(directory: Path, configured: object) -> str | None:
 
 
 def _default_slots(decoders: Sequence[Decoder], processes: int) -> int:
-    """What a share of the memory that is free now holds of tokens, each in all ``decoders``, where so many processes take as much:
-    from one memory on a CPU, each from its own on GPUs."""
+    """Number of slots that a share of the free memory holds. A slot has keys and values in all ``decoders``. On a CPU all
+    processes share one memory; on GPUs each has its own.
+    """
     weight = decoders[0].embed.weight
     configs = [decoder.config for decoder in decoders]
     elements = sum(2 * config.num_layers * config.num_kv_heads * config.head_dim for config in configs)

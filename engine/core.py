@@ -1,19 +1,18 @@
-"""The engine's nouns: requests, their branches, and the batch of runs that one step computes.
+"""Requests, their branches, and the batch of one step.
 
-A request is one prefix and its branches. Tokens of the prefix live in the prefix cache, where every request may share them;
-tokens of a branch live in slots of its own. Scoring gives each item a branch; a generation gives each of its ``n`` sequences
-one, which starts with the prompt's last token and grows by what is drawn. So at any moment all that is left to do for a
-request is to compute the tokens that have no slot yet, and a preempted branch is simply one that lost its slots.
+A request is one prefix and its branches. Tokens of the prefix live in the prefix cache, where all requests may share them; tokens
+of a branch live in slots of its own. Scoring gives each item a branch. A generation gives each of its ``n`` sequences a branch,
+which starts with the prompt's last token and grows by the drawn tokens. So the remaining work of a request is always the tokens
+that have no slot yet, and a preempted branch is a branch without slots.
 
-A guided generation has a :class:`Shadow`: the same tokens once more, on the length model, in slots of that model. Each of its
-branches has a twin there. What is drawn is computed by the length model before it is drawn, as one of the candidates, so a twin
-that keeps up has a slot for one token more than is known; one that was passed over, or lost its slots, has pending tokens.
+A guided generation has an :class:`AuxRequest`: the same tokens on the length model, in slots of that model. Each of its branches
+has an aux branch there. The length model computes a drawn token before it is drawn, as one of the candidates, so an aux branch
+that keeps up has a slot for one token more than is known. An aux branch that was skipped, or lost its slots, has pending tokens.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,58 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import wire
-from engine.guidance.rules import effective, top_k
+from engine.ints import EMPTY, IntBuffer, Ints
+from engine.length_guidance import effective, top_k
 
 if TYPE_CHECKING:
-    from engine.memory.prefix_cache import Node
-
-Ints = npt.NDArray[np.int32]
-"""Token ids or slot numbers, one dimension."""
+    from engine.kvcache.prefix_cache import Node
 
 NOBODY = wire.Caller()
 
-EMPTY: Ints = np.empty(0, np.int32)
-
 PENDING = -1
 """Stands for a token that a step in flight is drawing: the next step takes it from device memory."""
-
-
-class IntBuffer:
-    """A growing run of int32."""
-
-    __slots__ = ("_data", "_size")
-
-    def __init__(self, values: Sequence[int] | Ints = ()) -> None:
-        self._data: Ints = np.array(values, np.int32)
-        self._size = len(self._data)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def extend(self, values: Sequence[int] | Ints) -> None:
-        """Append ``values``, in amortised constant time for each."""
-        end = self._size + len(values)
-        if end > len(self._data):
-            grown = np.empty(max(end, 2 * len(self._data)), np.int32)
-            grown[: self._size] = self._data[: self._size]
-            self._data = grown
-        self._data[self._size : end] = values
-        self._size = end
-
-    def drop(self, count: int) -> Ints:
-        """Forget the last ``count`` values; returns them, valid until the next change."""
-        self._size -= count
-        return self._data[self._size : self._size + count]
-
-    def clear(self) -> None:
-        """Forget all values."""
-        self._data = EMPTY
-        self._size = 0
-
-    @property
-    def view(self) -> Ints:
-        """The values, not copied: valid until the next change."""
-        return self._data[: self._size]
 
 
 @dataclass(eq=False, slots=True)
@@ -83,25 +40,27 @@ class Branch:
     index: int
     tokens: IntBuffer
     slots: IntBuffer = field(default_factory=IntBuffer)
-    """Of the tokens computed so far; this branch owns them."""
+    """Slots of the tokens computed so far. This branch owns them."""
     given: int = 0
-    """Tokens that came with the request; those behind them are output."""
+    """Number of tokens that came with the request; the tokens behind them are output."""
     prompt_logprobs: list[wire.Logprobs] = field(default_factory=list)
-    """Of the prompt's tokens so far, while it is computed in chunks."""
+    """Log-probabilities of the prompt's tokens so far, while the prompt is computed in chunks."""
     unsent: list[wire.Delta] = field(default_factory=list)
-    """What is kept back until it is as many tokens as the caller wants at a time."""
-    flights: int = 0
-    """Steps in flight that compute its last token; the result comes when they are settled."""
+    """Deltas that wait until they have as many tokens as the caller wants in one message."""
+    pending_steps: int = 0
+    """Pending steps that compute the branch's last token."""
     done: bool = False
-    twin: Branch | None = None
-    """Of a guided sequence the same one on the other model; both have one buffer of tokens."""
+    aux_branch: Branch | None = None
+    """The same sequence on the length model, where the sequence is guided. Both branches share one token buffer."""
+    main_branch: Branch | None = None
+    """On a branch of an :class:`AuxRequest`: the branch on the main model."""
 
     def __post_init__(self) -> None:
         self.given = len(self.tokens)
 
     @property
     def pending(self) -> bool:
-        """Whether its newest token is being drawn by a step in flight."""
+        """Whether a pending step draws the newest token."""
         return len(self.tokens) > 0 and int(self.tokens.view[-1]) == PENDING
 
     def draw(self, token: int) -> None:
@@ -127,7 +86,7 @@ _arrivals = itertools.count()
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """One prefix and its branches, and how far they are."""
+    """One prefix and its branches, and their progress."""
 
     id: str
     prefix: Ints
@@ -138,14 +97,14 @@ class Request:
     """Tokens that came with it, each shared one once."""
     priority: int = 0
     received: float = 0.0
-    """On the monotonic clock."""
+    """Time of receipt on the monotonic clock, seconds."""
     first_computed: float | None = None
     """Time of the first step that computes a part of it, on the same clock."""
     expires: float | None = None
-    """On the same clock."""
+    """Deadline on the monotonic clock."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
     node: Node | None = None
-    """How far into the prefix cache the prefix is held; None while the request waits."""
+    """Node of the prefix cache up to which this request holds its prefix; None while the request waits."""
     prefix_slots: IntBuffer = field(default_factory=IntBuffer)
     cached_tokens: int = 0
     computed_tokens: int = 0
@@ -153,21 +112,23 @@ class Request:
     step: int = 0
     """Number of the last step that computes a part of it; 0 before the first."""
     taken: int = 0
-    """Slots that it took from the pool and holds: those of its branches, and of prefix tokens that it computed itself."""
+    """Slots that the request took from the pool and holds: those of its branches, and of prefix tokens that it computed
+    itself.
+    """
 
     @property
-    def on_length_model(self) -> bool:
-        """Which model computes it, and whose slots it takes."""
+    def on_lenvm(self) -> bool:
+        """Whether the length model computes this request, in the length model's slots."""
         return False
 
     @property
-    def halves(self) -> tuple[Request, ...]:
-        """What is computed for it: itself and, where it is guided, the same on the length model."""
+    def with_aux(self) -> tuple[Request, ...]:
+        """This request and, where it is guided, its :class:`AuxRequest`."""
         return (self,)
 
     @property
-    def principal(self) -> Request:
-        """The request that came: of a shadow the one it belongs to."""
+    def main_request(self) -> Request:
+        """The request that came from the caller: this one, or the owner of an :class:`AuxRequest`."""
         return self
 
     @property
@@ -177,7 +138,7 @@ class Request:
 
     @property
     def salt(self) -> str | None:
-        """The tree of the prefix cache that it uses; None: one of its own, of which nothing is kept."""
+        """Tree of the prefix cache that the request uses; None: a private tree of which nothing is kept."""
         return self.caller.cache_salt if self.caller.keep_prefix else None
 
     @property
@@ -191,7 +152,7 @@ class Request:
 
     @property
     def reserve(self) -> int:
-        """Tokens that the next step must have room for on this request's account, whatever else is in it."""
+        """Tokens of the next step that must be kept free for this request's decoding branches."""
         return 0
 
     @property
@@ -202,7 +163,7 @@ class Request:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ItemsRequest(Request):
-    """What is asked for at the end of each branch: nothing is drawn."""
+    """A request with one result at the end of each branch and no draws."""
 
     @classmethod
     def _of(cls, message: wire.Score | wire.Value, now: float, **own: Any) -> Self:
@@ -226,7 +187,7 @@ class ItemsRequest(Request):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class ScoreRequest(ItemsRequest):
+class LabelScoreRequest(ItemsRequest):
     """Label log-probabilities at the end of each branch."""
 
     labels: list[int]
@@ -234,14 +195,14 @@ class ScoreRequest(ItemsRequest):
     """[branch][label]; empty until that branch is done."""
 
     @classmethod
-    def of(cls, message: wire.Score, now: float) -> ScoreRequest:
+    def of(cls, message: wire.Score, now: float) -> LabelScoreRequest:
         """``now``: the monotonic clock, seconds."""
         return cls._of(message, now, labels=message.labels, results=[[] for _ in message.branches])
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ValueRequest(ItemsRequest):
-    """What the length model says at the end of each branch."""
+    """Length values at the end of each branch."""
 
     results: list[float]
     """[branch], raw; 0 until that branch is done."""
@@ -252,22 +213,22 @@ class ValueRequest(ItemsRequest):
         return cls._of(message, now, results=[0.0] * len(message.branches))
 
     @property
-    def on_length_model(self) -> bool:
+    def on_lenvm(self) -> bool:
         return True
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Shadow(Request):
-    """A guided generation on the length model."""
+class AuxRequest(Request):
+    """The length model's side of a guided generation."""
 
     owner: GenerateRequest
 
     @property
-    def on_length_model(self) -> bool:
+    def on_lenvm(self) -> bool:
         return True
 
     @property
-    def principal(self) -> Request:
+    def main_request(self) -> Request:
         return self.owner
 
 
@@ -277,11 +238,11 @@ class GenerateRequest(Request):
 
     message: wire.Generate
     prompt: Ints
-    guidance: wire.Guidance | None = None
-    """None also where the message's guidance changes nothing."""
+    length_guidance: wire.LengthGuidance | None = None
+    """None also where the message's guidance has no effect."""
     candidates: int = 0
-    """Tokens that the length model computes for a draw, at most."""
-    shadow: Shadow | None = None
+    """Largest number of tokens that the length model evaluates for a draw."""
+    aux_request: AuxRequest | None = None
 
     @classmethod
     def of(cls, message: wire.Generate, now: float) -> GenerateRequest:
@@ -299,24 +260,24 @@ class GenerateRequest(Request):
             expires=None if message.deadline is None else now + message.deadline,
             message=message,
             prompt=prompt,
-            guidance=effective(message),
+            length_guidance=effective(message),
         )
         request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
-        if request.guidance is not None:
+        if request.length_guidance is not None:
             request.candidates = top_k(message)
-            request.shadow = Shadow(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
+            request.aux_request = AuxRequest(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
             for branch in request.branches:
-                branch.twin = Branch(request.shadow, branch.index, branch.tokens, twin=branch)
-                request.shadow.branches.append(branch.twin)
+                branch.aux_branch = Branch(request.aux_request, branch.index, branch.tokens, main_branch=branch)
+                request.aux_request.branches.append(branch.aux_branch)
         return request
 
     @property
-    def halves(self) -> tuple[Request, ...]:
-        return (self,) if self.shadow is None else (self, self.shadow)
+    def with_aux(self) -> tuple[Request, ...]:
+        return (self,) if self.aux_request is None else (self, self.aux_request)
 
     @property
     def reserve(self) -> int:
-        if self.prefix_remaining or (self.shadow is not None and self.shadow.prefix_remaining):
+        if self.prefix_remaining or (self.aux_request is not None and self.aux_request.prefix_remaining):
             return 0
         return len(self.branches) * (1 + self.candidates)
 
@@ -338,17 +299,17 @@ class GenerateRequest(Request):
         return self.message.resume_offset + len(branch.outputs)
 
     def output(self, branch: Branch) -> Ints:
-        """Those tokens."""
+        """Output tokens of ``branch`` so far, those of an earlier attempt included."""
         earlier = self.prompt[len(self.prompt) - self.message.resume_offset :]
         return np.concatenate([earlier, branch.outputs])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class ExtendSegment:
     """Consecutive new tokens of one prefix or branch in one step.
 
-    Each token attends to the ``context`` slots up to and including its own, so a run may sit on slots that another run of the
-    same step fills: within a layer all keys and values are written before attention reads them.
+    Each token attends to the ``context`` slots up to and including its own. A segment may stand on slots that another segment of
+    the same step fills, because each layer writes all keys and values before attention reads them.
     """
 
     request: Request
@@ -356,69 +317,66 @@ class Run:
     """None for a part of the prefix."""
     tokens: Ints
     context: Ints
-    """Slots of the whole context in order of position; the last ``len(tokens)`` are this run's own."""
+    """Slots of the whole context in order of position. The last ``len(tokens)`` of them are ``out_cache_loc``, where this
+    segment writes.
+    """
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """Of the tokens."""
+        """Positions of the tokens."""
         return np.arange(len(self.context) - len(self.tokens), len(self.context), dtype=np.int64)
 
     @property
     def completes(self) -> bool:
-        """Whether this run computes its branch's last token, whose hidden row is what the request is after. A step may compute a
-        branch in several runs; only the last of them completes it."""
+        """Whether this segment computes the last token of its branch, whose hidden row the request needs. A step may compute a
+        branch in several segments; only the last of them completes it.
+        """
         return self.branch is not None and len(self.context) == len(self.request.prefix) + len(self.branch.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lookahead:
-    """A guided draw on the length model: the candidates are branches of one token on all that is known."""
+class CandidatePass:
+    """A guided draw on the length model. Its candidates are one-token branches behind all known tokens."""
 
     branch: Branch
-    """The twin."""
+    """The aux branch."""
     prefix: Ints
     """Slots of all known tokens, in order of position."""
-    pending: Run | None
-    """The last of them, where the length model has not computed them yet."""
+    pending: ExtendSegment | None
+    """The last known tokens, where the length model has not computed them yet."""
     slot: int
-    """For the candidate that is drawn."""
+    """Slot for the candidate that is drawn."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """What one step computes: scoring and decoding together."""
+    """All work of one step, scoring and decoding together."""
 
-    runs: list[Run] = field(default_factory=list)
+    segments: list[ExtendSegment] = field(default_factory=list)
     tokens: int = 0
-    """Of ``runs``."""
-    values: list[Run] = field(default_factory=list)
-    """On the length model, whatever is drawn; not the pending tokens of ``lookaheads``."""
-    lookaheads: dict[Branch, Lookahead] = field(default_factory=dict)
-    """Of the guided branches that draw."""
+    """Number of tokens of ``segments``."""
+    lenvm_segments: list[ExtendSegment] = field(default_factory=list)
+    """Segments on the length model, without the pending tokens of ``candidate_passes``."""
+    candidate_passes: dict[Branch, CandidatePass] = field(default_factory=dict)
+    """One pass for each guided branch that draws."""
     load: int = 0
-    """Tokens of all these at most, candidates included."""
+    """Upper bound of the tokens of the step on both models, candidates included."""
 
-    def add(self, run: Run) -> None:
-        """Runs of a model are computed in the order they are added."""
-        self.load += len(run.tokens)
-        if run.request.on_length_model:
-            self.values.append(run)
+    def add(self, segment: ExtendSegment) -> None:
+        """Add a segment. Segments of a model are computed in the order in which they are added."""
+        self.load += len(segment.tokens)
+        if segment.request.on_lenvm:
+            self.lenvm_segments.append(segment)
         else:
-            self.runs.append(run)
-            self.tokens += len(run.tokens)
+            self.segments.append(segment)
+            self.tokens += len(segment.tokens)
 
-    def look_ahead(self, branch: Branch, lookahead: Lookahead, candidates: int) -> None:
-        """``branch`` draws among so many candidates at most."""
-        self.lookaheads[branch] = lookahead
-        self.load += candidates + (len(lookahead.pending.tokens) if lookahead.pending else 0)
+    def add_candidate_pass(self, branch: Branch, candidate_pass: CandidatePass, candidates: int) -> None:
+        """Let ``branch`` draw among ``candidates`` tokens at most."""
+        self.candidate_passes[branch] = candidate_pass
+        self.load += candidates + (len(candidate_pass.pending.tokens) if candidate_pass.pending else 0)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
-        return not (self.runs or self.values)
-
-
-def as_ints(parts: Iterable[Ints]) -> Ints:
-    """Concatenate, also nothing."""
-    arrays = list(parts)
-    return np.concatenate(arrays) if arrays else EMPTY
+        return not (self.segments or self.lenvm_segments)

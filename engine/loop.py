@@ -1,55 +1,54 @@
-"""The loop: receive → schedule → launch → settle. It knows tokens and numbers; sockets and processes are `engine.process`.
+"""The loop: receive, schedule, launch, wait, process results. It handles token ids and numbers; sockets and processes are in
+:mod:`engine.serving.loop_process`.
 
-With overlap, a step is settled only after the next one is launched: the host receives, schedules and settles while the device
-computes. Without, each step is settled at once, which is what a CPU wants. Both give the same results.
+With overlap, the loop waits for a step only after it has launched the next one, so the host receives, schedules and processes
+results while the device computes. Without overlap, it waits for each step at once, which suits a CPU. Both give the same results.
 
 Every message that :meth:`Loop.submit` accepts ends with exactly one terminal reply.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from engine import wire
-from engine.core import Batch, Branch, GenerateRequest, Request, ScoreRequest, ValueRequest
-from engine.fair_queue import MAX_WEIGHT, MIN_WEIGHT
-from engine.guidance.rules import problems as guidance_problems
+from engine.checks import MAX_CALLER_CHARACTERS, check
+from engine.core import Batch, Branch, GenerateRequest, LabelScoreRequest, Request, ValueRequest
+from engine.readouts.base import Drawn, LenVMCounts, StepResult
+from engine.readouts.logprobs import join_logprobs
 from engine.request_log import Ending, RequestLog
-from engine.runner.runner import Drawn, Flight, Result, Runner, Tally, join_logprobs
-from engine.scheduler import Scheduler
+from engine.runner.runner import PendingStep, Runner
+from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
-"""What a step may fail with that is not a fault of the program: out of memory, above all."""
-MAX_CALLER_CHARACTERS = 512
-"""Longest string in :class:`engine.wire.Caller`."""
+"""Errors of a step that are no fault of the program, above all out of memory."""
 QUEUE_FULL = "The engine's queue is full."
 
 
 @dataclass(slots=True)
 class Refused:
-    """Requests that the engine did not accept, or gave up while they waited, by reason."""
+    """Numbers of requests that the engine refused, or dropped while they waited, by reason."""
 
     invalid: int = 0
     queue: int = 0
     """The queue was full."""
     wait: int = 0
-    """They would have waited too long."""
+    """The expected wait was too long."""
     displaced: int = 0
-    """They gave up their place in a full queue to a tenant with fewer requests in it."""
+    """A tenant with fewer requests in a full queue took the place."""
 
 
 class Loop:
-    """One model's requests, from acceptance to their last word."""
+    """Serves the requests of one model, from acceptance to the terminal reply."""
 
     def __init__(
         self,
@@ -68,20 +67,20 @@ class Loop:
         self._max_waiting = max_waiting
         self._max_wait_seconds = max_wait_seconds
         self._overlap = overlap
-        self._flight: Flight | None = None
-        """The step that is not settled yet."""
+        self._pending_step: PendingStep | None = None
+        """The step whose results are not processed yet."""
         self._clock = clock
         self._log = RequestLog(clock)
         self._refused = Refused()
         self._ended: list[wire.Reply] = []
-        """Last words that wait for the next step."""
+        """Terminal replies that the next step returns."""
         self._steps = 0
         self._computed = 0
         self._cached = 0
-        self._tally = Tally()
+        self._lenvm = LenVMCounts()
 
     def submit(self, message: wire.Request) -> None:
-        """Accept or refuse a message; refusals and aborts are answered by the next :meth:`step`."""
+        """Accept or refuse a message. The next :meth:`step` returns the replies to refusals and aborts."""
         if isinstance(message, wire.Abort):
             self._abort(message.id)
             return
@@ -95,30 +94,36 @@ class Loop:
         else:
             self._scheduler.add(GenerateRequest.of(message, self._clock()))
 
+    def refuse(self, request_id: str, problem: str) -> None:
+        """Refuse a message that could not be decoded; the next :meth:`step` replies."""
+        self._refused.invalid += 1
+        self._log.write("refused", wire.Caller(), request_id[:MAX_CALLER_CHARACTERS], code="invalid")
+        self._ended.append(wire.Failed(request_id, "invalid", problem))
+
     @property
     def idle(self) -> bool:
-        """Nothing to compute, to wait for or to say."""
-        return self._scheduler.idle and self._flight is None and not self._ended
+        """Whether there is nothing to compute, to wait for or to reply."""
+        return self._scheduler.idle and self._pending_step is None and not self._ended
 
     def step(self) -> list[wire.Reply]:
-        """Launch one step and settle one; returns what there is to tell."""
+        """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
         late = self._scheduler.expire()
         for request in late:
             replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
         batch = self._scheduler.schedule()
-        landing = self._flight
+        pending = self._pending_step
         try:
-            self._flight = None if batch.empty else self._launch(batch)
+            self._pending_step = None if batch.empty else self._launch(batch)
         except DEVICE_ERRORS as error:
-            self._flight = None
+            self._pending_step = None
             replies += self._fail(batch, error)
-        if landing is not None:
-            replies += self._land(landing)
-        if not self._overlap and self._flight is not None:
-            landing, self._flight = self._flight, None
-            replies += self._land(landing)
+        if pending is not None:
+            replies += self._wait(pending)
+        if not self._overlap and self._pending_step is not None:
+            pending, self._pending_step = self._pending_step, None
+            replies += self._wait(pending)
         return replies
 
     @property
@@ -130,16 +135,16 @@ class Loop:
             waiting=scheduler.waiting,
             wait_seconds=scheduler.longest_wait,
             slots_total=scheduler.pool.size,
-            slots_free=scheduler.pool.free,
+            slots_free=scheduler.pool.available,
             slots_cached=scheduler.cache.evictable,
             steps=self._steps,
             computed_tokens=self._computed,
             cached_tokens=self._cached,
             replayed_steps=self._runner.replayed,
-            value_tokens=self._tally.tokens,
-            guided_draws=self._tally.guided,
-            decided_draws=self._tally.alone,
-            replayed_passes=self._runner.replayed_passes,
+            lenvm_tokens=self._lenvm.tokens,
+            guided_draws=self._lenvm.guided,
+            decided_draws=self._lenvm.alone,
+            replayed_lenvm_passes=self._runner.replayed_lenvm_passes,
             tenants=scheduler.tenants,
             refused_invalid=self._refused.invalid,
             refused_queue=self._refused.queue,
@@ -149,7 +154,7 @@ class Loop:
 
     def _submit_score(self, message: wire.Score) -> None:
         if message.branches:
-            self._scheduler.add(ScoreRequest.of(message, self._clock()))
+            self._scheduler.add(LabelScoreRequest.of(message, self._clock()))
         else:
             self._ended.append(wire.Scored(message.id, [], 0, 0))
 
@@ -219,31 +224,33 @@ class Loop:
         self._scheduler.remove(request)
         self._note("aborted", request)
 
-    def _launch(self, batch: Batch) -> Flight:
+    def _launch(self, batch: Batch) -> PendingStep:
         self._steps += 1
         self._computed += batch.tokens
-        flight = self._runner.launch(batch)
-        for branch in flight.asked.branches:
-            branch.flights += 1
-        for lookahead in flight.skipped:
-            self._scheduler.forgo(lookahead)
-        return flight
+        step = self._runner.launch(batch)
+        for branch in step.plan.branches:
+            branch.pending_steps += 1
+        for candidate_pass in step.plan.skipped:
+            self._scheduler.release_unused(candidate_pass)
+        return step
 
-    def _land(self, flight: Flight) -> list[wire.Reply]:
-        """Wait for a step and settle it. Where it failed, the step launched on top of it has nothing to stand on either."""
+    def _wait(self, step: PendingStep) -> list[wire.Reply]:
+        """Wait for a step and process its results. If it failed, the step that was launched after it fails too, because it builds
+        on it.
+        """
         try:
-            result = flight.wait()
+            result = step.wait()
         except DEVICE_ERRORS as error:
-            replies = self._fail(flight.batch, error)
-            if self._flight is not None:
-                replies += self._fail(self._flight.batch, error)
-                self._flight = None
+            replies = self._fail(step.batch, error)
+            if self._pending_step is not None:
+                replies += self._fail(self._pending_step.batch, error)
+                self._pending_step = None
             return replies
-        for branch in flight.asked.branches:
-            branch.flights -= 1
-        return list(self._settle(result))
+        for branch in step.plan.branches:
+            branch.pending_steps -= 1
+        return list(self._process_results(result))
 
-    def _settle(self, result: Result) -> Iterator[wire.Reply]:
+    def _process_results(self, result: StepResult) -> Iterator[wire.Reply]:
         for part in result.prompts:
             if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
                 part.branch.prompt_logprobs += part.logprobs
@@ -251,7 +258,7 @@ class Loop:
             if not self._open(branch):
                 continue
             request = branch.request
-            assert isinstance(request, ScoreRequest)
+            assert isinstance(request, LabelScoreRequest)
             request.results[branch.index] = logprobs
             self._scheduler.finish(branch)
             if not request.branches:
@@ -262,17 +269,17 @@ class Loop:
                 )
         for branch, z in result.valued:
             if self._open(branch):
-                yield from self._settle_value(branch, z)
+                yield from self._process_value(branch, z)
         for branch in filter(self._open, result.ended):
             yield from self._tell(branch, self._delta(branch, None, "length"))
         for drawn in result.drawn:
             if self._open(drawn.branch):
                 yield from self._tell(drawn.branch, self._delta(drawn.branch, drawn, None))
-        self._tally.tokens += result.tally.tokens
-        self._tally.guided += result.tally.guided
-        self._tally.alone += result.tally.alone
+        self._lenvm.tokens += result.lenvm.tokens
+        self._lenvm.guided += result.lenvm.guided
+        self._lenvm.alone += result.lenvm.alone
 
-    def _settle_value(self, branch: Branch, z: float) -> Iterator[wire.Reply]:
+    def _process_value(self, branch: Branch, z: float) -> Iterator[wire.Reply]:
         request = branch.request
         assert isinstance(request, ValueRequest)
         request.results[branch.index] = z
@@ -282,7 +289,7 @@ class Loop:
             yield wire.Valued(request.id, request.results, request.cached_tokens, request.computed_tokens, request.queue_seconds)
 
     def _open(self, branch: Branch) -> bool:
-        """Whether anyone still waits for results of ``branch``; with overlap a step may have computed more than was needed."""
+        """Whether the results of ``branch`` are still wanted. With overlap a step may compute more than was needed."""
         return not branch.done and self._scheduler.get(branch.request.id) is branch.request
 
     def _delta(self, branch: Branch, drawn: Drawn | None, finish: wire.FinishReason | None) -> wire.Delta:
@@ -313,7 +320,7 @@ class Loop:
         )
 
     def _tell(self, branch: Branch, delta: wire.Delta) -> Iterator[wire.Delta]:
-        """``delta`` and what was kept back before it, once that is enough."""
+        """Send ``delta`` and the deltas kept back before it, once they have enough tokens."""
         request = branch.request
         assert isinstance(request, GenerateRequest)
         branch.unsent.append(delta)
@@ -332,7 +339,7 @@ class Loop:
         self._cached += request.cached_tokens
 
     def _fail(self, batch: Batch, error: Exception) -> list[wire.Reply]:
-        """End the step's requests; the engine goes on."""
+        """End the requests of a failed step. The engine continues."""
         memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         logger.exception("a step of %d tokens failed", batch.tokens)
         code: wire.ErrorCode = "out_of_memory" if memory else "internal"
@@ -344,7 +351,7 @@ class Loop:
 
 
 def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
-    """Consecutive deltas of one sequence as one; only the first can have something of the prompt, and the last the end."""
+    """Join consecutive deltas of one sequence. Only the first may carry prompt fields, and only the last ``finish``."""
     first, last = pieces[0], pieces[-1]
     if first is last:
         return first
@@ -355,101 +362,3 @@ def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
         logprobs=join_logprobs(logprobs) if logprobs else None,
         finish=last.finish,
     )
-
-
-def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> str | None:
-    """What is wrong with ``message`` for a model like ``info``, for the caller to read; None if nothing is."""
-    problem = _caller_problem(message.caller)
-    if problem is not None:
-        return problem
-    asks_for_guidance = isinstance(message, wire.Value) or (isinstance(message, wire.Generate) and message.guidance is not None)
-    if asks_for_guidance and "guide" not in info.capabilities:
-        return "This engine has no length model."
-    if isinstance(message, wire.Generate):
-        return next(itertools.chain(_generate_problems(message, info), guidance_problems(message, info)), None)
-    labels = _label_problems(message, info) if isinstance(message, wire.Score) else ()
-    return next(itertools.chain(labels, _branch_problems(message, info)), None)
-
-
-def _caller_problem(caller: wire.Caller) -> str | None:
-    if not MIN_WEIGHT <= caller.weight <= MAX_WEIGHT:  # not a number is neither
-        return f"weight is {caller.weight}; between {MIN_WEIGHT:g} and {MAX_WEIGHT:g} is allowed."
-    for name in ("request_id", "tenant", "cache_salt"):
-        length = len(getattr(caller, name))
-        if length > MAX_CALLER_CHARACTERS:
-            return f"{name} has {length} characters; at most {MAX_CALLER_CHARACTERS} are allowed."
-    return None
-
-
-def _label_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
-    limits = info.limits
-    if not message.labels or len(message.labels) > limits.max_labels:
-        yield f"{len(message.labels)} labels, between 1 and {limits.max_labels} are allowed."
-    if not _known(message.labels, info):
-        yield f"Label ids must be between 0 and {info.vocab_size - 1}."
-
-
-def _branch_problems(message: wire.Score | wire.Value, info: wire.Info) -> Iterator[str]:
-    limits = info.limits
-    if len(message.branches) > limits.max_branches:
-        yield f"{len(message.branches)} branches, at most {limits.max_branches} are allowed."
-    if not _known(message.prefix, info):
-        yield f"The prefix has a token id that is not between 0 and {info.vocab_size - 1}."
-    most = min(info.max_context, limits.max_slots) - len(message.prefix)
-    for index, branch in enumerate(message.branches):
-        if not branch:
-            yield f"Branch {index} is empty."
-        if not _known(branch, info):
-            yield f"Branch {index} has a token id that is not between 0 and {info.vocab_size - 1}."
-        if len(branch) > most:
-            yield f"Branch {index} makes a prompt of {len(message.prefix) + len(branch)} tokens; {most + len(message.prefix)} fit."
-
-
-def _generate_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
-    limits, sampling = info.limits, message.sampling
-    if message.tokens_per_delta < 1:
-        yield f"tokens_per_delta is {message.tokens_per_delta}; at least 1 is needed."
-    if not message.prompt or not _known(message.prompt, info):
-        yield f"The prompt must be one or more token ids between 0 and {info.vocab_size - 1}."
-    if not _known(sampling.logit_bias, info) or not _known(sampling.stop_token_ids, info):
-        yield f"Token ids in logit_bias and stop_token_ids must be between 0 and {info.vocab_size - 1}."
-    if not 1 <= sampling.n <= limits.max_sequences:
-        yield f"n is {sampling.n}; between 1 and {limits.max_sequences} is allowed."
-    if not 0 <= message.resume_offset < len(message.prompt) or (message.resume_offset and sampling.n != 1):
-        yield "resume_offset must be less than the prompt's length, and n must be 1 with it."
-    for name in ("logprobs", "prompt_logprobs"):
-        count = getattr(message, name)
-        if count is not None and not 0 <= count <= limits.max_logprobs:
-            yield f"{name} is {count}; between 0 and {limits.max_logprobs} is allowed."
-    if not 0 <= message.index <= limits.max_sequences - sampling.n:
-        yield f"index is {message.index}; with n it may reach {limits.max_sequences}."
-    total = len(message.prompt) + max(sampling.max_tokens - message.resume_offset, 0)
-    if total > min(info.max_context, limits.max_slots):
-        yield f"Prompt and max_tokens come to {total} tokens; {min(info.max_context, limits.max_slots)} fit."
-    for name, low, high in _RANGES:
-        value = getattr(sampling, name)
-        if not low <= value <= high:
-            yield f"{name} is {value}; between {low:g} and {high:g} is allowed."
-    if sampling.top_p <= 0 or sampling.repetition_penalty <= 0:
-        yield "top_p and repetition_penalty must be greater than 0."
-    if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
-        yield "Values of logit_bias must be finite numbers."
-
-
-_RANGES = (
-    ("max_tokens", 0, 1 << 30),
-    ("min_tokens", 0, 1 << 30),
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 1 << 30),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("seed", 0, (1 << 64) - 1),
-)
-
-
-def _known(tokens: Collection[int], info: wire.Info) -> bool:
-    """Whether every token id is one of the model's."""
-    return not tokens or (min(tokens) >= 0 and max(tokens) < info.vocab_size)

@@ -46,9 +46,9 @@ class RequestLog:
         return logger.isEnabledFor(_LEVELS[ending])
 
     def write(self, ending: Ending, caller: wire.Caller, request_id: str, **fields: str | float) -> None:
-        """One line: ``request refused request_id="…" id="…" tenant="…" code="overloaded" …``.
+        """Write one line: ``request refused request_id="…" id="…" tenant="…" code="overloaded" …``.
 
-        Values are JSON, so that ids with quotes or line breaks stay within their field.
+        Values are JSON, so ids with quotes or line breaks stay within their field.
         """
         if not self.writes(ending) or not self._allowed():
             return

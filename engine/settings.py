@@ -1,10 +1,16 @@
-"""What an engine pod is told at its start; parsed once, frozen. None leaves the choice to :mod:`engine.build`."""
+"""Settings of an engine pod: the one definition of every option.
+
+:mod:`engine.options` derives the command line from it, ``python -m tests.docs.generate`` the table in docs/api.md, and the tests
+check the chart's values and the options of ``yardstick serve`` against it. The first sentence of a docstring is the help of the
+option.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
@@ -12,49 +18,92 @@ QUANTIZE = ("fp8",)
 ATTENTION = ("auto", "reference", "triton", "flashinfer")
 CUDA_GRAPHS = ("auto", "on", "off")
 
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
+"""Defaults of :attr:`EngineSettings.max_batched_tokens`."""
+
+
+def choices(*values: str, unset: str | None = None) -> Meta:
+    """A setting with one of these values. unset: the default in words, where it depends on the machine."""
+    return Meta(extra={"choices": values, "unset": unset})
+
+
+def unset(text: str) -> Meta:
+    """A setting whose default, None, means what ``text`` says."""
+    return Meta(extra={"unset": text})
+
+
+MOST_SECONDS = 1e9
+"""Bound of all times, 32 years: it excludes infinity and not-a-number."""
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, lt=MOST_SECONDS)]
+Share = Annotated[float, Meta(gt=0, lt=1)]
+
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of one engine. Lengths and sizes are in tokens."""
+    """Settings of the model and its loop."""
 
     model: str
-    """A model directory, or a hub id such as ``Qwen/Qwen3-0.6B``."""
-    name: str
-    """What clients call the model."""
-    length_model: str | None = None
-    """Of a length-value model for guided generations: a directory, or a hub id. Its vocabulary is the model's."""
-    length_gamma: float | None = None
-    """The length model's gamma, in (0, 1). None: what ``length_value.json`` beside its weights says, or else 0.997."""
-    device: str | None = None
-    """One of :data:`DEVICES`. None: a GPU where there is one."""
-    dtype: str | None = None
-    """One of :data:`DTYPES`. None: bfloat16 on a GPU, float32 on a CPU."""
-    quantize: Literal["fp8"] | None = None
-    """What the layers' matrix products compute in: 8-bit weights and activations, with a scale a row. None: ``dtype``."""
-    attention: str = "auto"
-    """One of :data:`ATTENTION`."""
-    cuda_graphs: str = "auto"
-    """One of :data:`CUDA_GRAPHS`: whether small steps, and the length model's small passes over candidates, are captured at
-    the start and replayed. auto: where they can be."""
-    max_tokens_in_cache: int | None = None
-    """Slots: tokens whose keys and values are kept at once, by each model. None: as many as a quarter of the free memory holds, up
-    to 131,072; on a GPU as many as four fifths of its free memory hold."""
-    token_budget: int | None = None
-    """Tokens computed in one step; a quarter of it while several tenants share the engine, which keeps the step short that a new
-    request waits for. None: 2,048 on a CPU, 8,192 on a GPU."""
-    max_running: int = 256
-    """Requests worked on at once."""
-    max_waiting: int = 4096
-    """Requests queued before new ones are refused, or displace those of the tenant with most in the queue."""
-    max_wait_seconds: float = 30.0
-    """Longest time that a request of a tenant would probably be queued for; where it is longer, new ones are refused."""
-    stall_seconds: float = 120.0
-    """Longest time that a step may take, before the engine is not ready. It holds for a loop that computes: one that stands still
-    is noticed after two seconds. A first step of 2,048 tokens through 7 billion float32 parameters takes about as long on four
-    cores; afterwards four times the longest step is allowed in any case."""
+    """A model directory in Hugging Face's layout, or a hub id such as ``Qwen/Qwen3-0.6B``."""
+    name: Annotated[str, unset("the last part of ``--model``")]
+    """The name that clients use for the model."""
+    length_model: Annotated[str | None, unset("none")] = None
+    """A length-value model for guided generations: a directory or a hub id. Its vocabulary must be that of the model."""
+    length_gamma: Annotated[Share | None, unset("``length_value.json`` beside the weights, or 0.997")] = None
+    """The discount gamma of the length model, in (0, 1)."""
+    device: Annotated[str | None, choices(*DEVICES, unset="a GPU where there is one")] = None
+    """Device of the model."""
+    dtype: Annotated[str | None, choices(*DTYPES, unset="bfloat16 on a GPU, float32 on a CPU")] = None
+    """Number format of weights, keys and values."""
+    quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None
+    """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row. See FP8 below."""
+    attention: Annotated[str, choices(*ATTENTION)] = "auto"
+    """The attention backend. ``reference`` serves a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that
+    ``auto`` chose.
+    """
+    cuda_graphs: Annotated[str, choices(*CUDA_GRAPHS)] = "auto"
+    """Capture steps of up to 2,048 tokens at the start and replay them, which saves kernel launches. With a length model, the
+    same for its passes over the candidates of up to 256 guided draws whose ``length_guidance.top_k`` is 5 to 8. ``auto``
+    captures on a GPU without ``--tensor-parallel``; where a capture fails, the log says why and every step is launched. With
+    ``on`` the engine then does not start.
+    """
+    max_total_tokens: Annotated[Count | None, unset("a quarter of free memory, at most 131,072; on a GPU four fifths")] = None
+    """Slots: tokens whose keys and values are kept at once, for each model."""
+    max_batched_tokens: Annotated[Count | None, unset(f"{CPU_BATCHED_TOKENS:,} on a CPU, {GPU_BATCHED_TOKENS:,} on a GPU")] = None
+    """Tokens computed in one step, scoring and decoding together. While several tenants share the engine, a step has a quarter
+    of them, because a new request waits for the step in progress.
+    """
+    max_running_requests: Count = 256
+    """Requests computed at once."""
+    max_waiting: Count = 4096
+    """Requests queued before new ones are refused, or displace requests of the tenant with most in the queue."""
+    max_wait_seconds: Seconds = 30.0
+    """Longest expected queue time of a request, at the pace of the last seconds. Requests that would wait longer are refused."""
+    stall_seconds: Seconds = 120.0
+    """Time that a step may take before the engine is not ready. It holds for a loop that computes; a loop that hangs is
+    noticed after two seconds. A first step of 2,048 tokens through 7 billion float32 parameters takes about as long on four
+    cores. Later steps may take four times the longest step so far in any case.
+    """
     overlap: bool | None = None
-    """Settle a step while the next one is computed. None: on a GPU, which computes beside the processor."""
-    threads: int | None = None
-    """CPU threads of the model's arithmetic, in each process. None: one a core that the container may use, divided among the
-    processes."""
-    tensor_parallel: int = 1
-    """Processes that share the model, each with a part of every layer and of the keys and values."""
+    """Process the results of a step while the next one is computed. None: on a GPU. Not an option of the command line."""
+    threads: Annotated[Count | None, unset("one for each core that the container may use, divided among the processes")] = None
+    """CPU threads of the model's arithmetic, in each process."""
+    tensor_parallel: Count = 1
+    """Processes that share the model, each with a part of every layer and of the keys and values. Must divide the numbers of
+    heads, key-value heads and feed-forward columns.
+    """
+
+
+class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the pod's HTTP server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Without ``--token-file`` everyone who reaches it can use the engine."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8100
+    """Port to listen on."""
+    health_port: Annotated[Annotated[int, Meta(ge=1, le=65535)] | None, unset("none")] = None
+    """A second port with ``/livez``, ``/readyz`` and ``/metrics`` only, for probes and Prometheus."""
+    token_file: Annotated[str | None, unset("none")] = None
+    """File of bearer tokens, one a line. Gateways must send one of them. The file is read again when it changes."""
+    grace_seconds: Annotated[float, Meta(ge=0, lt=MOST_SECONDS)] = 30.0
+    """Time that running requests have to end after SIGTERM. New requests are refused at once."""

@@ -53,7 +53,7 @@ STATUS_OF_CODE: dict[str, int] = {
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How output tokens are drawn. The engine trusts nobody: values outside these ranges are ``Failed(code="invalid")``."""
+    """Parameters of draws. The engine checks them: values outside these ranges are ``Failed(code="invalid")``."""
 
     max_tokens: int = 16
     """Output tokens of each sequence, 0 or more; 0 only makes sense with ``prompt_logprobs``."""
@@ -89,9 +89,21 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul"]
 Constraint = Literal["eq", "ge", "le", "eq_soft"]
 
+NEUTRAL_SCALE: dict[GuidanceMode, float] = {
+    "centered_exp": 0.0,
+    "value_bias": 0.0,
+    "mul": 1.0,
+    "linear": 1.0,
+    "exp": 1.0,
+    "length_mul": 1.0,
+}
+"""The scale of each mode that changes no probability."""
+SMALLEST_VALUE = 1e-9
+"""Length values are clamped to this and 1 - this where they become numbers of tokens."""
 
-class Guidance(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a length model steers each draw ("Length Value Model", arXiv 2604.27039).
+
+class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Settings by which a length model steers each draw ("Length Value Model", arXiv 2604.27039).
 
     The candidates of a draw are what ``top_k`` (or ``Sampling.top_k``, where less), then ``Sampling.top_p``, then
     ``Sampling.min_p`` keep, after penalties, bias and temperature; the most probable one always is one. With v the value of a
@@ -125,7 +137,7 @@ class Guidance(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """On whose behalf a request runs."""
+    """The client on whose behalf a request runs."""
 
     request_id: str = ""
     """The `x-request-id` of the client's request; the engine's log names it."""
@@ -149,7 +161,7 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     priority: int = 0
     """Lower runs earlier among the requests of one tenant; equal priorities run in order of arrival. A priority never moves a
     request ahead of another tenant's requests. Requests age: one of priority p is served like one of priority 0 that came p times
-    5 seconds later (:data:`engine.fair_queue.AGING_SECONDS`). Priorities beyond -10 and 10 count as these."""
+    5 seconds later (:data:`engine.scheduling.fair_queue.AGING_SECONDS`). Priorities beyond -10 and 10 count as these."""
     deadline: float | None = None
     """Seconds from receipt after which nobody wants the answer; what is not computed by then is dropped."""
     caller: Caller = Caller()
@@ -166,8 +178,8 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """None: none. N: the log-probability of each output token and of the N most probable ones (0 to 20). They are the model's own,
     over the full vocabulary at temperature 1, before penalties, bias and filters."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, sent once, before the first output."""
-    guidance: Guidance | None = None
+    """Log-probabilities of the prompt's tokens, as for ``logprobs``; sent once, before the first output."""
+    length_guidance: LengthGuidance | None = None
     """Only where ``Info.capabilities`` has ``guide``. Then ``logprobs`` are of the distribution each token was drawn from: of its
     candidates, fewer than N where there are fewer."""
     resume_offset: int = 0
@@ -177,16 +189,18 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """The sequence index that the noise of the first of the ``n`` sequences is drawn with, so that each can be resumed by itself.
     ``Delta.index`` counts from 0 all the same."""
     tokens_per_delta: int = 1
-    """Of each sequence, but for the last message of it: a caller that reads nothing before the end saves both sides work."""
+    """Tokens in each message of a sequence, except its last one. A caller that reads nothing before the end saves work on both
+    sides.
+    """
     priority: int = 0
-    """As in :class:`Score`."""
+    """See :class:`Score`."""
     deadline: float | None = None
     """Seconds from receipt after which it need not begin."""
     caller: Caller = Caller()
 
 
 class Value(msgspec.Struct, tag="value", frozen=True, omit_defaults=True):
-    """What the length model says after each text ``prefix + branches[i]``. A branch has at least one token."""
+    """Length values after each text ``prefix + branches[i]``. A branch has at least one token."""
 
     id: str
     prefix: list[int]
@@ -240,11 +254,11 @@ class Valued(msgspec.Struct, tag="valued", frozen=True):
     """Prefix tokens that were found in the length model's prefix cache."""
     computed_tokens: int
     queue_seconds: float = 0.0
-    """As in :class:`Scored`."""
+    """See :class:`Scored`."""
 
 
 class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
-    """What one sequence of a generation produced since its last message."""
+    """Output of one sequence of a generation since its last message."""
 
     id: str
     offset: int
@@ -259,7 +273,7 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; in the first message of sequence 0."""
     queue_seconds: float = 0.0
-    """As in :class:`Scored`; in the first message of sequence 0."""
+    """See :class:`Scored`; in the first message of sequence 0."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, omit_defaults=True):
@@ -268,7 +282,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, omit_defaults=True):
     id: str
     code: ErrorCode
     message: str
-    """For a person: what was wrong and what to do; no paths, no tracebacks."""
+    """The problem and its remedy, for a person; no paths, no tracebacks."""
     retryable: bool = False
     """True where the same request may succeed on another replica, or here later."""
     retry_after: float | None = None
@@ -276,10 +290,10 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, omit_defaults=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one request may ask of this engine."""
+    """Limits of one request."""
 
     max_branches: int
-    """Of one :class:`Score`."""
+    """Branches of one :class:`Score`."""
     max_slots: int
     """Prefix + its longest branch, in tokens; also prompt + max_tokens."""
     max_logprobs: int
@@ -287,11 +301,11 @@ class Limits(msgspec.Struct, frozen=True):
     max_sequences: int
     """``n``."""
     max_candidates: int = 64
-    """``Guidance.top_k``."""
+    """``LengthGuidance.top_k``."""
 
 
 class Info(msgspec.Struct, tag="info", frozen=True):
-    """What an engine serves. Constant for the life of the pod."""
+    """Description of a served model. Constant for the life of the pod."""
 
     model: str
     """The name clients ask for."""
@@ -303,14 +317,14 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Prompt and output tokens together."""
     eos_token_ids: list[int]
     capabilities: list[str]
-    """Of ``score``, ``generate``, ``guide`` (:class:`Guidance` and :class:`Value`)."""
+    """``score``, ``generate``, and ``guide`` for :class:`LengthGuidance` and :class:`Value`."""
     limits: Limits
     length_gamma: float | None = None
-    """Of the length model, where ``Guidance.gamma`` names none; None without one."""
+    """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
-    """How an engine is doing now."""
+    """Snapshot of an engine's counters and gauges."""
 
     running: int
     waiting: int
@@ -322,19 +336,19 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     computed_tokens: int
     cached_tokens: int
     replayed_steps: int = 0
-    """Those whose launches were captured in a CUDA graph."""
-    value_tokens: int = 0
-    """Computed by the length model, candidates included."""
+    """Steps whose launches were replayed from a CUDA graph."""
+    lenvm_tokens: int = 0
+    """Tokens that the length model computed, candidates included."""
     guided_draws: int = 0
-    """For which the length model was asked."""
+    """Draws that used the length model's values."""
     decided_draws: int = 0
-    """Of guided requests, decided without it: one candidate, or little entropy."""
-    replayed_passes: int = 0
-    """Of the length model, those whose launches were captured in a CUDA graph."""
+    """Draws of guided requests that were decided without the length model: one candidate, or little entropy."""
+    replayed_lenvm_passes: int = 0
+    """Passes of the length model whose launches were replayed from a CUDA graph."""
     wait_seconds: float = 0.0
-    """How long a new request would probably wait until it is begun, of the tenant for which that is longest."""
+    """Expected queue time of a new request, of the tenant for which it is longest."""
     tenants: int = 0
-    """Those with a request that has not ended."""
+    """Tenants with a request that has not ended."""
     refused_invalid: int = 0
     """Requests refused because they were faulty."""
     refused_queue: int = 0

@@ -69,7 +69,7 @@ def serve(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on (8000).")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of weights, keys and values; float32, or bfloat16 on a GPU.")] = None,
     quantize: Annotated[Quantize | None, typer.Option(help="Compute the layers' matrix products in 8 bits.")] = None,
-    max_tokens_in_cache: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
+    max_total_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
 ) -> None:
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME; options
@@ -77,7 +77,7 @@ def serve(
     from gateway.commands.serve import ServeOptions, serve
 
     formats = (dtype.value if dtype else None, quantize.value if quantize else None)
-    serve(ServeOptions(model, length_model, length_gamma, host, port, *formats, max_tokens_in_cache, api_keys_file))
+    serve(ServeOptions(model, length_model, length_gamma, host, port, *formats, max_total_tokens, api_keys_file))
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

@@ -1,8 +1,9 @@
-"""Attention of several one-token branches a row, all at the position after the row's prefix: a prefix is read once for all.
+"""Attention of several one-token branches of a row, all at the position after the row's prefix: a prefix is read once for all of
+them.
 
-A branch attends to its row's prefix and to itself, not to the other branches. Its own key and value come as they are, not from a
-slot, so that the running softmax starts with them. The query heads of one key head of all branches fill one block. Where rows
-are few, each prefix is cut into chunks, whose results are merged as in :mod:`kernels.paged_attention`.
+A branch attends to its row's prefix and to itself, not to the other branches. Its own key and value are passed as tensors, not in
+a slot, so the running softmax starts with them. The query heads of one key head of all branches fill one block. Where there are
+few rows, each prefix is cut into chunks, whose results are merged as in :mod:`kernels.paged_attention`.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ MAX_ROWS = 128
 
 
 def branch_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pointers: Tensor, slots: Tensor, counts: Tensor
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_indptr: Tensor, kv_indices: Tensor, counts: Tensor
 ) -> Tensor:
     """Each branch attends to the prefix of its row and to itself.
 
     q: [rows · branches, heads, head_dim], row by row; k, v: [rows · branches, kv_heads, head_dim]; keys, values: [slots, kv_heads,
-    head_dim]; pointers: [rows + 1], where each row's prefix begins in the flat list ``slots``; counts: [rows], how many of the
-    row's branches, the first, are real. Nothing here is read by the host, so counts may come from the step itself.
+    head_dim]; kv_indptr: [rows + 1], start of each row's prefix in the flat list ``kv_indices``; counts: [rows], number of real
+    branches of each row, which come first. The host reads none of these, so the step itself may compute ``counts``.
     -> [rows · branches, heads, head_dim], zeros where there is no branch.
     """
     operation = branch_attention_triton if launches(q, k, v, keys, values) else branch_attention_reference
-    return operation(q, k, v, keys, values, pointers, slots, counts)
+    return operation(q, k, v, keys, values, kv_indptr, kv_indices, counts)
 
 
 def branch_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pointers: Tensor, slots: Tensor, counts: Tensor
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_indptr: Tensor, kv_indices: Tensor, counts: Tensor
 ) -> Tensor:
     """:func:`branch_attention` in plain PyTorch, row by row."""
     group, branches = q.shape[1] // keys.shape[1], len(q) // len(counts)
     out = torch.zeros_like(q)
-    places = pointers.tolist()
+    places = kv_indptr.tolist()
     for row, count in enumerate(counts.tolist()):
         mine = slice(row * branches, row * branches + count)
-        prefix = slots[places[row] : places[row + 1]]
+        prefix = kv_indices[places[row] : places[row + 1]]
         wide, own = q[mine].float(), k[mine].float().repeat_interleave(group, 1)
         before, prefix_values = (cache[prefix].float().repeat_interleave(group, 1) for cache in (keys, values))
         scores = torch.cat([torch.einsum("bhd,lhd->bhl", wide, before), (wide * own).sum(-1, keepdim=True)], -1)
@@ -59,17 +60,17 @@ def branch_attention_triton(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    pointers: Tensor,
-    slots: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
     counts: Tensor,
     chunks: int | None = None,
 ) -> Tensor:
     """:func:`branch_attention` on a GPU. q, k and v may be parts of the fused projection.
 
-    chunks: a power of two, into how many each prefix is cut; None: by what ``slots`` holds, which may be more than is pointed to
-    only where chunks are given. Raises ValueError for other shapes, dtypes, devices or strides.
+    chunks: number of chunks of each prefix, a power of two; None: derived from the length of ``kv_indices``, which may then hold
+    nothing but the prefixes. Raises ValueError for other shapes, dtypes, devices or strides.
     """
-    _check(q, k, v, keys, values, pointers, slots, counts)
+    _check(q, k, v, keys, values, kv_indptr, kv_indices, counts)
     tokens, heads, head_dim = q.shape
     rows, kv_heads = len(counts), keys.shape[1]
     branches, group = tokens // max(1, rows), heads // kv_heads
@@ -77,12 +78,12 @@ def branch_attention_triton(
     if not tokens:
         return out
     if chunks is None:
-        chunks = chunks_of(len(slots) // rows, rows * kv_heads)
+        chunks = chunks_of(len(kv_indices) // rows, rows * kv_heads)
     partial_outs = q.new_empty((chunks if chunks > 1 else 0, *q.shape), dtype=torch.float32)
     partial_lses = q.new_empty((chunks if chunks > 1 else 0, tokens, heads), dtype=torch.float32)
     block = max(NARROW, power_of_two(branches * group))
     _attend[(rows * kv_heads, chunks)](
-        q, k, v, keys, values, out, pointers, slots, counts, partial_outs, partial_lses,
+        q, k, v, keys, values, out, kv_indptr, kv_indices, counts, partial_outs, partial_lses,
         math.log2(math.e) / math.sqrt(head_dim), tokens, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], keys.stride(0),
         branches, kv_heads, group, head_dim, block, block_keys(head_dim, q.dtype), chunks, precision(q.dtype),
         num_warps=8 if block > 64 else 4, num_stages=2 if block > 64 else 3,
@@ -98,12 +99,14 @@ def chunks_of(prefix: int, programs: int) -> int:
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pointers: Tensor, slots: Tensor, counts: Tensor) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_indptr: Tensor, kv_indices: Tensor, counts: Tensor
+) -> None:
     expect_heads(q, keys, values)
     expect("k", k, q, (len(q), *keys.shape[1:]), (q.dtype,), dense_axes=1)
     expect("v", v, q, (len(q), *keys.shape[1:]), (q.dtype,), dense_axes=1)
-    expect("pointers", pointers, q, (len(counts) + 1,), (torch.int64,))
-    expect("slots", slots, q, (slots.numel(),), (torch.int64,))
+    expect("kv_indptr", kv_indptr, q, (len(counts) + 1,), (torch.int64,))
+    expect("kv_indices", kv_indices, q, (kv_indices.numel(),), (torch.int64,))
     expect("counts", counts, q, (counts.numel(),), (torch.int64,))
     if len(q) % max(1, len(counts)) or (len(q) and not len(counts)):
         raise ValueError(f"{len(q)} branches are no whole number for each of {len(counts)} rows")
@@ -111,7 +114,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pointe
         raise ValueError(f"branches times query heads a key head are more than {MAX_ROWS}, all that a block holds")
 
 
-@jit("pointers", "slots", "counts", "tokens")
+@jit("kv_indptr", "kv_indices", "counts", "tokens")
 def _attend(
     q: tl.tensor,
     k: tl.tensor,
@@ -119,8 +122,8 @@ def _attend(
     keys: tl.tensor,
     values: tl.tensor,
     out: tl.tensor,
-    pointers: tl.tensor,
-    slots: tl.tensor,
+    kv_indptr: tl.tensor,
+    kv_indices: tl.tensor,
     counts: tl.tensor,
     partial_outs: tl.tensor,
     partial_lses: tl.tensor,
@@ -142,7 +145,9 @@ def _attend(
     CHUNKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One row, key head and chunk a program. Row r of the block is branch r // GROUP, query head r % GROUP of the key head."""
+    """Each program computes one row, key head and chunk. Row r of the block is branch r // GROUP, query head r % GROUP of the key
+    head.
+    """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     place = tl.program_id(0) // KV_HEADS
@@ -169,15 +174,15 @@ def _attend(
     total = tl.where(first_chunk, tl.full((ROWS,), 1.0, tl.float32), 0.0)
     acc = tl.where(first_chunk, own_values, 0.0)
 
-    begin = tl.load(pointers + place).to(tl.int32)
-    end = tl.load(pointers + place + 1).to(tl.int32)
+    begin = tl.load(kv_indptr + place).to(tl.int32)
+    end = tl.load(kv_indptr + place + 1).to(tl.int32)
     size = tl.cdiv(tl.cdiv(end - begin, CHUNKS), KEYS) * KEYS
     begin += chunk * size
     end = tl.where(count > 0, tl.minimum(end, begin + size), begin)
     for first in range(begin, end, KEYS):
         nth = first + tl.arange(0, KEYS)
         # Beyond the end the chunk's last slot is read again: no other request's, whose values might not be finite.
-        slot = tl.load(slots + tl.minimum(nth, end - 1))
+        slot = tl.load(kv_indices + tl.minimum(nth, end - 1))
         cell = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column[None, :]
         seen = (nth < end)[None, :] & real[:, None]
         peak, total, acc = attend_block(
@@ -205,7 +210,7 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """One token and head a program."""
+    """Each program merges one token and head."""
     token = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
     result = merge_partials(partial_outs, partial_lses, token, CHUNKS, tokens, head, HEADS, HEAD_DIM)

@@ -28,7 +28,7 @@ _SMALLEST_TEMPERATURE, _SMALLEST_KEY = tl.constexpr(SMALLEST_TEMPERATURE), tl.co
 
 
 class Candidates(NamedTuple):
-    """Of each row the ``width`` most probable tokens, the kept ones first."""
+    """The ``width`` most probable tokens of each row, those that are kept first."""
 
     ids: Tensor
     """[rows, width] int64, by falling logit, equals by rising id; valid ids also beyond those kept."""
@@ -154,7 +154,7 @@ def _join_and_filter(
     KEY_BLOCK: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ) -> None:
-    """One row a program."""
+    """Each program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     k = tl.where(temperature > 0, tl.load(top_k + row), 1)

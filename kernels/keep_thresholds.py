@@ -1,4 +1,4 @@
-"""Where top-k, top-p and min-p cut a row's logits off, as one number a row, without sorting the vocabulary.
+"""Thresholds at which top-k, top-p and min-p cut off a row's logits, one number for each row, without sorting the vocabulary.
 
 Both cuts are the same question about the gaps ``peak - logit`` of a row: which is the largest g such that the tokens with a gap
 below g are fewer than k, or have together less than p of the probability? The float32 gaps are not negative, so that their bits

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels.linear import linear
+from kernels.row_chunks import CHUNK_ELEMENTS
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
-
-CHUNK_ELEMENTS = 1 << 24
-"""Logits in memory at a time, without the kernel: 64 MiB of float32. Fewer rows a product would read the head more often."""
 
 WAVES = 4
 """Programs for each multiprocessor, so that the last ones to end leave little of the GPU idle."""
@@ -73,7 +71,7 @@ def label_logprobs_triton(hidden: Tensor, head: Tensor, labels: Tensor) -> Tenso
 
 
 class Tiles(NamedTuple):
-    """What a program multiplies at a time: [rows, size] by [vocab, size]."""
+    """Block sizes of a program's product of [rows, size] by [vocab, size]."""
 
     rows: int
     vocab: int
@@ -155,7 +153,7 @@ def _gather(
     SPLIT_BLOCK: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
 ) -> None:
-    """One label of one row a program."""
+    """Each program computes one label of one row."""
     row = tl.program_id(0).to(tl.int64)
     place = row * LABELS + tl.program_id(1)
     token = tl.load(labels + place)

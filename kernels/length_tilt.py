@@ -1,4 +1,4 @@
-"""What becomes of the candidates of guided draws, given what a length model says of each.
+"""Tilts the probabilities of the candidates of guided draws by the length model's values.
 
 Definitions as in "Length Value Model", arXiv 2604.27039, and its public code. With p a row's probabilities, z the length model's
 output for each candidate and v = sigmoid(z), which is 0 for an end of sequence; m, M and E the least, largest and mean v:
@@ -50,7 +50,7 @@ _MARGIN, _LEAST_MARGIN, _STEPS = tl.constexpr(MARGIN), tl.constexpr(LEAST_MARGIN
 
 
 class Tilts(NamedTuple):
-    """How each of some rows is guided, [rows] each."""
+    """Guidance parameters of each row, [rows] each."""
 
     rule: Tensor
     """int64, its place in :data:`RULES`."""
@@ -124,7 +124,7 @@ def length_tilt_reference(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, ti
 def _wanted_mean(
     rule: Tensor, scale: Tensor, log_gamma: Tensor, target: Tensor, least: Tensor, most: Tensor, mean: Tensor
 ) -> Tensor:
-    """What the mean value is to be by the rules that say so, [rows, 1]."""
+    """Target of the mean value, for the rules that have one, [rows, 1]."""
     share = (mean - least) / (most - least).clamp(min=FLAT)
     wanted = scale * mean
     linear = mean + (scale - 1) * torch.where(scale >= 1, most - mean, mean - least)

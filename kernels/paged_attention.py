@@ -1,8 +1,8 @@
-"""Attention of runs of new tokens over slots, causal, for runs of any lengths at once.
+"""Causal attention of segments of new tokens over slots, for segments of any lengths at once.
 
-A run's context is a list of slots, of which the last are its own tokens'; lists may share slots. The work is cut on the host, see
-:mod:`kernels.attention_layout`. The softmax is computed block by block (Milakov and Gimelshein 2018, arXiv 1805.02867), in base 2;
-long contexts are read by several programs (Dao et al. 2023, "Flash-Decoding for long-context inference").
+The context of a segment is a list of slots, of which the last are those of its own tokens; lists may share slots. The host cuts
+the work, see :mod:`kernels.attention_layout`. The softmax is computed block by block (Milakov and Gimelshein 2018, arXiv
+1805.02867), in base 2; several programs read a long context (Dao et al. 2023, "Flash-Decoding for long-context inference").
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def paged_attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
-    """Each query attends to its run's context up to and including its own slot.
+    """Each query attends to its segment's context up to and including its own slot.
 
-    q: [queries, heads, head_dim], the runs' one after the other; keys, values: [slots, kv_heads, head_dim]; layout: on the same
-    device. -> [queries, heads, head_dim]
+    q: [queries, heads, head_dim], segment after segment; keys, values: [slots, kv_heads, head_dim]; layout: on the same device. ->
+    [queries, heads, head_dim]
     """
     operation = paged_attention_triton if launches(q, keys, values) else paged_attention_reference
     return operation(q, keys, values, layout)
 
 
 def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
-    """:func:`paged_attention` in plain PyTorch, run by run."""
+    """:func:`paged_attention` in plain PyTorch, segment by segment."""
     group = q.shape[1] // keys.shape[1]
-    starts, pointers = layout.starts.tolist(), layout.pointers.tolist()
+    qo_indptr, kv_indptr = layout.qo_indptr.tolist(), layout.kv_indptr.tolist()
     out = torch.empty_like(q)
-    for run in range(len(starts) - 1):
-        rows = slice(starts[run], starts[run + 1])
-        slots = layout.slots[pointers[run] : pointers[run + 1]]
-        k, v = (cache[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
+    for segment in range(len(qo_indptr) - 1):
+        rows = slice(qo_indptr[segment], qo_indptr[segment + 1])
+        kv_indices = layout.kv_indices[kv_indptr[segment] : kv_indptr[segment + 1]]
+        k, v = (cache[kv_indices].float().repeat_interleave(group, 1) for cache in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) / math.sqrt(q.shape[2])
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(slots) - scores.shape[1] + 1)
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(kv_indices) - scores.shape[1] + 1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
@@ -65,7 +65,7 @@ def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layo
     Raises ValueError for other shapes, dtypes, devices or strides.
     """
     expect_heads(q, keys, values)
-    expect("layout.own", layout.own, q, (len(q),), (torch.int64,))
+    expect("layout.out_cache_loc", layout.out_cache_loc, q, (len(q),), (torch.int64,))
     heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial_outs = q.new_empty((layout.partials, heads, head_dim), dtype=torch.float32)
@@ -74,7 +74,7 @@ def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layo
     def launch(items: Tensor, rows: int, num_warps: int, num_stages: int) -> None:
         kv_heads = keys.shape[1]
         _attend[(len(items) * kv_heads,)](
-            q, keys, values, out, items, layout.slots, partial_outs, partial_lses,
+            q, keys, values, out, items, layout.kv_indices, partial_outs, partial_lses,
             math.log2(math.e) / math.sqrt(head_dim), q.stride(0), q.stride(1), keys.stride(0),
             kv_heads, heads // kv_heads, head_dim, rows, block_keys(head_dim, q.dtype), precision(q.dtype),
             num_warps=num_warps, num_stages=num_stages,
@@ -163,14 +163,14 @@ def merge_partials(
     return acc / total
 
 
-@jit("items", "slots")
+@jit("items", "kv_indices")
 def _attend(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     out: tl.tensor,
     items: tl.tensor,
-    slots: tl.tensor,
+    kv_indices: tl.tensor,
     partial_outs: tl.tensor,
     partial_lses: tl.tensor,
     scale: tl.tensor,
@@ -184,7 +184,7 @@ def _attend(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One item and key head a program. Row r of the block is query r // GROUP, query head r % GROUP of the key head."""
+    """Each program computes one item and key head. Row r of the block is query r // GROUP, query head r % GROUP of the key head."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * 6
@@ -209,7 +209,7 @@ def _attend(
     for first in range(begin, end, KEYS):
         place = first + tl.arange(0, KEYS)
         # Beyond the end the item's last slot is read again: no other request's, whose values might not be finite.
-        slot = tl.load(slots + tl.minimum(place, end - 1))
+        slot = tl.load(kv_indices + tl.minimum(place, end - 1))
         cell = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column[None, :]
         seen = (place < end)[None, :] & (place[None, :] <= (own + query)[:, None])
         peak, total, acc = attend_block(
@@ -231,7 +231,7 @@ def _attend(
 def _merge(
     out: tl.tensor, merges: tl.tensor, partial_outs: tl.tensor, partial_lses: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ) -> None:
-    """One query and head a program."""
+    """Each program merges one query and head."""
     merge = merges + tl.program_id(0) // HEADS * 4
     head = tl.program_id(0) % HEADS
     items = tl.load(merge + 2).to(tl.int32)

@@ -1,4 +1,4 @@
-"""What stands between the fused projection and attention, in one pass: QK-norm, rotation, and keys and values to their slots.
+"""One pass between the fused projection and attention: QK-norm, rotation, and the write of keys and values to their slots.
 
 Apart these are up to six launches a layer, and each reads and writes what the one before wrote.
 """

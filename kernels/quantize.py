@@ -105,7 +105,7 @@ def row_codes(rows: tl.tensor) -> tl.tensor:
 
 @jit()
 def _quantize_rows(x: tl.tensor, codes: tl.tensor, scales: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """One row a program."""
+    """Each program quantises one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)[None, :]
     kept = columns < SIZE

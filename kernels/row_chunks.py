@@ -1,4 +1,4 @@
-"""Rows a few at a time, where temporaries are several times as large as what they are made from."""
+"""Work on a bounded number of rows at a time, where temporaries are several times as large as their input."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24
-"""Elements worked on at a time: 64 MiB of float32."""
+"""Elements computed at a time: 64 MiB of float32. Smaller chunks of logits would read the head's weights more often."""
 CPU_CHUNK_ELEMENTS = 1 << 18
-"""The same on a CPU, whose caches hold so many: noise takes a third of the time that it takes on 2^22 (one core)."""
+"""Elements computed at a time on a CPU. This many fit its caches: a third of the time for noise of 2^22 (one core)."""
 
 
 def row_chunks(rows: Tensor, width: int = 0) -> tuple[Tensor, ...]:
-    """Cut along the first axis so that a part has few enough elements, at ``width`` (0: its last axis) a row."""
+    """``rows`` cut along the first axis so that a part has at most the elements of a chunk; width: of a row, 0: its last axis."""
     limit = CPU_CHUNK_ELEMENTS if rows.device.type == "cpu" else CHUNK_ELEMENTS
     return torch.split(rows, max(1, limit // (width or rows.shape[-1])))

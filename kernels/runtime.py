@@ -19,11 +19,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AVAILABLE = INTERPRETED or torch.cuda.is_available()
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-"""What the kernels read and write; they compute in float32."""
+"""Dtypes that kernels read and write; they compute in float32."""
 
 
 class Kernel(Protocol):
-    """What :func:`jit` makes of a function."""
+    """Type of a function that :func:`jit` returns."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         """The function that launches it over ``grid``; an empty grid launches nothing."""

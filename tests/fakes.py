@@ -350,8 +350,8 @@ def _next(engine: FakeEngine, request: wire.Generate, index: int, tokens: list[i
         return engine.says[len(tokens)] if len(tokens) < len(engine.says) else engine.eos
     sampling = request.sampling
     noise = random.Random(f"{sampling.seed} {request.index + index} {len(tokens)}")
-    if request.guidance is not None:
-        judged = guided(engine, request.guidance, request.prompt + tokens)
+    if request.length_guidance is not None:
+        judged = guided(engine, request.length_guidance, request.prompt + tokens)
         drawn = {id: logprob - math.log(-math.log(noise.random())) for id, (logprob, _) in judged.items()}
         return max(drawn, key=drawn.__getitem__)
     row = logprobs_after(request.prompt + tokens, library().get_vocab_size())
@@ -361,7 +361,7 @@ def _next(engine: FakeEngine, request: wire.Generate, index: int, tokens: list[i
     return max(drawn, key=drawn.__getitem__)
 
 
-def guided(engine: FakeEngine, guidance: wire.Guidance, before: list[int]) -> dict[int, tuple[float, float]]:
+def guided(engine: FakeEngine, guidance: wire.LengthGuidance, before: list[int]) -> dict[int, tuple[float, float]]:
     """The candidates after ``before``: the log-probability that each is drawn with, and its value.
 
     The fake obeys ``centered_exp`` and, with ``target_value``, ``eq``: the others are ruled out. Other settings it leaves alone.
@@ -382,12 +382,12 @@ def _logprobs(engine: FakeEngine, before: list[int], tokens: list[int], request:
     """Of output; with guidance and unless ``says`` rules, of the candidates."""
     if request.logprobs is None:
         return None
-    if request.guidance is None or engine.says is not None:
+    if request.length_guidance is None or engine.says is not None:
         return _model_logprobs(engine, before, tokens, request.logprobs)
     told = wire.Logprobs([], [], [], [])
     for place, token in enumerate(tokens):
-        judged = guided(engine, request.guidance, before + tokens[:place])
-        valued = request.guidance.return_values
+        judged = guided(engine, request.length_guidance, before + tokens[:place])
+        valued = request.length_guidance.return_values
         best = [id for id, (logprob, _) in judged.items() if valued or logprob > -math.inf][: request.logprobs]
         told.chosen.append(judged[token][0])
         told.top_tokens.append(best)

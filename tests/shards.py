@@ -16,7 +16,7 @@ WHOLE = (
     *sorted((TESTS / "kernels").glob("test_*.py")),
     TESTS / "engine/attention/test_backends.py",
     TESTS / "engine/test_graphs.py",
-    TESTS / "engine/guidance/test_pass_graphs.py",
+    TESTS / "engine/lenvm/test_pass_graphs.py",
 )
 """Files whose tests take the device, whichever it is."""
 NOTHING_TO_RUN = 5

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import wire
 from engine.demo import MODELS
-from engine.models.value import load_value_model
+from engine.models.lenvm import load_lenvm
 from examples.demo_models.forward import causal_hidden
 from examples.demo_models.length import GAMMA
 from examples.demo_models.text import load_tokenizer
@@ -156,7 +156,7 @@ def test_guidance_through_the_openai_sdk(demo: Program, version: int):
 
 @torch.inference_mode()
 def test_values_are_those_of_a_plain_forward(demo: Program):
-    model, tokenizer = load_value_model(MODELS / "length"), load_tokenizer(MODELS / "base")
+    model, tokenizer = load_lenvm(MODELS / "length"), load_tokenizer(MODELS / "base")
     prompt, partial = "Describe: red shoes\n", ["", "A note in one line. First,", "A review in eleven parts. Part one:"]
     body = {"model": "demo", "prompt": prompt, "partial": partial}
     for _ in range(2):  # the second time, much is cached

@@ -40,7 +40,7 @@ def test_help_lists_every_target() -> None:
 def test_serve_passes_on_what_was_given() -> None:
     assert serve_line() == ".venv/bin/yardstick serve"
     assert serve_line("PORT=9000", "MODEL=Qwen/Qwen3-0.6B") == ".venv/bin/yardstick serve --model Qwen/Qwen3-0.6B --port 9000"
-    assert serve_line("FLAGS=--max-tokens-in-cache 5") == ".venv/bin/yardstick serve --max-tokens-in-cache 5"
+    assert serve_line("FLAGS=--max-total-tokens 5") == ".venv/bin/yardstick serve --max-total-tokens 5"
 
 
 def test_serve_takes_no_host_from_the_shell() -> None:

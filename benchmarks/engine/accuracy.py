@@ -26,8 +26,8 @@ from benchmarks.engine.subject import Subject, subject
 from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.demo import MODELS
+from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import load_value_model
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
@@ -206,7 +206,7 @@ def value_costs(sizes: Sizes) -> dict[str, dict[str, float]]:
     exact: Tensor | None = None
     found = {}
     for dtype, quantize in FORMATS:
-        value_model = load_value_model(MODELS / "length", getattr(torch, dtype), quantize)
+        value_model = load_lenvm(MODELS / "length", getattr(torch, dtype), quantize)
         values, truths = values_and_truths(value_model, texts)
         exact = values if exact is None else exact
         difference = (values - exact).abs()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.link import MALLOC
+from engine.serving.loop_client import MALLOC
 from engine.settings import DTYPES, QUANTIZE
 
 PARTS = ("offline", "ablations", "online")

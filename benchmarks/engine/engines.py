@@ -73,7 +73,7 @@ class Engine:
             model="bench",
             name="bench",
             dtype=dtype,
-            max_tokens_in_cache=slots,
+            max_total_tokens=slots,
             overlap=overlap,
             cuda_graphs=cuda_graphs,
         )

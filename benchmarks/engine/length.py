@@ -29,12 +29,12 @@ from benchmarks.engine.writers import (
     survivors,
 )
 from engine import wire
-from engine.build import Length
+from engine.build import PairedLenVM
 from engine.demo import MODELS
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import load_value_model
 from examples.demo_models.length import GAMMA
 
 PUBLISHED = {"first timing study": 4.55, "optimised": 4.03}
@@ -75,7 +75,7 @@ class Pair:
     """The two models that are measured."""
 
     decoder: Decoder
-    length: Length
+    length: PairedLenVM
     dtype: str
 
     @property
@@ -95,8 +95,8 @@ def load_pair(shape: str) -> Pair:
     if shape == "7b":
         return Pair(*random_pair(QWEN25_7B, QWEN25_15B, device, getattr(torch, dtype)), dtype)
     decoder = load_model(MODELS / "base", getattr(torch, dtype)).to(device).eval()
-    model = load_value_model(MODELS / "length", getattr(torch, dtype)).to(device).eval()
-    return Pair(decoder, Length(model, GAMMA), dtype)
+    model = load_lenvm(MODELS / "length", getattr(torch, dtype)).to(device).eval()
+    return Pair(decoder, PairedLenVM(model, GAMMA), dtype)
 
 
 def run(options: Options) -> None:

@@ -19,72 +19,86 @@ from torch import Tensor
 
 from benchmarks.engine.records import Records
 from benchmarks.engine.writers import Writer, Writing
-from engine.core import Lookahead, Run
-from engine.guidance.guide import Attend, Guide, GuidedRow, Pass, Passed, Resolve, Steered
+from engine.core import ExtendSegment
+from engine.device.sampling import gumbel
+from engine.lenvm.guided_draws import (
+    GuidedDraws,
+    GuidedRow,
+    GuidedStep,
+    LenVMOutput,
+    LenVMPass,
+    LenVMRunner,
+    PassAttention,
+    Resolve,
+)
 from engine.loop import Loop
-from engine.sampling import gumbel
 
 YARDSTICK = "Yardstick"
 
 
-class SeparateExtend(Guide):
+class SeparateExtend(LenVMRunner):
     """Pending tokens in a forward pass of their own, before that of the candidates."""
 
-    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
-        if not work.runs or not work.ahead:
+    def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
+        if not work.segments or not work.passes:
             return super()._forward(work, resolve)
-        alone = work._replace(ahead=[], branches=[], tokens=work.tokens[:0], counts=work.counts[:0])
+        alone = work._replace(passes=[], branches=[], tokens=work.tokens[:0], counts=work.counts[:0])
         first = super()._forward(alone, resolve)
-        second = super()._forward(work._replace(runs=[], asked=[]), resolve)
+        second = super()._forward(work._replace(segments=[], valued=[]), resolve)
         return second._replace(ends=first.ends)
 
 
-class NoAdoption(Guide):
+class NoAdoption(LenVMRunner):
     """The token that was drawn last goes through the length model once more, as if its keys and values had been thrown away."""
 
-    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
+    def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
         again = [
-            Run(lookahead.branch.request, lookahead.branch, lookahead.branch.tokens.view[-1:].copy(), lookahead.prefix)
-            for lookahead in work.ahead
-            if lookahead.pending is None
+            ExtendSegment(
+                candidate_pass.branch.request,
+                candidate_pass.branch,
+                candidate_pass.branch.tokens.view[-1:].copy(),
+                candidate_pass.prefix,
+            )
+            for candidate_pass in work.passes
+            if candidate_pass.pending is None
         ]
-        return super()._forward(work._replace(runs=[*work.runs, *again]), resolve)
+        return super()._forward(work._replace(segments=[*work.segments, *again]), resolve)
 
 
-class EachReadsItsPrefix(Guide):
+class EachReadsItsPrefix(LenVMRunner):
     """Every candidate reads the keys and values of its text by itself, in passes that are launched: none such is captured."""
 
-    def _forward(self, work: Pass, resolve: Resolve) -> Passed:
+    def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
         self._graphs = None
         return super()._forward(work, resolve)
 
-    def _attend(self, work: Pass) -> Attend:
-        alone = [lookahead for lookahead, count in zip(work.ahead, work.branches, strict=True) for _ in range(count)]
-        return super()._attend(work._replace(ahead=alone, branches=[1] * len(alone), counts=torch.ones_like(work.tokens)))
+    def _attend(self, work: LenVMPass) -> PassAttention:
+        alone = [candidate_pass for candidate_pass, count in zip(work.passes, work.branches, strict=True) for _ in range(count)]
+        return super()._attend(work._replace(passes=alone, branches=[1] * len(alone), counts=torch.ones_like(work.tokens)))
 
 
-class OnTheHost(Guide):
+class OnTheHost(LenVMRunner):
     """Candidates to the host, row by row through the formula there, the chosen back to the device. ``centered_exp`` only."""
 
-    def steer(
-        self, logits: Tensor, rows: Sequence[GuidedRow], runs: Sequence[Run], asked: Sequence[int], resolve: Resolve
-    ) -> tuple[Steered, Tensor | None, list[Lookahead]]:
+    def draw_guided(
+        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
+    ) -> GuidedStep:
         sampling, _, found = self._candidates(logits, rows)
         width = found.ids.shape[1]
         counts = found.counts.tolist()
         at = [row for row, count in enumerate(counts) if count > 1]
-        ahead = [rows[row].lookahead for row in at]
+        passes = [rows[row].candidate_pass for row in at]
         branches = [counts[row] for row in at] if self._compact else [width] * len(at)
         places = [row * width + rank for row, count in zip(at, branches, strict=True) for rank in range(count)]
         tokens = found.ids.flatten()[torch.tensor(places, dtype=torch.int64, device=self._device)]
-        pending = [lookahead.pending for lookahead in ahead if lookahead.pending is not None]
-        passed = self._forward(Pass([*runs, *pending], asked, ahead, branches, tokens, found.counts[at]), resolve)
+        pending = [candidate_pass.pending for candidate_pass in passes if candidate_pass.pending is not None]
+        passed = self._forward(LenVMPass([*segments, *pending], valued, passes, branches, tokens, found.counts[at]), resolve)
         z = dict(zip(places, [] if passed.branches is None else passed.branches.tolist(), strict=True))
         noise, ids, p = (tensor.tolist() for tensor in (gumbel(sampling.keys, found.ids), found.ids, found.probabilities))
         chosen = []
         for row, count in enumerate(counts):
             tilted = [
-                p[row][rank] * math.exp(rows[row].guidance.scale * self._value(ids[row][rank], z.get(row * width + rank)))
+                p[row][rank] * math.exp(rows[row].length_guidance.scale * self._value(ids[row][rank], z.get(row * width + rank)))
                 for rank in range(count)
             ]
             keys = [math.log(weight) + noise[row][rank] for rank, weight in enumerate(tilted)]
@@ -93,11 +107,11 @@ class OnTheHost(Guide):
         firsts = np.cumsum([0, *branches])
         self._adopt(
             passed,
-            ahead,
+            passes,
             torch.tensor([firsts[i] + chosen[row] for i, row in enumerate(at)], dtype=torch.int64, device=self._device),
         )
         undecided = found.counts > 1
-        steered = Steered(
+        steered = GuidedDraws(
             tokens=found.ids.gather(1, ranks.unsqueeze(1)).squeeze(1),
             logprobs=torch.zeros(len(rows), device=self._device),
             ids=found.ids,
@@ -107,14 +121,14 @@ class OnTheHost(Guide):
             counts=found.counts,
         )
         kept = set(at)
-        return steered, passed.ends, [row.lookahead for place, row in enumerate(rows) if place not in kept]
+        return GuidedStep(steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept])
 
     def _value(self, token: int, z: float | None) -> float:
         return 0.0 if z is None or token in self._eos else 1 / (1 + math.exp(-z))
 
 
-VARIANTS: dict[str, type[Guide]] = {
-    YARDSTICK: Guide,
+VARIANTS: dict[str, type[LenVMRunner]] = {
+    YARDSTICK: LenVMRunner,
     "separate extend": SeparateExtend,
     "no adoption": NoAdoption,
     "keys and values read per candidate": EachReadsItsPrefix,
@@ -123,16 +137,16 @@ VARIANTS: dict[str, type[Guide]] = {
 
 
 @contextmanager
-def guided_by(loop: Loop, kind: type[Guide]) -> Iterator[None]:
+def guided_by(loop: Loop, kind: type[LenVMRunner]) -> Iterator[None]:
     """``loop``, which is idle, with another way to guide."""
     runner: Any = loop._runner
-    own = runner._guide
-    runner._guide = kind.__new__(kind)
-    runner._guide.__dict__.update(own.__dict__)
+    own = runner._lenvm
+    runner._lenvm = kind.__new__(kind)
+    runner._lenvm.__dict__.update(own.__dict__)
     try:
         yield
     finally:
-        runner._guide = own
+        runner._lenvm = own
 
 
 def ablate(
@@ -141,7 +155,7 @@ def ablate(
     """Median milliseconds a step of each variant, taken in turn, for each load; ``launched``: the engine without CUDA graphs, where
     it has them."""
     variants = {name: (writer, kind) for name, kind in VARIANTS.items()}
-    variants |= {} if launched is None else {"no CUDA graphs": (launched, Guide)}
+    variants |= {} if launched is None else {"no CUDA graphs": (launched, LenVMRunner)}
     rng = np.random.default_rng(4)
     found: dict[str, dict[str, float]] = {}
     for load, writing in writings.items():

@@ -45,12 +45,15 @@ def demo_prompts(count: int) -> list[list[int]]:
 
 
 def lengths_at(
-    writer: Writer, prompts: Sequence[Sequence[int]], guidance: wire.Guidance | None, sampling: wire.Sampling
+    writer: Writer, prompts: Sequence[Sequence[int]], guidance: wire.LengthGuidance | None, sampling: wire.Sampling
 ) -> Lengths:
     """One text a prompt; the seeds are the prompts' numbers, so the same at every guidance."""
     requests = [
         wire.Generate(
-            f"{guidance}-{place}", [*prompt], msgspec.structs.replace(sampling, max_tokens=LIMIT, seed=place), guidance=guidance
+            f"{guidance}-{place}",
+            [*prompt],
+            msgspec.structs.replace(sampling, max_tokens=LIMIT, seed=place),
+            length_guidance=guidance,
         )
         for place, prompt in enumerate(prompts)
     ]
@@ -66,7 +69,7 @@ def by_scale(writer: Writer, texts: int, records: Records) -> dict[float, Length
     found = {}
     for place in records.progress(range(len(SCALES)), "lengths by scale"):
         scale = SCALES[place]
-        found[scale] = lengths_at(writer, prompts, wire.Guidance(scale=scale), wire.Sampling(top_k=CANDIDATES))
+        found[scale] = lengths_at(writer, prompts, wire.LengthGuidance(scale=scale), wire.Sampling(top_k=CANDIDATES))
         records.rows += [{"kind": "length", "scale": scale, "tokens": tokens} for tokens in found[scale].tokens]
     return found
 

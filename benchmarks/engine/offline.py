@@ -20,7 +20,7 @@ from benchmarks.engine.subject import Subject
 from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.models.decoder import Decoder
-from engine.scoring import label_logprobs
+from kernels.label_logprobs import label_logprobs
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Head:
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
         """One pass."""
-        return label_logprobs(self._decoder, self._hidden, self._labels)
+        return label_logprobs(self._hidden, self._decoder.head_weight, self._labels)
 
 
 def compare(engine: Engine, decoder: Decoder, peer: Scorer, vocab_size: int, repeats: int, records: Records) -> dict[str, float]:

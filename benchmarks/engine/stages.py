@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.engine.engines import Stopwatch
-from engine.guidance import guide
+from engine.lenvm import guided_draws
 from engine.loop import Loop
 
 REST = "host, copies and the rest"
@@ -24,18 +24,18 @@ class Stages:
     def timed(self, loop: Loop) -> Iterator[None]:
         """Every stage of ``loop`` takes its time."""
         runner: Any = loop._runner
-        steering: Any = runner._guide
+        steering: Any = runner._lenvm
         places: list[tuple[Any, str, str]] = [
             (runner._decoder, "forward", "base model"),
             *([] if runner._graphs is None else [(runner._graphs, "forward", "base model")]),
             (runner._decoder, "logits", "base model's head"),
-            (guide, "candidates", "candidates"),
-            (guide, "needs_value", "candidates"),
+            (guided_draws, "candidates", "candidates"),
+            (guided_draws, "needs_value", "candidates"),
             (steering._model, "forward", "length model"),
             *([] if steering._graphs is None else [(steering._graphs, "forward", "length model")]),
             (steering._model.head, "forward", "length model's head"),
-            (guide, "length_tilt", "tilt"),
-            (guide, "gumbel", "draw"),
+            (guided_draws, "length_tilt", "tilt"),
+            (guided_draws, "gumbel", "draw"),
             (steering, "_adopt", "adoption"),
         ]
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]

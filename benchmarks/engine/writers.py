@@ -16,16 +16,16 @@ import torch
 from benchmarks.engine.roofline import Work, flops
 from benchmarks.engine.subject import SMALL
 from engine import wire
-from engine.build import Length, assemble
+from engine.build import PairedLenVM, assemble
 from engine.loop import Loop
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.lenvm import LenVM
 from engine.models.rope import Rope
-from engine.models.value import ValueModel
 from engine.settings import EngineSettings
 
 CANDIDATES = 5
-GUIDED = wire.Guidance(scale=1.0, top_k=CANDIDATES)
+GUIDED = wire.LengthGuidance(scale=1.0, top_k=CANDIDATES)
 """Every draw has so many candidates unless ``min_p`` thins them out."""
 PLAIN = wire.Sampling(top_k=CANDIDATES, ignore_eos=True)
 
@@ -65,7 +65,7 @@ class Writing:
                 f"{rng.integers(1 << 62)}-{row}",
                 rng.integers(0, vocab_size, self.prompt).tolist(),
                 msgspec.structs.replace(self.sampling, max_tokens=self.output, seed=int(rng.integers(1 << 62))),
-                guidance=GUIDED if steered else None,
+                length_guidance=GUIDED if steered else None,
                 **extra,
             )
             for row, steered in zip(range(self.rows), guided, strict=False)
@@ -76,11 +76,11 @@ class Writer:
     """The loop, driven in this process."""
 
     def __init__(
-        self, decoder: Decoder, length: Length | None, dtype: str, *, slots: int, rows: int, cuda_graphs: str = "auto"
+        self, decoder: Decoder, length: PairedLenVM | None, dtype: str, *, slots: int, rows: int, cuda_graphs: str = "auto"
     ) -> None:
         """``rows``: texts at a time at most."""
         settings = EngineSettings(
-            model="bench", name="bench", dtype=dtype, max_tokens_in_cache=slots, max_running=rows, cuda_graphs=cuda_graphs
+            model="bench", name="bench", dtype=dtype, max_total_tokens=slots, max_running_requests=rows, cuda_graphs=cuda_graphs
         )
         self.loop: Loop = assemble(decoder, settings, "bench", length)
         self.vocab_size = self.loop.info.vocab_size
@@ -130,15 +130,15 @@ def guided_flops_ratio(base: ModelConfig, length: ModelConfig, context: float, c
     return 1 + candidates * (layers + head) / plain
 
 
-def random_pair(base: ModelConfig, length: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Length]:
+def random_pair(base: ModelConfig, length: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, PairedLenVM]:
     """Random weights on ``device``, scaled so that activations stay near one. gamma is that of published checkpoints."""
     torch.manual_seed(0)
     with device:
-        decoder, model = Decoder(base, dtype), ValueModel(length, dtype)
+        decoder, model = Decoder(base, dtype), LenVM(length, dtype)
     with torch.no_grad():
         for name, parameter in (*decoder.named_parameters(), *model.named_parameters()):
             if parameter.dim() == 2:
                 parameter.normal_(std=0.05 if "embed" in name else parameter.shape[1] ** -0.5)
             elif name.endswith("bias"):
                 parameter.zero_()
-    return decoder.eval(), Length(model.eval(), 0.997)
+    return decoder.eval(), PairedLenVM(model.eval(), 0.997)

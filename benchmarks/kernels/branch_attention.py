@@ -25,9 +25,11 @@ def _at(gpu: Gpu, count: int, prefix: int) -> Row:
     q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
     k, v = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
     keys, values = torch.randn(2, count * prefix, KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
-    pointers = torch.arange(count + 1, device="cuda") * prefix
-    slots = torch.randperm(count * prefix, device="cuda")  # as scattered as a server's that has run for a while
+    kv_indptr = torch.arange(count + 1, device="cuda") * prefix
+    kv_indices = torch.randperm(count * prefix, device="cuda")  # as scattered as a server's that has run for a while
     counts = torch.full((count,), BRANCHES, device="cuda")
     moved = 2 * keys.nbytes + 2 * q.nbytes + 2 * k.nbytes
     shape = f"{count} rows, {BRANCHES} branches after {prefix}"
-    return gpu.moved("branch_attention", shape, moved, lambda: branch_attention(q, k, v, keys, values, pointers, slots, counts))
+    return gpu.moved(
+        "branch_attention", shape, moved, lambda: branch_attention(q, k, v, keys, values, kv_indptr, kv_indices, counts)
+    )

@@ -53,6 +53,6 @@ def _attention(shapes: list[tuple[int, int]], padded: int | None) -> Callable[[]
         assert packed is not None
         cut = room.within(packed)
     layout = cut.to(torch.device("cuda"))
-    q = torch.randn(len(cut.own), HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
+    q = torch.randn(len(cut.out_cache_loc), HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
     keys, values = torch.randn(2, SLOTS, KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
     return lambda: paged_attention(q, keys, values, layout)

@@ -1,1 +1,1 @@
-"""Attention over slots, behind one seam."""
+"""Attention over slots, and its backends."""

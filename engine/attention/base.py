@@ -1,4 +1,4 @@
-"""The seam: what a step's attention is asked to do."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.core import Ints, Run
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment
+from engine.ints import Ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.qk_norm_rope import qk_norm_rope_write
 
@@ -20,29 +21,34 @@ class AttentionBackend(ABC):
     """Attends from new tokens to slots."""
 
     make_ready = staticmethod(qk_norm_rope_write)
-    """What normalises, rotates and writes: one kernel on a GPU, plain PyTorch elsewhere."""
+    """Normalises and rotates queries and keys, and writes keys and values: one kernel on a GPU, plain PyTorch elsewhere."""
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
 
     @abstractmethod
-    def plan(self, runs: Sequence[Run]) -> FusedAttend:
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
         """Prepare a step once for all layers.
 
-        The result is called once a layer with the heads of the runs' tokens, concatenated in order. It writes all keys and values
-        to the runs' slots first, then lets each query attend to its run's context up to its own slot.
+        The result is called once for each layer with the heads of the segments' tokens, concatenated in order. It first writes all
+        keys and values to the segments' slots, then lets each query attend to its segment's context up to its own slot.
         """
 
-    def write(self, layer: int, heads: Heads, own: Tensor) -> Tensor:
-        """Keys, normalised and rotated, and values to the slots ``own``, [tokens] int64; returns the queries, ready to attend."""
+    def write(self, layer: int, heads: Heads, out_cache_loc: Tensor) -> Tensor:
+        """Write keys, normalised and rotated, and values to the slots ``out_cache_loc``, [tokens] int64. Returns the queries,
+        ready to attend.
+        """
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        return self.make_ready(heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, own)
+        return self.make_ready(
+            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc
+        )
 
     @abstractmethod
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
-        """The same for branches of one token, ``branches[i]`` of them on the slots ``prefixes[i]``.
+        """Prepare attention of one-token branches: ``branches[i]`` of them on the prefix in the slots ``prefixes[i]``.
 
-        The result is called with the branches of one prefix after another and writes nothing: each attends to its prefix, filled by
-        then, and to itself. counts: [prefixes] int64, on the device: how many of each, the first, are real; what comes back for
-        others is not read. Where there are prefixes, there are branches. On a GPU they must be as many for each prefix.
+        The result is called with the branches of one prefix after another, and writes nothing. Each branch attends to its prefix,
+        which is filled by then, and to itself. counts: [prefixes] int64, on the device: number of real branches of each prefix,
+        which come first; outputs of the others are not read. If there are prefixes, there are branches. On a GPU each prefix must
+        have the same number.
         """

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import MOST_SLOTS
-from engine.core import EMPTY, Ints
-from engine.memory.kv import KVCache
+from engine.ints import EMPTY, Ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import PlainAttend
 from kernels.attention_layout import Longs, cumulate
 from kernels.branch_attention import MAX_ROWS, branch_attention_triton, chunks_of
@@ -23,26 +23,26 @@ LONG = 8192
 
 
 def plan_branches(kv: KVCache, group: int, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
-    """As :meth:`AttentionBackend.plan_branches`; group: query heads a key head."""
+    """See :meth:`AttentionBackend.plan_branches`. group: query heads for each key head."""
     width = branches[0]
     assert all(count == width for count in branches), "a GPU takes the same number of branches for each prefix"
     part, parts = _parts(width, group)
     starts, listed = _listed(prefixes, parts)
     packed = _packed(starts, listed, pinned=kv.keys.is_cuda).to(kv.keys.device, non_blocking=True)
-    pointers, slots = packed[: len(starts)], packed[len(starts) :]
+    kv_indptr, kv_indices = packed[: len(starts)], packed[len(starts) :]
     counts = _in_parts(counts, part, parts)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], pointers, slots, counts)
+        return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], kv_indptr, kv_indices, counts)
 
     return attend
 
 
 class FixedBranches:
-    """The same on tables that stay where they are and as large as they are, so that what reads them can be captured once."""
+    """Attention of branches from tables of fixed address and size, so that a CUDA graph can capture it."""
 
     def __init__(self, kv: KVCache, heads: int, most_rows: int, width: int) -> None:
-        """For up to ``most_rows`` prefixes with ``width`` branches each, on a model with so many query ``heads``."""
+        """most_rows: largest number of prefixes; width: branches of each; heads: query heads of the model."""
         self.kv = kv
         self.width = width
         self._kv_heads = kv.keys.shape[2]
@@ -52,29 +52,31 @@ class FixedBranches:
     def fill(self, prefixes: Sequence[Ints], rows: int) -> bool:
         """Queue the copy of the tables of ``prefixes``, padded with empty ones to ``rows``; False, and nothing is done, where they
         do not fit."""
-        starts, listed = _listed(prefixes, self._parts)
+        kv_indptr, listed = _listed(prefixes, self._parts)
         room = rows * self._parts + 1
-        if len(starts) > room or room + len(listed) > len(self._tables):
+        if len(kv_indptr) > room or room + len(listed) > len(self._tables):
             return False
-        starts = np.pad(starts, (0, room - len(starts)), mode="edge")
-        packed = _packed(starts, listed, pinned=self._tables.is_cuda)
+        kv_indptr = np.pad(kv_indptr, (0, room - len(kv_indptr)), mode="edge")
+        packed = _packed(kv_indptr, listed, pinned=self._tables.is_cuda)
         self._tables[: len(packed)].copy_(packed, non_blocking=True)
         return True
 
     def positions(self, rows: int) -> Tensor:
-        """Of all branches of ``rows`` prefixes, as :meth:`fill` last described them, [rows · width] int64."""
+        """Positions of all branches of ``rows`` prefixes, as :meth:`fill` last described them, [rows · width] int64."""
         lengths = self._tables[: rows * self._parts + 1].diff()[:: self._parts]
         return lengths.unsqueeze(1).expand(-1, self.width).flatten()
 
     def attend(self, rows: int, counts: Tensor) -> PlainAttend:
-        """For ``rows`` prefixes, as :meth:`fill` last described them; counts: [rows] int64, any from 0 to the width for padding."""
+        """Attention for ``rows`` prefixes, as :meth:`fill` last described them. counts: [rows] int64; for padding any number up to
+        the width.
+        """
         kv, room = self.kv, rows * self._parts + 1
-        pointers, slots = self._tables[:room], self._tables[room:]
+        kv_indptr, kv_indices = self._tables[:room], self._tables[room:]
         counts = _in_parts(counts, self._part, self._parts)
         chunks = chunks_of(LONG, rows * self._parts * self._kv_heads)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], pointers, slots, counts, chunks)
+            return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], kv_indptr, kv_indices, counts, chunks)
 
         return attend
 
@@ -86,7 +88,7 @@ def _parts(width: int, group: int) -> tuple[int, int]:
 
 
 def _in_parts(counts: Tensor, part: int, parts: int) -> Tensor:
-    """How many branches of each part are real, [prefixes · parts]."""
+    """Number of real branches of each part, [prefixes · parts]."""
     if parts == 1:
         return counts
     first = torch.arange(parts, device=counts.device) * part
@@ -94,12 +96,12 @@ def _in_parts(counts: Tensor, part: int, parts: int) -> Tensor:
 
 
 def _listed(prefixes: Sequence[Ints], parts: int) -> tuple[Longs, Ints]:
-    """Where each part's prefix begins in the list of all slots, and that list."""
+    """Start of each part's prefix in the list of all slots, and that list."""
     repeated = [prefix for prefix in prefixes for _ in range(parts)]
     return cumulate(np.array([len(prefix) for prefix in repeated], np.int64)), np.concatenate([EMPTY, *repeated])
 
 
-def _packed(starts: Longs, listed: Ints, *, pinned: bool) -> Tensor:
-    """Both as one tensor on the host, ready for a copy to the device that nobody waits for."""
-    packed = torch.from_numpy(np.concatenate([starts, listed]))
+def _packed(kv_indptr: Longs, listed: Ints, *, pinned: bool) -> Tensor:
+    """Both tables as one tensor on the host, ready for a copy to the device without waiting."""
+    packed = torch.from_numpy(np.concatenate([kv_indptr, listed]))
     return packed.pin_memory() if pinned else packed

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.branches import plan_branches
-from engine.core import Ints, Run, as_ints
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment
+from engine.ints import Ints, as_ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 
 VERSION = "0.6.6"
@@ -47,12 +48,12 @@ class FlashInferAttention(AttentionBackend):
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.keys.device)
         self._wrappers: Iterator[Any] = cycle([self._wrapper(workspace) for _ in range(2)])
 
-    def plan(self, runs: Sequence[Run]) -> FusedAttend:
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
         wrapper = next(self._wrappers)
-        own = self._plan_step(wrapper, runs)
+        out_cache_loc = self._plan_step(wrapper, segments)
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            q = self.write(layer, heads, own)
+            q = self.write(layer, heads, out_cache_loc)
             pages = self.kv.keys[layer].unsqueeze(1), self.kv.values[layer].unsqueeze(1)  # [slots, 1, kv_heads, head_dim]
             # Given no tensor to fill, the wrapper would fill one with zeros first.
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -75,30 +76,30 @@ class FlashInferAttention(AttentionBackend):
         )
         return wrapper
 
-    def _plan_step(self, wrapper: Any, runs: Sequence[Run]) -> Tensor:
-        """What ``wrapper.plan`` does when only the lengths and pages change, and the slots of the runs' own tokens, [tokens].
+    def _plan_step(self, wrapper: Any, segments: Sequence[ExtendSegment]) -> Tensor:
+        """Plan a step in which only lengths and pages differ from the last one. Returns the slots of the new tokens, [tokens].
 
-        ``wrapper.plan`` itself takes Python's ``max`` over a tensor of all rows, 5 ms for 1100 of them, and copies four times.
+        ``wrapper.plan`` would take Python's ``max`` over a tensor of all rows, 5 ms for 1100 rows, and copy four times.
         """
-        counts = np.array([len(run.tokens) for run in runs], np.int32)
-        lengths = np.array([len(run.context) for run in runs], np.int32)
-        starts, pointers = _cumulate(counts), _cumulate(lengths)
-        pages = as_ints(run.context for run in runs)
-        own = as_ints(run.context[-len(run.tokens) :] for run in runs)
-        tables = send([starts, pointers, pages, np.ones(len(runs), np.int32), own], self.kv.keys.device)
+        counts = np.array([len(segment.tokens) for segment in segments], np.int32)
+        lengths = np.array([len(segment.context) for segment in segments], np.int32)
+        qo_indptr, kv_indptr = _cumulate(counts), _cumulate(lengths)
+        kv_indices = as_ints(segment.context for segment in segments)
+        out_cache_loc = as_ints(segment.context[-len(segment.tokens) :] for segment in segments)
+        tables = send([qo_indptr, kv_indptr, kv_indices, np.ones(len(segments), np.int32), out_cache_loc], self.kv.keys.device)
         wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = tables[:2]
         wrapper._paged_kv_indices_buf, wrapper._paged_kv_last_page_len_buf = tables[2:4]
-        wrapper._batch_size = len(runs)
+        wrapper._batch_size = len(segments)
         kv_heads, head_dim = self.kv.keys.shape[2:]
         wrapper._plan_info = wrapper._cached_module.plan(
             wrapper._float_workspace_buffer,
             wrapper._int_workspace_buffer,
             wrapper._pin_memory_int_workspace_buffer,
-            torch.from_numpy(starts),
-            torch.from_numpy(pointers),
+            torch.from_numpy(qo_indptr),
+            torch.from_numpy(kv_indptr),
             torch.from_numpy(lengths),
-            int(starts[-1]),
-            len(runs),
+            int(qo_indptr[-1]),
+            len(segments),
             self._heads,
             kv_heads,
             1,  # token a page

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import AttentionBackend
-from engine.core import Ints, Run, as_ints
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment
+from engine.ints import Ints, as_ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 
@@ -59,7 +60,7 @@ class Group:
 
 
 class ReferenceAttention(AttentionBackend):
-    """On a CPU; on a GPU it is there for other backends to be compared with."""
+    """Serves a CPU. On a GPU it is the reference that other backends are compared with."""
 
     make_ready = staticmethod(qk_norm_rope_write_reference)
 
@@ -67,12 +68,12 @@ class ReferenceAttention(AttentionBackend):
         super().__init__(kv)
         self._fold = heads // kv.keys.shape[2]
 
-    def plan(self, runs: Sequence[Run]) -> FusedAttend:
-        written = self._there(as_ints(run.context[-len(run.tokens) :] for run in runs).astype(np.int64))
-        groups = [self._group(pieces) for pieces in gather_similar(cut(runs))]
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
+        out_cache_loc = self._there(as_ints(segment.context[-len(segment.tokens) :] for segment in segments).astype(np.int64))
+        groups = [self._group(pieces) for pieces in gather_similar(cut(segments))]
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            q = self.write(layer, heads, written)
+            q = self.write(layer, heads, out_cache_loc)
             out = torch.empty_like(q)
             for group in groups:
                 self._attend(layer, q, group, out)
@@ -158,15 +159,15 @@ class ReferenceAttention(AttentionBackend):
         return mask[:, None].repeat(1, 1, self._fold, 1)
 
 
-def cut(runs: Sequence[Run]) -> Iterator[Piece]:
-    """The pieces of ``runs``."""
+def cut(segments: Sequence[ExtendSegment]) -> Iterator[Piece]:
+    """The pieces of ``segments``."""
     start = 0
-    for run in runs:
-        before = len(run.context) - len(run.tokens)
-        for first in range(0, len(run.tokens), MAX_QUERIES):
-            last = min(first + MAX_QUERIES, len(run.tokens))
-            yield Piece(start + first, last - first, run.context[: before + last])
-        start += len(run.tokens)
+    for segment in segments:
+        before = len(segment.context) - len(segment.tokens)
+        for first in range(0, len(segment.tokens), MAX_QUERIES):
+            last = min(first + MAX_QUERIES, len(segment.tokens))
+            yield Piece(start + first, last - first, segment.context[: before + last])
+        start += len(segment.tokens)
 
 
 def gather_similar(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

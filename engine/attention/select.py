@@ -1,4 +1,4 @@
-"""Which attention backend serves a model on a device."""
+"""Selects the attention backend for a model on a device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import NamedTuple
 import torch
 
 from engine.attention import flashinfer
+from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
+from engine.kvcache.kv import KVCache
 from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from kernels.attention_layout import NARROW
 from kernels.paged_attention import HEAD_DIMS
@@ -81,3 +84,18 @@ def _triton_problem(device: torch.device, config: ModelConfig) -> str | None:
     if config.num_heads > NARROW * config.num_kv_heads:
         return f"the model has more than {NARROW} query heads a key head"
     return None
+
+
+def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBackend:
+    """Room for the keys and values of ``slots`` tokens, and what attends to them. Raises :class:`ModelError`."""
+    config, weight = decoder.config, decoder.embed.weight
+    choice = choose(backend, weight.device, config, weight.dtype)
+    kv = KVCache(
+        layers=config.num_layers,
+        slots=slots,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    return choice.backend(kv, config.num_heads)

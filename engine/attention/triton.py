@@ -9,8 +9,9 @@ from torch import Tensor
 
 from engine.attention.base import MOST_SLOTS, AttentionBackend
 from engine.attention.branches import plan_branches
-from engine.core import Ints, Run
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment
+from engine.ints import Ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_layout import Layout, Room, lay_out
 from kernels.paged_attention import block_rows, paged_attention_triton
@@ -18,7 +19,7 @@ from kernels.qk_norm_rope import qk_norm_rope_write_triton
 
 
 class TritonAttention(AttentionBackend):
-    """On a GPU; on a CPU only in Triton's interpreter."""
+    """Serves a GPU. On a CPU it runs in Triton's interpreter only."""
 
     make_ready = staticmethod(qk_norm_rope_write_triton)
 
@@ -28,16 +29,16 @@ class TritonAttention(AttentionBackend):
         self._group = heads // self._kv_heads
         self._rows = block_rows(head_dim, kv.keys.dtype)
 
-    def plan(self, runs: Sequence[Run]) -> FusedAttend:
-        return self._attend(self._lay_out(runs).to(self.kv.keys.device))
+    def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
+        return self._attend(self._lay_out(segments).to(self.kv.keys.device))
 
-    def _lay_out(self, runs: Sequence[Run]) -> Layout:
-        lengths, contexts = [len(run.tokens) for run in runs], [run.context for run in runs]
+    def _lay_out(self, segments: Sequence[ExtendSegment]) -> Layout:
+        lengths, contexts = [len(segment.tokens) for segment in segments], [segment.context for segment in segments]
         return lay_out(lengths, contexts, group=self._group, kv_heads=self._kv_heads, rows=self._rows)
 
     def _attend(self, layout: Layout) -> FusedAttend:
         def attend(layer: int, heads: Heads) -> Tensor:
-            q = self.write(layer, heads, layout.own)
+            q = self.write(layer, heads, layout.out_cache_loc)
             return paged_attention_triton(q, self.kv.keys[layer], self.kv.values[layer], layout)
 
         return FusedAttend(attend)
@@ -47,7 +48,7 @@ class TritonAttention(AttentionBackend):
 
 
 class FixedTritonAttention(TritonAttention):
-    """The same, on tables that stay where they are and as large as they are, so that what reads them can be captured once."""
+    """Attention from tables of fixed address and size, so that a CUDA graph can capture it."""
 
     def __init__(self, kv: KVCache, heads: int, most_tokens: int) -> None:
         super().__init__(kv, heads)
@@ -58,9 +59,9 @@ class FixedTritonAttention(TritonAttention):
         """Attention of a step of ``tokens``, some of them padding, as :meth:`fill` last described it."""
         return self._attend(self._room(tokens).within(self._tables))
 
-    def fill(self, runs: Sequence[Run], tokens: int) -> bool:
-        """Queue the copy of the tables of ``runs``, padded to ``tokens``; False, and nothing is done, where they do not fit."""
-        packed = self._room(tokens).pack(self._lay_out(runs), self.kv.padding_slot)
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
+        """Queue the copy of the tables of ``segments``, padded to ``tokens``. False, and no copy, where they do not fit."""
+        packed = self._room(tokens).pack(self._lay_out(segments), self.kv.padding_slot)
         if packed is None or len(packed) > len(self._tables):
             return False
         if self._tables.is_cuda:

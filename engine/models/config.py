@@ -1,4 +1,4 @@
-"""What a decoder is, read from and written to a Hugging Face ``config.json``."""
+"""Configuration of a decoder, read from and written to a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.models.registry import family_of
 from engine.models.rope import Llama3Rope, Rope, YarnRope, yarn_attention_factor
 
 DEFAULT_THETA = 10000.0
-"""What Hugging Face takes where a configuration has no ``rope_theta``."""
+"""Default of Hugging Face transformers for ``rope_theta``."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _refuse_partial_rotation(keys: Keys) -> None:
 
 
 def _parse_rope(keys: Keys) -> Rope:
-    """From ``rope_parameters``, or from the older ``rope_scaling`` beside ``rope_theta``."""
+    """Read ``rope_parameters``, or the older ``rope_scaling`` beside ``rope_theta``."""
     inner = keys.section("rope_parameters") or keys.section("rope_scaling")
     if inner is None:
         return Rope(keys.number("rope_theta", DEFAULT_THETA))

@@ -121,7 +121,7 @@ class Attention(nn.Module):
         return Heads(qkv, kv_heads, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin)
 
 
-class FeedForward(nn.Module):
+class MLP(nn.Module):
     """SwiGLU."""
 
     gate: Callable[[Tensor], Rows]
@@ -139,15 +139,15 @@ class FeedForward(nn.Module):
         return self.down_proj(self.gate(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
-class Layer(nn.Module):
-    """One layer: what it adds is left apart from the residual, for the next normalisation to add."""
+class DecoderLayer(nn.Module):
+    """One layer. It returns its output apart from the residual, so that the next normalisation adds the two."""
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.attention = Attention(config, layer, dtype)
         self.post_attention_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp = FeedForward(config, dtype)
+        self.mlp = MLP(config, dtype)
 
     def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """x: [tokens, hidden], what the layer before added to residual, or the embeddings where residual is None."""
@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(config, index, dtype) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index, dtype) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.register_buffer("inverse_frequencies", config.rope.inverse_frequencies(config.head_dim), persistent=False)
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
     def layer_views(self, index: int, layer: nn.Module | None = None) -> dict[str, Tensor]:
         """:meth:`checkpoint_views` of one layer, or of ``layer`` in its place."""
         layer = self.layers[index] if layer is None else layer
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, DecoderLayer)
         return {f"model.layers.{index}.{name}": view.detach() for name, view in _layer_views(layer, self.config)}
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +220,7 @@ class Decoder(nn.Module):
         return (angles.cos(), angles.sin()) if amplitude == 1.0 else (angles.cos() * amplitude, angles.sin() * amplitude)
 
 
-def _layer_views(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _layer_views(layer: DecoderLayer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Names below ``model.layers.N.`` and the parts of the (fused) parameters they fill."""
     yield "input_layernorm.weight", layer.input_norm.weight
     yield "post_attention_layernorm.weight", layer.post_attention_norm.weight

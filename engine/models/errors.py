@@ -1,4 +1,4 @@
-"""Why a model cannot be served."""
+"""The error of a model that cannot be served."""
 
 from __future__ import annotations
 

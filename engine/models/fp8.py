@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.models.decoder import Decoder, Layer, Linear, RMSNorm
+from engine.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm
 from engine.models.errors import ModelError
 from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
 from kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized
@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizingLinear(QuantizedLinear):
-    """One whose input nobody has quantised yet."""
+    """A quantised layer whose input is not quantised yet."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """[rows, in] -> [rows, out]"""
@@ -88,10 +88,10 @@ PARTS: dict[str, Callable[[Any], nn.Module]] = {
     "mlp.gate_up_proj": QuantizedLinear,
     "mlp.down_proj": QuantizedLinear,
 }
-"""Of a layer, and what takes the place of each."""
+"""Parts of a layer and their quantised replacements."""
 
 
-def convert(layer: Layer) -> None:
+def convert(layer: DecoderLayer) -> None:
     """Give a layer its parts in FP8, uninitialised, in place of those it has; these go, and their memory with them."""
     for name, part in PARTS.items():
         layer.set_submodule(name, part(layer.get_submodule(name)))
@@ -99,7 +99,7 @@ def convert(layer: Layer) -> None:
 
 
 @torch.no_grad()
-def fill(layer: Layer, source: Layer) -> None:
+def fill(layer: DecoderLayer, source: DecoderLayer) -> None:
     """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
     for name, parameter in layer.named_parameters():  # norms and biases
         parameter.copy_(source.get_parameter(name))

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.models import checkpoint, fp8
 from engine.models.checkpoint import SINGLE, Stored
 from engine.models.config import ModelConfig, config_json, load_config
-from engine.models.decoder import Decoder, Layer
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.source import locate
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -41,7 +41,7 @@ def load_model(model: str | Path, dtype: torch.dtype = torch.float32, quantize: 
 
 
 def decoder_views(decoder: Decoder, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """What to fill from ``stored``. A tied model may carry its embedding under the head's name only."""
+    """Views to fill from ``stored``. A tied model may store its embedding under the head's name only."""
     return _as_stored(decoder.checkpoint_views(), stored)
 
 
@@ -56,7 +56,7 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
         return
     fp8.check_shapes(decoder)
     checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
-    layers = [layer for layer in decoder.layers if isinstance(layer, Layer)]
+    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     passage = copy.deepcopy(layers[0])
     for layer in layers:
         fp8.convert(layer)  # before any is filled: what is never written to takes no memory, what is freed in between leaves holes
@@ -107,7 +107,7 @@ def fingerprint(directory: Path, dtype: torch.dtype, quantize: str | None = None
 
 
 def _blocks(path: Path, whole: bool) -> Iterator[bytes]:
-    """All of a file, or a sample whose first blocks hold the header of any usual checkpoint."""
+    """All blocks of a file, or a sample whose first blocks hold the header of any usual checkpoint."""
     size = path.stat().st_size
     stride = SAMPLE_BLOCK if whole else max(SAMPLE_BLOCK, size // SAMPLE_BLOCKS)
     with path.open("rb") as file:

@@ -9,7 +9,7 @@ from engine.models.errors import ModelError
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture uses the decoder's flags."""
+    """Flags of an architecture."""
 
     model_type: str
     """``model_type`` of the Hugging Face configuration."""

@@ -22,7 +22,7 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         return 1.0
 
 

@@ -1,4 +1,4 @@
-"""From what a person wrote (a directory or a hub id) to a directory of files."""
+"""Finds the directory of a model, or downloads it from the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = [
     "chat_template.jinja",
     "chat_template.json",
 ]
-"""All that serving needs of a hub repository; other formats of the same weights stay there."""
+"""Files of a hub repository that serving needs; other formats of the same weights are not downloaded."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 

@@ -1,1 +1,1 @@
-"""From a batch to numbers: tensors in, one forward pass, results out."""
+"""Runs batches on the device."""

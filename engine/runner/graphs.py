@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.core import Run
+from engine.core import ExtendSegment
+from engine.device.cuda_graphs import Capture, Graphs
 from engine.models.decoder import Attend, Decoder
 
 logger = logging.getLogger(__name__)
@@ -27,89 +28,16 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 102
 """Tokens. Beyond the last, computing a step takes longer than launching it."""
 
 
-class Captured(NamedTuple):
-    """Work that can be done again."""
-
-    output: Tensor
-    """Where its result is, each time."""
-    replay: Callable[[], None]
-
-
-class Capture(Protocol):
-    """Turns work on the device into something to replay."""
-
-    def __call__(self, work: Callable[[], Tensor]) -> Captured:
-        """Do ``work``, maybe more than once. Replaying it reads the same tensors again, with what they hold by then."""
-
-    @property
-    def allocated(self) -> int:
-        """Bytes that everything captured holds on the device."""
-
-
-class CudaCapture:
-    """CUDA graphs of one memory pool. They may replay in any order, but only one at a time, in one stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # the default one cannot be captured
-        self._pool = torch.cuda.graph_pool_handle()
-        self._free_before, _ = torch.cuda.mem_get_info(device)
-
-    def __call__(self, work: Callable[[], Tensor]) -> Captured:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            work()  # compiles kernels and makes libraries allocate, which must not happen during the capture
-        self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = work()
-        return Captured(output, graph.replay)
-
-    @property
-    def allocated(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return max(0, self._free_before - free)
-
-
-Bucket = TypeVar("Bucket", bound=Hashable)
-
-
-class Graphs(Generic[Bucket]):
-    """Functions of tensors, captured, one a bucket."""
-
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
-        self._captured: dict[Bucket, tuple[tuple[Tensor, ...], Captured]] = {}
-
-    def add(self, bucket: Bucket, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-        """Capture ``function(*inputs)``. Inputs keep their place and may be shared by buckets; add large buckets first, so that the
-        others find memory in the pool."""
-        self._captured[bucket] = inputs, self._capture(lambda: function(*inputs))
-
-    def replay(self, bucket: Bucket, *values: Tensor) -> Tensor:
-        """Copy ``values`` to the first rows of the bucket's inputs, and queue it. The result is valid until the next replay of any
-        bucket is queued; rows of inputs that no value covers hold what they held before."""
-        inputs, captured = self._captured[bucket]
-        for place, value in zip(inputs, values, strict=True):
-            place[: len(value)].copy_(value, non_blocking=True)
-        captured.replay()
-        return captured.output
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """As they were added."""
-        return list(self._captured)
-
-
 class FixedAttention(Protocol):
-    """Attention whose tables stay where they are, so that it can be captured."""
+    """Attention from tables of fixed address, so that a CUDA graph can capture it."""
 
     def attend(self, tokens: int) -> Attend:
-        """For a step of ``tokens``, as :meth:`fill` last described it."""
+        """Attention of a step of ``tokens``, as :meth:`fill` last described it."""
 
-    def fill(self, runs: Sequence[Run], tokens: int) -> bool:
-        """Queue the tables of ``runs``, padded to ``tokens``; False where they do not fit. Padding is written to the padding slot
-        and read by nobody."""
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
+        """Queue the tables of ``segments``, padded to ``tokens``; False where they do not fit. Padding is written to the padding
+        slot and never read.
+        """
 
 
 class StepGraphs:
@@ -136,13 +64,13 @@ class StepGraphs:
             capture.allocated / 2**20,
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor, runs: Sequence[Run]) -> Tensor | None:
-        """tokens, positions: [tokens] int64, those of ``runs``. -> [tokens, hidden], valid until the next step is queued.
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment]) -> Tensor | None:
+        """tokens, positions: [tokens] int64, those of ``segments``. -> [tokens, hidden], valid until the next step is queued.
 
         None where no bucket fits.
         """
         size = next((size for size in self._sizes if size >= len(tokens)), None)
-        if size is None or not self._attention.fill(runs, size):
+        if size is None or not self._attention.fill(segments, size):
             return None
         self.replayed += 1
         return self._graphs.replay(size, tokens, positions)[: len(tokens)]

@@ -1,194 +1,70 @@
-"""One step: the batch's tokens through the model, and from their last hidden rows what each request asked for. Where there is a
-length model, what the step has for it goes through :mod:`engine.guidance.guide`, behind the model in the same queue.
+"""One step on the device: the batch's tokens through the model, and the outputs that its requests ask for.
 
-:meth:`Runner.launch` queues the work on the device and returns; :meth:`Flight.wait` blocks until the results are on the host.
-Nothing between the two waits for the device. On a CPU the work is done when ``launch`` returns, and ``wait`` only unpacks.
+:meth:`Runner.launch` queues the work and returns. :meth:`PendingStep.wait` blocks until the results are on the host. Nothing
+between the two waits for the device. On a CPU the work is done when ``launch`` returns, and ``wait`` only unpacks it.
+
+The kinds of output are in :mod:`engine.readouts`. The length model's part of a step, :mod:`engine.lenvm.guided_draws`, is queued
+behind the main model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.core import EMPTY, PENDING, Batch, Branch, GenerateRequest, Lookahead, Run, ScoreRequest, ValueRequest
-from engine.guidance.guide import Guide, GuidedRow, Steered
-from engine.guidance.report import guided_logprobs, top_candidates
+from engine.core import PENDING, Batch, Branch, ExtendSegment
+from engine.device.transfer import Copy, Download, Upload
+from engine.lenvm.guided_draws import GuidedStep, LenVMRunner
 from engine.models.decoder import Decoder
+from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from engine.readouts.plan import OutputPlan
 from engine.runner.graphs import StepGraphs
-from engine.runner.transfer import Download, Upload
-from engine.sampling import SamplingBatch, SamplingRow, draw, prepare, token_logprobs
-from engine.scoring import label_logprobs, label_table, next_token_logprobs
 
 Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """The next token of a sequence."""
-
-    branch: Branch
-    token: int
-    logprobs: wire.Logprobs | None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """Log-probabilities of consecutive tokens of a prompt."""
-
-    branch: Branch
-    start: int
-    """Place of the first of them in the prompt."""
-    logprobs: list[wire.Logprobs]
-
-
-@dataclass(slots=True)
-class Tally:
-    """What guidance cost and did."""
-
-    tokens: int = 0
-    """Computed by the length model, candidates included."""
-    guided: int = 0
-    """Draws for which the length model was asked."""
-    alone: int = 0
-    """Draws of guided requests that were decided without it."""
-
-
-@dataclass(slots=True)
-class Result:
-    """What a step brought, in the order of the batch; guided draws come after the others."""
-
-    prompts: list[PromptPart] = field(default_factory=list)
-    scored: list[tuple[Branch, list[float]]] = field(default_factory=list)
-    """Label log-probabilities of branches that are complete."""
-    valued: list[tuple[Branch, float]] = field(default_factory=list)
-    """Raw values of branches that are complete."""
-    drawn: list[Drawn] = field(default_factory=list)
-    ended: list[Branch] = field(default_factory=list)
-    """Sequences that are complete without drawing anything: ``max_tokens`` is 0."""
-    tally: Tally = field(default_factory=Tally)
-
-
-@dataclass(slots=True)
-class Asked:
-    """Which rows of a step are asked for what. Rows are places in the batch's tokens."""
-
-    scores: list[tuple[int, Branch, list[int]]] = field(default_factory=list)
-    draws: list[tuple[int, Branch, GenerateRequest]] = field(default_factory=list)
-    guided: list[tuple[int, Branch, GenerateRequest]] = field(default_factory=list)
-    """Draws with guidance, not among the others."""
-    values: list[tuple[int, Branch]] = field(default_factory=list)
-    """(place in the batch's runs on the length model, branch)"""
-    ended: list[Branch] = field(default_factory=list)
-    prompts: list[tuple[int, int, Run, GenerateRequest]] = field(default_factory=list)
-    """(first row, place of its token in the prompt, run, request)"""
-
-    @classmethod
-    def of(cls, batch: Batch) -> Asked:
-        """Read ``batch`` as it is now; branches change when the next step is scheduled."""
-        asked, end = cls(), 0
-        for run in batch.runs:
-            first, end = end, end + len(run.tokens)
-            request, branch = run.request, run.branch
-            if branch is None:
-                continue
-            if isinstance(request, GenerateRequest) and _wants_prompt(request, branch):
-                asked.prompts.append((first, len(run.context) - len(run.tokens), run, request))
-            if not run.completes:
-                continue
-            if isinstance(request, ScoreRequest):
-                asked.scores.append((end - 1, branch, request.labels))
-            elif isinstance(request, GenerateRequest) and request.draws(branch):
-                (asked.guided if branch in batch.lookaheads else asked.draws).append((end - 1, branch, request))
-            else:
-                asked.ended.append(branch)
-        for place, run in enumerate(batch.values):
-            if run.branch is not None and isinstance(run.request, ValueRequest) and run.completes:
-                asked.values.append((place, run.branch))
-        return asked
-
-    @property
-    def all_draws(self) -> list[tuple[int, Branch, GenerateRequest]]:
-        """Those without guidance first."""
-        return self.draws + self.guided
-
-    @property
-    def branches(self) -> list[Branch]:
-        """Those whose result is on its way."""
-        drawing, valued = [branch for _, branch, _ in self.all_draws], [branch for _, branch in self.values]
-        return [branch for _, branch, _ in self.scores] + drawing + valued + self.ended
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step on its way."""
+class PendingStep:
+    """A step that was launched and whose results are not on the host yet."""
 
     batch: Batch
-    asked: Asked
-    wanted: list[int]
-    """Draws whose log-probabilities are asked for."""
-    guided_wanted: list[int]
-    """The same of guided draws."""
-    skipped: list[Lookahead]
-    """Not computed, because the draw was decided without the length model."""
+    plan: OutputPlan
     download: Download
 
-    def wait(self) -> Result:
-        """The results. Raises what the device raised."""
-        tensors = iter(self.download.wait())
-        result = Result(ended=self.asked.ended)
-        if self.asked.scores:
-            rows = next(tensors).tolist()
-            result.scored = [(branch, row[: len(labels)]) for (_, branch, labels), row in zip(self.asked.scores, rows, strict=True)]
-        if self.asked.draws:
-            tokens = next(tensors).tolist()
-            logprobs: dict[int, wire.Logprobs] = {}
-            if self.wanted:
-                counts = [self.asked.draws[place][2].message.logprobs or 0 for place in self.wanted]
-                logprobs = dict(zip(self.wanted, _split_logprobs(next(tensors), next(tensors), next(tensors), counts), strict=True))
-            draws = enumerate(zip(self.asked.draws, tokens, strict=True))
-            result.drawn = [Drawn(branch, token, logprobs.get(place)) for place, ((_, branch, _), token) in draws]
-        for _, start, run, request in self.asked.prompts:
-            assert run.branch is not None
-            pieces = [wire.Logprobs([None], [[]], [[]])] if start == 0 else []
-            if _following(start, run, request).size:
-                values = next(tensors), next(tensors), next(tensors)
-                pieces += _split_logprobs(*values, [request.message.prompt_logprobs or 0] * len(values[0]))
-            result.prompts.append(PromptPart(run.branch, start + (start > 0), pieces))
-        if self.asked.guided:
-            self._read_guided(result, [next(tensors) for _ in range(7 if self.guided_wanted else 3)])
-        if self.asked.values:
-            raw = next(tensors).tolist()
-            result.valued = [(branch, z) for (_, branch), z in zip(self.asked.values, raw, strict=True)]
-        result.tally.tokens += sum(len(run.tokens) for run in self.batch.values)
+    def wait(self) -> StepResult:
+        """Block until the results are on the host. Raises what the device raised."""
+        self.download.wait()
+        result = StepResult()
+        for readout in self.plan.readouts:
+            readout.read(result)
+        result.lenvm.tokens += sum(len(segment.tokens) for segment in self.batch.lenvm_segments)
         return result
 
-    def _read_guided(self, result: Result, tensors: list[Tensor]) -> None:
-        tokens, undecided, counts = (tensor.tolist() for tensor in tensors[:3])
-        logprobs: dict[int, wire.Logprobs] = {}
-        if self.guided_wanted:
-            messages = [self.asked.guided[place][2].message for place in self.guided_wanted]
-            counted = [counts[place] for place in self.guided_wanted]
-            logprobs = dict(zip(self.guided_wanted, guided_logprobs(tensors[3:], counted, messages), strict=True))
-        skipped = {lookahead.branch for lookahead in self.skipped}
-        for place, (_, branch, _) in enumerate(self.asked.guided):
-            result.drawn.append(Drawn(branch, tokens[place], logprobs.get(place)))
-            lookahead = self.batch.lookaheads[branch]
-            if lookahead.branch not in skipped:
-                pending = len(lookahead.pending.tokens) if lookahead.pending else 0
-                result.tally.tokens += pending + counts[place]
-        result.tally.guided += sum(undecided)
-        result.tally.alone += len(undecided) - sum(undecided)
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Inputs of the main model on their way to the device."""
+
+    tokens: Copy
+    """[tokens] token ids; :data:`~engine.core.PENDING` where the step before draws the token."""
+    positions: Copy
+    """[tokens]"""
+    pending: Copy
+    """Rows whose token the step before draws."""
+    source: Copy
+    """[pending] row of that token among the draws of the step before."""
+    logit_rows: Copy
+    """Rows whose logits some readout reads."""
 
 
 class Runner:
-    """Owns the model and, through the attention backend, the keys and values; knows nothing of queues or slots' owners."""
+    """Owns the model and, through the attention backend, the keys and values. It knows neither queues nor the owners of slots."""
 
     def __init__(
         self,
@@ -196,190 +72,117 @@ class Runner:
         attention: AttentionBackend,
         eos_token_ids: Sequence[int],
         graphs: StepGraphs | None = None,
-        guide: Guide | None = None,
+        lenvm: LenVMRunner | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
-        self._eos = tuple(eos_token_ids)
-        self._guide = guide
+        self._lenvm = lenvm
+        self._context = ReadoutContext(decoder, tuple(eos_token_ids))
         self._device = attention.kv.keys.device
         self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)
-        """Tokens of the step before, on the device."""
+        """Tokens that the last step draws, on the device."""
         self._drawn_row: dict[Branch, int] = {}
+        """Row of each branch in ``_drawn``."""
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Flight:
-        """Queue every run of ``batch`` on the device."""
-        asked = Asked.of(batch)
-        wanted, guided_wanted = (_with_logprobs(draws) for draws in (asked.draws, asked.guided))
-        tensors: list[Tensor] = []
-        drawn: list[Tensor] = []
-        logits = None
-        if batch.runs:
-            tensors, drawn, logits = self._compute(batch, asked, wanted)
-        skipped: list[Lookahead] = []
-        valued = None
-        places = [place for place, _ in asked.values]
-        if logits is not None:
-            steered, valued, skipped = self._steer(logits, batch, asked, places)
-            drawn.append(steered.tokens)
-            tensors += [steered.tokens, steered.undecided, steered.counts]
-            if guided_wanted:
-                tensors += self._report(steered, asked, guided_wanted)
-        elif batch.values:
-            assert self._guide is not None
-            valued = self._guide.compute(batch.values, places, self._resolve)
-        if valued is not None:
-            tensors.append(valued)
-        if drawn:
-            self._drawn = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
-        self._drawn_row = {branch: place for place, (_, branch, _) in enumerate(asked.all_draws)}
-        return Flight(batch, asked, wanted, guided_wanted, skipped, Download(tensors))
-
-    def _compute(self, batch: Batch, asked: Asked, wanted: list[int]) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """Everything without guidance: the results, the tokens drawn, if any, and the logits of guided draws, if any."""
+    def launch(self, batch: Batch) -> PendingStep:
+        """Queue all segments of ``batch``, and the outputs that they ask for, on the device."""
+        plan, step, download = OutputPlan(batch, self._context), StepTensors(), Download()
         upload = Upload()
-        upload.add(np.concatenate([run.tokens for run in batch.runs]))
-        upload.add(np.concatenate([run.positions for run in batch.runs]))
-        for rows in self._pending(batch.runs):
-            upload.add(rows)
-        upload.add([row for row, *_ in asked.scores])
-        upload.add([row for row, *_ in asked.all_draws])
-        upload.add(label_table([labels for *_, labels in asked.scores]))
-        upload.add(wanted)
-        prompts = [upload.add(_following(start, run, request)) for _, start, run, request in asked.prompts]
-        sent = upload.send(self._device)
-        tokens, positions, unknown, source, score_rows, draw_rows, labels, wanted_rows = sent[:8]
-        tokens = self._fill(tokens, unknown, source)
-        sampling = prepare([self._sampling_row(branch, request) for _, branch, request in asked.draws], self._device)
-        hidden = self._forward(tokens, positions, batch.runs)
-        tensors: list[Tensor] = []
-        drawn: list[Tensor] = []
-        guided: Tensor | None = None
-        if asked.scores:
-            tensors.append(label_logprobs(self._decoder, hidden.index_select(0, score_rows), labels.view(len(score_rows), -1)))
-        if asked.all_draws:
-            logits = self._decoder.logits(hidden.index_select(0, draw_rows)).float()
-            if asked.guided:
-                logits, guided = logits[: len(asked.draws)], logits[len(asked.draws) :]
-            if asked.draws:
-                tensors += self._draw(logits, sampling, asked, wanted, wanted_rows)
-                drawn.append(tensors[1 if asked.scores else 0])
-        for (first, _, _, request), place in zip(asked.prompts, prompts, strict=True):
-            following, top = sent[place], request.message.prompt_logprobs or 0
-            if len(following):
-                tensors += next_token_logprobs(self._decoder, hidden[first : first + len(following)], following, top)
-        return tensors, drawn, guided
+        for readout in plan.readouts:
+            readout.upload(upload)
+        if batch.segments:
+            inputs = self._add_inputs(batch, plan, upload)
+            upload.send(self._device)
+            self._compute(inputs, batch, plan, step)
+        for readout in plan.main:
+            readout.queue(step, download)
+        if batch.lenvm_segments or plan.lenvm:
+            step.guided = self._run_lenvm(batch, plan, step)
+        for readout in plan.lenvm:
+            readout.queue(step, download)
+        self._keep_drawn(plan)
+        download.send()
+        return PendingStep(batch, plan, download)
 
     @property
     def replayed(self) -> int:
-        """Steps so far whose launches were replayed."""
+        """Steps so far that replayed a CUDA graph."""
         return 0 if self._graphs is None else self._graphs.replayed
 
     @property
-    def replayed_passes(self) -> int:
-        """The same of the length model's passes."""
-        return 0 if self._guide is None else self._guide.replayed
+    def replayed_lenvm_passes(self) -> int:
+        """Passes of the length model so far that replayed a CUDA graph."""
+        return 0 if self._lenvm is None else self._lenvm.replayed
 
-    def _forward(self, tokens: Tensor, positions: Tensor, runs: Sequence[Run]) -> Tensor:
-        """[tokens, hidden], through a graph where one fits."""
-        hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, runs)
-        return self._decoder(tokens, positions, self._attention.plan(runs)) if hidden is None else hidden
+    def _add_inputs(self, batch: Batch, plan: OutputPlan, upload: Upload) -> _Inputs:
+        pending, source = self._pending(batch.segments)
+        return _Inputs(
+            tokens=upload.add(np.concatenate([segment.tokens for segment in batch.segments])),
+            positions=upload.add(np.concatenate([segment.positions for segment in batch.segments])),
+            pending=upload.add(pending),
+            source=upload.add(source),
+            logit_rows=upload.add([row for readout in plan.readouts for row in readout.logit_rows]),
+        )
 
-    def _pending(self, runs: Sequence[Run]) -> tuple[Longs, Longs]:
-        """Rows whose token the step before is drawing, and its row there."""
-        ends = np.cumsum([len(run.tokens) for run in runs])
-        lasts = np.array([run.tokens[-1] for run in runs])
-        rows = [(ends[at] - 1, self._drawn_row[_on_model(runs[at])]) for at in np.flatnonzero(lasts == PENDING).tolist()]
+    def _compute(self, inputs: _Inputs, batch: Batch, plan: OutputPlan, step: StepTensors) -> None:
+        """Queue the main model: hidden rows of all tokens, and logits of the rows that readouts read, in one product."""
+        tokens = self._fill(inputs.tokens.tensor, inputs.pending.tensor, inputs.source.tensor)
+        step.hidden = self._forward(tokens, inputs.positions.tensor, batch.segments)
+        reading: list[Readout] = [readout for readout in plan.readouts if readout.logit_rows]
+        if reading:
+            logits = self._decoder.logits(step.hidden.index_select(0, inputs.logit_rows.tensor)).float()
+            parts = torch.split(logits, [len(readout.logit_rows) for readout in reading])
+            step.logits = dict(zip(reading, parts, strict=True))
+
+    def _run_lenvm(self, batch: Batch, plan: OutputPlan, step: StepTensors) -> GuidedStep:
+        """Queue one pass of the length model: the batch's segments on it, and the candidates of guided draws."""
+        assert self._lenvm is not None
+        valued = plan.length_values.segment_indices
+        if plan.guided.empty:
+            return self._lenvm.compute(batch.lenvm_segments, valued, self._resolve)
+        return self._lenvm.draw_guided(step.logits[plan.guided], plan.guided.rows, batch.lenvm_segments, valued, self._resolve)
+
+    def _keep_drawn(self, plan: OutputPlan) -> None:
+        """Keep the drawn tokens on the device, because the next step may start from them."""
+        drawing = [(readout.tokens, readout.branches) for readout in plan.readouts if readout.tokens is not None]
+        if drawing:
+            self._drawn = drawing[0][0] if len(drawing) == 1 else torch.cat([tokens for tokens, _ in drawing])
+        branches = [branch for _, branches in drawing for branch in branches]
+        self._drawn_row = {branch: row for row, branch in enumerate(branches)}
+
+    def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
+        """[tokens, hidden], from a CUDA graph where one fits."""
+        hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, segments)
+        return self._decoder(tokens, positions, self._attention.plan(segments)) if hidden is None else hidden
+
+    def _pending(self, segments: Sequence[ExtendSegment]) -> tuple[Longs, Longs]:
+        """Rows whose token the step before draws, and the row of each token there."""
+        ends = np.cumsum([len(segment.tokens) for segment in segments])
+        lasts = np.array([segment.tokens[-1] for segment in segments])
+        rows = [(ends[at] - 1, self._drawn_row[_main_branch(segments[at])]) for at in np.flatnonzero(lasts == PENDING).tolist()]
         table = np.array(rows, np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
-    def _fill(self, tokens: Tensor, unknown: Tensor, source: Tensor) -> Tensor:
-        """``tokens`` with those of the step before in the rows ``unknown``."""
-        return tokens.index_copy(0, unknown, self._drawn.index_select(0, source)) if len(unknown) else tokens
+    def _fill(self, tokens: Tensor, pending: Tensor, source: Tensor) -> Tensor:
+        """``tokens`` with those that the step before draws in the rows ``pending``."""
+        return tokens.index_copy(0, pending, self._drawn.index_select(0, source)) if len(pending) else tokens
 
-    def _resolve(self, tokens: Tensor, runs: Sequence[Run]) -> Tensor:
-        """Tokens of ``runs``, on the device, with those that the step before is drawing."""
-        unknown, source = self._pending(runs)
-        if not len(unknown):
+    def _resolve(self, tokens: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
+        """Tokens of ``segments``, on the device, with those that the step before draws."""
+        pending, source = self._pending(segments)
+        if not len(pending):
             return tokens
         upload = Upload()
-        upload.add(unknown)
-        upload.add(source)
-        return self._fill(tokens, *upload.send(self._device))
-
-    def _draw(self, logits: Tensor, sampling: SamplingBatch, asked: Asked, wanted: list[int], wanted_rows: Tensor) -> list[Tensor]:
-        """The next token of each row, and what log-probabilities are asked for."""
-        drawn = draw(logits, sampling)
-        if not wanted:
-            return [drawn]
-        top = max(asked.draws[place][2].message.logprobs or 0 for place in wanted)
-        chosen = drawn.index_select(0, wanted_rows)
-        return [drawn, *token_logprobs(logits.index_select(0, wanted_rows), chosen, top)]
-
-    def _steer(
-        self, logits: Tensor, batch: Batch, asked: Asked, places: list[int]
-    ) -> tuple[Steered, Tensor | None, list[Lookahead]]:
-        """The guided draws, as :meth:`Guide.steer` returns them."""
-        assert self._guide is not None
-        rows = []
-        for _, branch, request in asked.guided:
-            assert request.guidance is not None
-            sampling = self._sampling_row(branch, request)
-            rows.append(GuidedRow(sampling, request.guidance, request.candidates, batch.lookaheads[branch]))
-        return self._guide.steer(logits, rows, batch.values, places, self._resolve)
-
-    def _report(self, steered: Steered, asked: Asked, wanted: list[int]) -> list[Tensor]:
-        """What log-probabilities are asked for of guided draws."""
-        upload = Upload()
-        upload.add(wanted)
-        (rows,) = upload.send(self._device)
-        return top_candidates(steered, rows, max(asked.guided[place][2].message.logprobs or 0 for place in wanted))
-
-    def _sampling_row(self, branch: Branch, request: GenerateRequest) -> SamplingRow:
-        return SamplingRow(
-            params=request.message.sampling,
-            index=request.message.index + branch.index,
-            position=request.offset(branch),
-            prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
-            output_tokens=request.output(branch) if request.penalised else EMPTY,
-            eos_ids=self._eos,
-        )
+        pending_copy, source_copy = upload.add(pending), upload.add(source)
+        upload.send(self._device)
+        return self._fill(tokens, pending_copy.tensor, source_copy.tensor)
 
 
-def join_logprobs(pieces: Sequence[wire.Logprobs]) -> wire.Logprobs:
-    """Log-probabilities of consecutive tokens as one."""
-    return wire.Logprobs(
-        [value for piece in pieces for value in piece.chosen],
-        [ids for piece in pieces for ids in piece.top_tokens],
-        [values for piece in pieces for values in piece.top],
-        [values for piece in pieces for values in piece.values],
-    )
-
-
-def _split_logprobs(chosen: Tensor, ids: Tensor, top: Tensor, counts: Sequence[int]) -> list[wire.Logprobs]:
-    """One :class:`wire.Logprobs` a row, with the row's own number of alternatives."""
-    rows = zip(chosen.tolist(), ids.tolist(), top.tolist(), counts, strict=True)
-    return [wire.Logprobs([value], [row_ids[:count]], [row_top[:count]]) for value, row_ids, row_top, count in rows]
-
-
-def _wants_prompt(request: GenerateRequest, branch: Branch) -> bool:
-    return request.message.prompt_logprobs is not None and branch.index == 0 and not len(branch.outputs)
-
-
-def _following(start: int, run: Run, request: GenerateRequest) -> Longs:
-    """The prompt's tokens that the rows of ``run`` predict: row i predicts token i + 1, the last row of a prompt output."""
-    return request.prompt[start + 1 : start + len(run.tokens) + 1].astype(np.int64)
-
-
-def _with_logprobs(draws: Sequence[tuple[int, Branch, GenerateRequest]]) -> list[int]:
-    """Those whose log-probabilities are asked for."""
-    return [place for place, (*_, request) in enumerate(draws) if request.message.logprobs is not None]
-
-
-def _on_model(run: Run) -> Branch:
-    """The branch that draws what ``run`` computes, on whichever model."""
-    branch = run.branch.twin if run.branch is not None and run.request.on_length_model else run.branch
+def _main_branch(segment: ExtendSegment) -> Branch:
+    """The branch on the main model that draws the token of ``segment``."""
+    assert segment.branch is not None
+    branch = segment.branch.main_branch if segment.request.on_lenvm else segment.branch
     assert branch is not None
     return branch

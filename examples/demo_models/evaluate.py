@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.demo import MODELS
 from engine.models.decoder import Decoder
+from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import ValueModel, load_value_model
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
@@ -98,13 +98,13 @@ def description_lengths(base: Decoder, tokenizer: Tokenizer, *, count: int, chat
     return Lengths(lengths.mean().item(), (lengths.std() / lengths.mean()).item(), sum(ended) / count)
 
 
-def value_correlation(base: Decoder, value_model: ValueModel, tokenizer: Tokenizer, *, count: int, seed: int = 3) -> float:
+def value_correlation(base: Decoder, value_model: LenVM, tokenizer: Tokenizer, *, count: int, seed: int = 3) -> float:
     """Spearman's correlation of values and true remaining lengths over all states of new texts about held-out products."""
     return spearman(*values_and_truths(value_model, write_texts(base, tokenizer, count=count, seed=seed, held_out=True)))
 
 
 @torch.inference_mode()
-def values_and_truths(value_model: ValueModel, texts: list[Text]) -> tuple[Tensor, Tensor]:
+def values_and_truths(value_model: LenVM, texts: list[Text]) -> tuple[Tensor, Tensor]:
     """The value and what it should be, in every state of every text, [states] each."""
     values, truths = [], []
     for start in range(0, len(texts), ROWS):
@@ -136,7 +136,7 @@ def _ranks(x: Tensor) -> Tensor:
 def measure(directory: Path, *, questions: int = 4000, texts: int = 2000) -> Figures:
     """The figures of the models in ``directory``."""
     tokenizer, base = load_tokenizer(directory / "base"), load_model(directory / "base")
-    value_model = load_value_model(directory / "length")
+    value_model = load_lenvm(directory / "length")
     return Figures(
         auc_mixed=relevance_auc(base, tokenizer, hard=0.7, questions=questions),
         auc_hard=relevance_auc(base, tokenizer, hard=1.0, questions=questions),

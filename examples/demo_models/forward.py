@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.decoder import Attend, Decoder
-from engine.models.value import ValueModel
+from engine.models.lenvm import LenVM
 
 
-def causal_hidden(model: Decoder | ValueModel, tokens: Tensor) -> Tensor:
+def causal_hidden(model: Decoder | LenVM, tokens: Tensor) -> Tensor:
     """tokens: [rows, time], padded on the right, where causal attention never looks from the left. -> [rows, time, hidden]
 
     Attention is spelled out in matrix products: for texts this short, on a CPU that multiplies in bfloat16, that trains five

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.value import ValueModel
+from engine.models.lenvm import LenVM
 from examples.demo_models.base import Progress, descend, make_optimizer, set_learning_rate
 from examples.demo_models.corpus.documents import draw_request
 from examples.demo_models.forward import causal_hidden
@@ -81,9 +81,9 @@ def collate(texts: list[Text]) -> Batch:
     return Batch(tokens, 1 - GAMMA**remaining, remaining > 0)
 
 
-def train_length(config: ModelConfig, texts: list[Text], *, steps: int, seed: int, progress: Progress) -> ValueModel:
+def train_length(config: ModelConfig, texts: list[Text], *, steps: int, seed: int, progress: Progress) -> LenVM:
     """A value model trained from nothing: the one of its states that was best on the first texts, which are held back."""
-    model = ValueModel(config)
+    model = LenVM(config)
     initialise(model, config.num_layers, seed)
     optimizer = make_optimizer(model, LEARNING_RATE)
     held_back = max(1, round(len(texts) * HELD_BACK))
@@ -115,12 +115,12 @@ def _batches(texts: list[Text], seed: int, steps: int) -> Iterator[Batch]:
         yield collate(groups.pop())
 
 
-def _loss(model: ValueModel, batch: Batch) -> Tensor:
+def _loss(model: LenVM, batch: Batch) -> Tensor:
     """Cross entropy between the value and its estimate, of each counted state. Its minimum is the mean value."""
     z, _ = model.value(causal_hidden(model, batch.tokens)[batch.counted])
     return nn.functional.binary_cross_entropy_with_logits(z, batch.values[batch.counted], reduction="none")
 
 
 @torch.no_grad()
-def _mean_loss(model: ValueModel, batches: list[Batch]) -> float:
+def _mean_loss(model: LenVM, batches: list[Batch]) -> float:
     return torch.cat([_loss(model, batch) for batch in batches]).mean().item()

@@ -38,14 +38,14 @@ class Row:
 def measure() -> list[Row]:
     """Write the texts with the shipped models on a CPU."""
     base, length = str(MODELS / "base"), str(MODELS / "length")
-    loop = build_loop(EngineSettings(model=base, name="demo", length_model=length, device="cpu", max_tokens_in_cache=40_000))
+    loop = build_loop(EngineSettings(model=base, name="demo", length_model=length, device="cpu", max_total_tokens=40_000))
     tokenizer = load_tokenizer(MODELS / "base")
     prompt = tokenizer.encode(chat(describe(PRODUCT))).ids
     rows = []
     for scale in SCALES:
         for seed in range(TEXTS):
             sampling = wire.Sampling(max_tokens=LIMIT, top_k=CANDIDATES, seed=seed)
-            loop.submit(wire.Generate(f"{seed}", prompt, sampling, guidance=wire.Guidance(scale=scale)))
+            loop.submit(wire.Generate(f"{seed}", prompt, sampling, length_guidance=wire.LengthGuidance(scale=scale)))
         texts: dict[str, list[int]] = {}
         while not loop.idle:
             for reply in loop.step():

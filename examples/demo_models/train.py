@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models.checkpoint import VALUE_HEAD
+from engine.models.lenvm import LenVM
 from engine.models.loader import load_model, write_checkpoint
-from engine.models.value import ValueModel
 from examples.demo_models.base import Progress, train_base
 from examples.demo_models.corpus.documents import sample_texts
 from examples.demo_models.evaluate import measure
@@ -86,7 +86,7 @@ def bfloat16_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def save_length_model(model: ValueModel, directory: Path) -> None:
+def save_length_model(model: LenVM, directory: Path) -> None:
     """Write the published layout: a decoder, its head in a file of its own, and γ, which no checkpoint has a place for."""
     write_checkpoint(model.decoder.checkpoint_views(), model.config, directory, STORED)
     head = {name: tensor.to(STORED) for name, tensor in model.checkpoint_views().items()}

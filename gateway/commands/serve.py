@@ -28,6 +28,8 @@ from gateway.errors import UnusableModel
 from gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
 
 _DEMO_NAME = "yardstick-demo"
+_ENGINE_OPTIONS = ("length_gamma", "dtype", "quantize", "max_total_tokens")
+"""Options that the engine gets as they are; :mod:`engine.settings` defines them."""
 _POLL_SECONDS = 0.1
 _ENGINE_SECONDS = 10.0
 """Time that the engine has to end once the gateway, and with it every request, has ended."""
@@ -47,7 +49,7 @@ class ServeOptions:
     port: int | None
     dtype: str | None
     quantize: str | None
-    max_tokens_in_cache: int | None
+    max_total_tokens: int | None
     api_keys_file: Path | None
 
     @property
@@ -204,14 +206,10 @@ def _engine_arguments(options: ServeOptions, models: _Models, port: int) -> list
     arguments = ["engine", "--model", models.model, "--host", "127.0.0.1", "--port", str(port), "--name", options.name]
     if models.length is not None:
         arguments += ["--length-model", models.length]
-    if options.length_gamma is not None:
-        arguments += ["--length-gamma", str(options.length_gamma)]
-    if options.dtype is not None:
-        arguments += ["--dtype", options.dtype]
-    if options.quantize is not None:
-        arguments += ["--quantize", options.quantize]
-    if options.max_tokens_in_cache is not None:
-        arguments += ["--max-tokens-in-cache", str(options.max_tokens_in_cache)]
+    for name in _ENGINE_OPTIONS:
+        value = getattr(options, name)
+        if value is not None:
+            arguments += ["--" + name.replace("_", "-"), str(value)]
     return arguments
 
 

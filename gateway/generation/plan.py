@@ -61,7 +61,7 @@ def plan(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    guidance: wire.Guidance | None,
+    guidance: wire.LengthGuidance | None,
     first_index: int = 0,
     echo: str | None = None,
     param: str,
@@ -85,7 +85,7 @@ def plan(
         prompt=prompt,
         sampling=sampling,
         logprobs=logprobs,
-        guidance=guidance,
+        length_guidance=guidance,
         # without output tokens the engine has nothing else to do, so it is always asked for these
         prompt_logprobs=None if echo is None else logprobs if logprobs is not None else 0 if limit == 0 else None,
         # an answer with stop strings is read as it comes: the text may end it

@@ -1,4 +1,4 @@
-"""A request's ``length_guidance`` or ``custom_params`` to the engine's :class:`~engine.wire.Guidance`."""
+"""A request's ``length_guidance`` or ``custom_params`` to the engine's :class:`~engine.wire.LengthGuidance`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.guidance import CustomParams, LengthGuidance
 
-CANDIDATES = wire.Guidance().top_k
+CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01
 """``min_p`` of requests with a constraint that name none. A constraint looks at lengths alone: among candidates that make no sense,
 it takes whichever has the right length, and with the demo models the text became word salad."""
-
-_NEUTRAL_AT_0 = ("centered_exp", "value_bias")
 
 
 def check_guide(model: ServedModel, param: str) -> float:
@@ -24,7 +22,7 @@ def check_guide(model: ServedModel, param: str) -> float:
     return model.info.length_gamma
 
 
-def guidance_of(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> wire.Guidance | None:
+def guidance_of(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> wire.LengthGuidance | None:
     """None where the request asks for no guidance. ``logprobs``: how many most probable tokens are told, where any are.
 
     Raises :class:`InvalidRequest` for what contradicts itself and for what ``model`` cannot do.
@@ -40,7 +38,7 @@ def guidance_of(model: ServedModel, fields: GenerationRequest, *, logprobs: int 
     return _custom_guidance(model, fields.custom_params, fields.top_k)
 
 
-def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -> wire.Guidance:
+def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -> wire.LengthGuidance:
     check_guide(model, "length_guidance")
     names = {name: f"length_guidance.{name}" for name in asked.__struct_fields__}
     _check_target(asked, names)
@@ -59,7 +57,7 @@ def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -
     return _for_engine(asked, asked.top_k or CANDIDATES)
 
 
-def _custom_guidance(model: ServedModel, params: CustomParams, top_k: int | None) -> wire.Guidance:
+def _custom_guidance(model: ServedModel, params: CustomParams, top_k: int | None) -> wire.LengthGuidance:
     """As the published server does it, the request's own ``top_k`` is the number of candidates."""
     check_guide(model, "custom_params")
     spelled = params.spelled()
@@ -86,13 +84,12 @@ def _check_target(asked: LengthGuidance, names: dict[str, str]) -> None:
         raise InvalidRequest(message, param=names["constraint"])
 
 
-def _for_engine(asked: LengthGuidance, candidates: int) -> wire.Guidance:
+def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
     aimed = asked.target_length is not None or asked.target_value is not None
     mode = asked.mode or "centered_exp"
-    neutral = 0.0 if mode in _NEUTRAL_AT_0 else 1.0
-    return wire.Guidance(
+    return wire.LengthGuidance(
         mode=mode,
-        scale=neutral if asked.scale is None else asked.scale,
+        scale=wire.NEUTRAL_SCALE[mode] if asked.scale is None else asked.scale,
         gamma=asked.gamma,
         constraint=asked.constraint or ("eq" if aimed else None),
         target_length=asked.target_length,
@@ -105,7 +102,7 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.Guidance:
     )
 
 
-def gamma_of_values(model: ServedModel, guidance: wire.Guidance | None) -> float | None:
+def gamma_of_values(model: ServedModel, guidance: wire.LengthGuidance | None) -> float | None:
     """The γ by which the answer's values become tokens; None where no values are wanted."""
     if guidance is None or not guidance.return_values:
         return None

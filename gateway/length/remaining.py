@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
-LARGEST = 1 - 1e-9
+from engine import wire
+
+LARGEST = 1 - wire.SMALLEST_VALUE
 """Beyond this, a value that comes as a single-precision number says only "long"."""
 
 

@@ -74,7 +74,7 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
     return complete
 
 
-def _default_max_tokens(guidance: wire.Guidance | None) -> int:
+def _default_max_tokens(guidance: wire.LengthGuidance | None) -> int:
     """OpenAI's, with room for a target and for a text that overshoots it."""
     target = guidance.target_length if guidance else None
     return DEFAULT_MAX_TOKENS + 2 * (target or 0)

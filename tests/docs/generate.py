@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from engine.options import Option, options_of
+from engine.settings import EngineSettings, ServerSettings
 from gateway.logs.access import AccessLine
 from gateway.openapi import attribute_docstrings
 from gateway.schemas.parameters import IGNORED, REFUSED, Endpoint, Refused
@@ -57,8 +59,21 @@ def access_log() -> str:
     return _table(("field", "meaning"), [(f"`{name}`", _prose(notes[name])) for name in AccessLine.__struct_fields__])
 
 
+def engine_settings() -> str:
+    """Every option of the engine."""
+    options = [option for settings in (EngineSettings, ServerSettings) for option in options_of(settings)]
+    rows = [(f"`{option.flag}`", _prose(option.default_text), _engine_meaning(option)) for option in options]
+    return _table(("option", "default", "meaning"), rows)
+
+
+def _engine_meaning(option: Option) -> str:
+    choices = ", ".join(f"`{choice}`" for choice in option.choices)
+    return (f"{choices}: " if choices else "") + _prose(option.description)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "settings": settings,
+    "engine settings": engine_settings,
     "refused parameters": refused,
     "ignored parameters": ignored,
     "access log": access_log,

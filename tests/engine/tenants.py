@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import wire
-from engine.core import Batch, GenerateRequest, Request, Run, ScoreRequest
-from engine.memory.slots import SlotPool
-from engine.scheduler import Budget, Scheduler
+from engine.core import Batch, ExtendSegment, GenerateRequest, LabelScoreRequest, Request
+from engine.kvcache.slots import SlotPool
+from engine.scheduling.scheduler import Budget, Scheduler
 
 STEP_SECONDS, TOKEN_SECONDS = 0.002, 0.0001
 """About those of a small model on a CPU: 0.2 s for a step of 2,048 tokens."""
@@ -35,7 +35,7 @@ def scores(query: int = 20, items: int = 20, length: int = 30) -> Maker:
             return [rng.randrange(1 << 20)] * count
 
         branches = [tokens(rng.randint(length // 2, length * 3 // 2)) for _ in range(items)]
-        return ScoreRequest.of(wire.Score(name, tokens(query), branches, [1], caller=caller), now)
+        return LabelScoreRequest.of(wire.Score(name, tokens(query), branches, [1], caller=caller), now)
 
     return make
 
@@ -107,10 +107,10 @@ class Simulation:
         batch = self.scheduler.schedule()
         self.preempted += len(before - {request.id for request in self.scheduler.running})
         self.clock.now += STEP_SECONDS + TOKEN_SECONDS * batch.load
-        for run in batch.runs:
-            self._open[run.request.id][0].tokens += len(run.tokens)
-        for run in batch.runs:
-            self._settle(run)
+        for segment in batch.segments:
+            self._open[segment.request.id][0].tokens += len(segment.tokens)
+        for segment in batch.segments:
+            self._settle(segment)
         if batch.empty:
             self.clock.now = max(self.clock.now, min(at for tenant in self.tenants.values() for at in tenant.arrivals))
         if self.each_step is not None:
@@ -125,9 +125,9 @@ class Simulation:
             self.step()
         raise AssertionError(f"{len(self.tenants[name].latencies)} requests of {name} ended")
 
-    def _settle(self, run: Run) -> None:
-        branch, request = run.branch, run.request
-        if branch is None or not run.completes:
+    def _settle(self, segment: ExtendSegment) -> None:
+        branch, request = segment.branch, segment.request
+        if branch is None or not segment.completes:
             return
         if isinstance(request, GenerateRequest):
             branch.tokens.extend([self.rng.randrange(1 << 20)])

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import metrics, wire
+from engine import wire
 from engine.build import build_loop
 from engine.loop import MAX_CALLER_CHARACTERS, Loop
 from engine.request_log import BURST, LINES_PER_SECOND, RequestLog
+from engine.serving import metrics
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
@@ -33,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def build(checkpoint: Path) -> Callable[..., Loop]:
     def build(**settings) -> Loop:
-        return build_loop(EngineSettings(model=str(checkpoint), name="test", max_tokens_in_cache=2048, overlap=False, **settings))
+        return build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=2048, overlap=False, **settings))
 
     return build
 
@@ -71,7 +72,7 @@ def run(loop: Loop, *messages: wire.Request) -> list[wire.Reply]:
 
 
 def test_the_time_in_the_queue_is_told(build):
-    loop, clock = build(max_running=1), Clock()
+    loop, clock = build(max_running_requests=1), Clock()
     loop._clock = loop._scheduler._clock = clock
     caller = wire.Caller(tenant="a")
     loop.submit(wire.Score("first", [5], [[6]], [1], caller=caller))
@@ -101,7 +102,7 @@ def test_a_preempted_request_tells_the_time_to_its_first_step(build):
 
 
 def test_a_full_queue_is_shared(build, lines):
-    loop = build(max_running=1, max_waiting=4)
+    loop = build(max_running_requests=1, max_waiting=4)
     for place in range(6):
         loop.submit(score(f"a{place}", "a"))
     for place in range(3):
@@ -120,7 +121,7 @@ def test_a_full_queue_is_shared(build, lines):
 
 
 def test_a_tenant_is_refused_for_its_own_wait_only(build):
-    loop = build(max_running=1, max_wait_seconds=1e-9)
+    loop = build(max_running_requests=1, max_wait_seconds=1e-9)
     for place in range(6):
         loop.submit(score(f"a{place}", "a"))
     replies = [*loop.step(), *loop.step(), *loop.step()]
@@ -132,7 +133,7 @@ def test_a_tenant_is_refused_for_its_own_wait_only(build):
 
 
 def test_metrics_name_reasons_and_no_tenants(build):
-    loop = build(max_running=1, max_waiting=1)
+    loop = build(max_running_requests=1, max_waiting=1)
     for tenant in ("secret-a", "secret-b"):
         loop.submit(score(tenant, tenant))
     loop.submit(wire.Score("bad", [5], [], []))
@@ -202,7 +203,8 @@ def test_a_reader_that_stops_does_not_stop_the_engine():
     """Standard error is often a pipe; once that is full, a write to it takes as long as nobody reads."""
     code = """
 import logging
-from engine import logs, wire
+from engine.serving import logs
+from engine import wire
 from engine.request_log import RequestLog
 handler, clock = logs.start(), iter(range(1 << 30))
 log = RequestLog(clock.__next__)
@@ -232,7 +234,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def loop(checkpoint: Path) -> Loop:
-    return build_loop(EngineSettings(model=str(checkpoint), name="test", max_tokens_in_cache=2048, overlap=False))
+    return build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=2048, overlap=False))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

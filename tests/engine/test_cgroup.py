@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import cgroup
 from engine.build import set_threads
+from engine.device import cgroup
 from engine.settings import EngineSettings
 
 GIB = 1 << 30

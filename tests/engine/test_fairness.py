@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import wire
-from engine.core import Request, ScoreRequest
-from engine.scheduler import CONTENDED_SHARE
+from engine.core import LabelScoreRequest, Request
+from engine.scheduling.scheduler import CONTENDED_SHARE
 from tests.engine.integrity import SlotContents, check
 from tests.engine.tenants import Clock, Simulation, Tenant, mixed, scores, texts
 from tests.engine.test_scheduler import generate, make, random_request, score, settle, take
@@ -75,7 +75,7 @@ def test_a_newcomer_has_its_share_in_the_next_step():
         simulation.step()
     simulation.scheduler.add(score("new", [9] * 100, *([[8] * 50] * 20), caller=wire.Caller(tenant="new")))
     batch = simulation.scheduler.schedule()
-    own = sum(len(run.tokens) for run in batch.runs if run.request.id == "new")
+    own = sum(len(segment.tokens) for segment in batch.segments if segment.request.id == "new")
     assert own >= batch.load // 2 - batch.load // 8
 
 
@@ -85,7 +85,7 @@ def test_decoding_branches_have_their_token_in_every_step():
 
     def each_step(batch) -> None:
         decoding = {request.id for request in simulation.scheduler.running if request.reserve}
-        computed = {run.request.id for run in batch.runs}
+        computed = {segment.request.id for segment in batch.segments}
         assert tokens.get("decoding", set()) & decoding <= computed
         tokens["decoding"] = decoding
 
@@ -137,7 +137,7 @@ def test_many_tenants_leave_nothing_behind():
         steps += 1
     assert scheduler.tenants == 0
     assert not scheduler._queue._debts
-    assert not scheduler._backlog._queued
+    assert not scheduler._wait_estimator._queued
     assert steps <= 3000 * 4 / (64 * CONTENDED_SHARE) + 10, "steps were full all the time"
 
 
@@ -173,14 +173,14 @@ def test_a_newcomer_takes_slots_from_a_flood():
     scheduler = make(slots=200, tokens=64, running=64)
     for place in range(12):
         scheduler.add(generate(f"a{place}", [place] * 20, max_tokens=40, caller=wire.Caller(tenant="a")))
-    while scheduler.pool.free + scheduler.cache.evictable > 5:
+    while scheduler.pool.available + scheduler.cache.evictable > 5:
         settle(scheduler, scheduler.schedule(), lambda: 7)
     oldest = scheduler.running[0]
     new = score("new", [50] * 10, [51] * 5, caller=wire.Caller(tenant="b"))
     scheduler.add(new)
     batch = scheduler.schedule()
     check(scheduler)
-    assert sum(len(run.tokens) for run in batch.runs if run.request is new) > 0
+    assert sum(len(segment.tokens) for segment in batch.segments if segment.request is new) > 0
     assert oldest in scheduler.running
     settle(scheduler, batch, lambda: 7)
 
@@ -211,7 +211,7 @@ def test_priority_orders_one_tenants_requests_and_no_others():
     order = []
     while scheduler.requests:
         batch = scheduler.schedule()
-        order += [run.request.id for run in batch.runs]
+        order += [segment.request.id for segment in batch.segments]
         settle(scheduler, batch, None)
     assert [name for name in order if name.startswith("plain")] == ["plain3", "plain2", "plain1", "plain0"]
     first_half = order[:4]
@@ -224,7 +224,7 @@ def test_requests_age():
     scheduler = make(tokens=1, running=1, clock=clock)
 
     def add(name: str, priority: int) -> None:
-        scheduler.add(ScoreRequest.of(wire.Score(name, [], [[1]], [1], priority=priority), clock.now))
+        scheduler.add(LabelScoreRequest.of(wire.Score(name, [], [[1]], [1], priority=priority), clock.now))
 
     add("plain", 0)
     began = None
@@ -232,7 +232,7 @@ def test_requests_age():
         for place in range(2):
             add(f"urgent {second} {place}", -(2**31))
         batch = scheduler.schedule()
-        if batch.runs[0].request.id == "plain":
+        if batch.segments[0].request.id == "plain":
             began = second
             break
         settle(scheduler, batch, None)
@@ -326,10 +326,10 @@ def test_random_requests_of_several_tenants_end_and_every_slot_has_one_owner(see
         step()
         most -= 1
         assert most > 0, "somebody starves"
-    for lane in scheduler.lanes:
-        lane.cache.clear()
-        assert lane.pool.free == lane.pool.size
-        assert lane.cache.roots == [lane.cache.root]
+    for kv_pool in scheduler.kv_pools:
+        kv_pool.cache.clear()
+        assert kv_pool.pool.available == kv_pool.pool.size
+        assert kv_pool.cache.roots == [kv_pool.cache.root]
 
 
 @settings(max_examples=30, deadline=None)

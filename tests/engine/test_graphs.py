@@ -21,16 +21,18 @@ from engine.attention.flashinfer import problem
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import FixedTritonAttention, TritonAttention
 from engine.build import build_loop, make_graphs
-from engine.core import EMPTY, Batch, Ints, Request, Run, as_ints
+from engine.core import Batch, ExtendSegment, Request
+from engine.device.cuda_graphs import Captured, CudaCapture, Graphs
+from engine.ints import EMPTY, Ints, as_ints
+from engine.kvcache.kv import KVCache
 from engine.loop import Loop
-from engine.memory.kv import KVCache
-from engine.metrics import render
 from engine.models.decoder import Decoder, FusedAttend
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
-from engine.runner.graphs import Captured, CudaCapture, Graphs, StepGraphs
-from engine.runner.runner import Flight, Runner
-from engine.scheduler import Budget
+from engine.runner.graphs import StepGraphs
+from engine.runner.runner import PendingStep, Runner
+from engine.scheduling.scheduler import Budget
+from engine.serving.metrics import render
 from engine.settings import EngineSettings
 from kernels import attention_layout
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -85,15 +87,15 @@ class Replanned:
     def attend(self, tokens: int) -> FusedAttend:
         return FusedAttend(lambda layer, heads: self.planned.attend(layer, heads))
 
-    def fill(self, runs: Sequence[Run], tokens: int) -> bool:
-        padding = tokens - sum(len(run.tokens) for run in runs)
+    def fill(self, segments: Sequence[ExtendSegment], tokens: int) -> bool:
+        padding = tokens - sum(len(segment.tokens) for segment in segments)
         slots = np.full(padding, self.backend.kv.padding_slot, np.int32)
-        self.planned = self.backend.plan([*runs, a_run(slots, padding)] if padding else runs)
+        self.planned = self.backend.plan([*segments, a_segment(slots, padding)] if padding else segments)
         return True
 
 
-def a_run(context: Ints, new: int) -> Run:
-    return Run(Request(id="r", prefix=EMPTY), None, np.zeros(new, np.int32), context)
+def a_segment(context: Ints, new: int) -> ExtendSegment:
+    return ExtendSegment(Request(id="r", prefix=EMPTY), None, np.zeros(new, np.int32), context)
 
 
 def cache(decoder: Decoder, slots: int = SLOTS) -> KVCache:
@@ -108,7 +110,7 @@ def cache(decoder: Decoder, slots: int = SLOTS) -> KVCache:
     )
 
 
-def mixed_steps(seed: int = 0) -> Iterator[list[Run]]:
+def mixed_steps(seed: int = 0) -> Iterator[list[ExtendSegment]]:
     """A prompt, items on it with a decoded sequence beside them, single tokens, a chunk on all of it, one token."""
     free = np.random.default_rng(seed).permutation(SLOTS).astype(np.int32)
     places = itertools.count()
@@ -117,17 +119,19 @@ def mixed_steps(seed: int = 0) -> Iterator[list[Run]]:
         return free[[next(places) for _ in range(count)]]
 
     prompt = take(12)
-    yield [a_run(prompt, 12)]
+    yield [a_segment(prompt, 12)]
     sequence = as_ints([prompt, take(1)])
-    yield [a_run(as_ints([prompt, take(count)]), count) for count in (5, 3, 1)] + [a_run(sequence, 1)]
+    yield [a_segment(as_ints([prompt, take(count)]), count) for count in (5, 3, 1)] + [a_segment(sequence, 1)]
     sequences = [as_ints([sequence, take(1)]), as_ints([prompt[:7], take(1)]), take(1)]
-    yield [a_run(context, 1) for context in sequences]
-    yield [a_run(as_ints([sequences[0], take(11)]), 11)]
-    yield [a_run(as_ints([sequences[0], take(1)]), 1)]
+    yield [a_segment(context, 1) for context in sequences]
+    yield [a_segment(as_ints([sequences[0], take(11)]), 11)]
+    yield [a_segment(as_ints([sequences[0], take(1)]), 1)]
 
 
-def inputs(runs: Sequence[Run], seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    positions = np.concatenate([np.arange(len(run.context) - len(run.tokens), len(run.context)) for run in runs])
+def inputs(segments: Sequence[ExtendSegment], seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    positions = np.concatenate(
+        [np.arange(len(segment.context) - len(segment.tokens), len(segment.context)) for segment in segments]
+    )
     tokens = np.random.default_rng(seed).integers(0, VOCAB_SIZE, len(positions))
     return torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
 
@@ -136,11 +140,11 @@ def inputs(runs: Sequence[Run], seed: int, device: torch.device) -> tuple[Tensor
 def compare(decoder: Decoder, graphs: StepGraphs, kept: KVCache, eager: AttentionBackend, tolerance: float) -> None:
     """The graphs' steps and the same steps launched: hidden rows, and all that is kept but the padding."""
     device = kept.keys.device
-    for seed, runs in enumerate(mixed_steps()):
-        tokens, positions = inputs(runs, seed, device)
-        found = graphs.forward(tokens, positions, runs)
+    for seed, segments in enumerate(mixed_steps()):
+        tokens, positions = inputs(segments, seed, device)
+        found = graphs.forward(tokens, positions, segments)
         assert found is not None
-        expected = decoder(tokens, positions, eager.plan(runs))
+        expected = decoder(tokens, positions, eager.plan(segments))
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
         for ours, theirs in ((kept.keys, eager.kv.keys), (kept.values, eager.kv.values)):
             torch.testing.assert_close(ours[:, :SLOTS], theirs[:, :SLOTS], atol=tolerance, rtol=tolerance)
@@ -167,12 +171,12 @@ def test_what_fits_no_bucket_is_left_to_be_launched(decoder: Decoder, monkeypatc
     kv = cache(decoder)
     attention = FixedTritonAttention(kv, decoder.config.num_heads, 4)
     graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, decoder.config.num_heads)), Rerun(), (1, 4))
-    five = [a_run(np.arange(5, dtype=np.int32), 5)]
+    five = [a_segment(np.arange(5, dtype=np.int32), 5)]
     assert graphs.forward(*inputs(five, 0, kv.keys.device), five) is None
     assert graphs.replayed == 0
-    assert attention.fill([a_run(np.arange(4, dtype=np.int32), 4)], 4)
+    assert attention.fill([a_segment(np.arange(4, dtype=np.int32), 4)], 4)
     before = attention._tables.clone()
-    assert not attention.fill([a_run(np.zeros(len(before), np.int32), 1)], 4)  # more slots than there is room for
+    assert not attention.fill([a_segment(np.zeros(len(before), np.int32), 1)], 4)  # more slots than there is room for
     assert torch.equal(attention._tables, before)
 
 
@@ -228,7 +232,7 @@ def numbers(delta: wire.Delta) -> list[float]:
 
 
 def settings(checkpoint: Path, **changes) -> EngineSettings:
-    defaults = {"max_tokens_in_cache": SLOTS, "token_budget": 40, "max_running": 4}
+    defaults = {"max_total_tokens": SLOTS, "max_batched_tokens": 40, "max_running_requests": 4}
     return EngineSettings(model=str(checkpoint), name="t", **(defaults | changes))
 
 
@@ -305,7 +309,7 @@ def test_steps_in_flight_are_launched_without_waiting(
     answers(captured)  # compiles what is outside of the graphs
     launch = Runner.launch
 
-    def watched(runner: Runner, batch: Batch) -> Flight:
+    def watched(runner: Runner, batch: Batch) -> PendingStep:
         with no_waiting():
             return launch(runner, batch)
 

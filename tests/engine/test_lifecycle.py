@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from engine import wire
-from engine.token import Token, TokenError
+from engine.serving.bearer import BearerTokenError, BearerTokens
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, free_port, wait_until
 
@@ -78,7 +78,7 @@ def test_a_token_is_asked_for_and_followed(tmp_path: Path, start: Callable[..., 
 def test_a_file_that_goes_away_or_is_emptied_keeps_the_last_token(tmp_path: Path):
     file = tmp_path / "token"
     file.write_text("first")
-    token = Token(file)
+    token = BearerTokens(file)
     file.unlink()
     assert token.opens("Bearer first")
     file.write_text("")
@@ -86,8 +86,8 @@ def test_a_file_that_goes_away_or_is_emptied_keeps_the_last_token(tmp_path: Path
     assert not token.opens("Bearer ")
     file.write_text("second")
     assert not token.opens("Bearer first")
-    with pytest.raises(TokenError, match="cannot be read"):
-        Token(tmp_path / "missing")
+    with pytest.raises(BearerTokenError, match="cannot be read"):
+        BearerTokens(tmp_path / "missing")
 
 
 def test_the_health_port_has_health_and_nothing_else(start: Callable[..., Pod]):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine import wire
 from engine.build import build_loop
 from engine.loop import Loop
-from engine.runner.runner import Flight
+from engine.runner.runner import PendingStep
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
@@ -43,7 +43,7 @@ def build(request: pytest.FixtureRequest, checkpoint: Path) -> Callable[..., Loo
     """Every test holds for the plain and for the overlapped loop."""
 
     def build(**settings) -> Loop:
-        defaults = {"max_tokens_in_cache": 4096, "overlap": request.param}
+        defaults = {"max_total_tokens": 4096, "overlap": request.param}
         return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
 
     return build
@@ -108,7 +108,7 @@ def test_scores_equal_each_prompt_alone(build, reference):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"token_budget": 7}, {"max_tokens_in_cache": 130}, {"max_tokens_in_cache": 130, "token_budget": 33}]
+    "settings", [{}, {"max_batched_tokens": 7}, {"max_total_tokens": 130}, {"max_total_tokens": 130, "max_batched_tokens": 33}]
 )
 def test_scores_do_not_depend_on_cache_chunks_company_or_order(build, reference, settings):
     rng = random.Random(2)
@@ -158,7 +158,7 @@ def test_preempted_generations_go_on_unchanged(build, reference):
     prompts = [random_tokens(rng, 20, 30) for _ in range(4)]
     sampling = wire.Sampling(max_tokens=60, temperature=0, ignore_eos=True)
     messages = [wire.Generate(f"g{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
-    loop = build(max_tokens_in_cache=128, token_budget=64)
+    loop = build(max_total_tokens=128, max_batched_tokens=64)
     replies = run(loop, *messages, checked=True)
     for message in messages:
         assert tokens_of(replies, message.id) == greedy(reference, message.prompt, 60)
@@ -170,7 +170,7 @@ def test_logprobs_of_output_and_prompt(build, reference):
     rng = random.Random(5)
     prompt = random_tokens(rng, 40, 40)
     message = wire.Generate("g", prompt, wire.Sampling(max_tokens=12, seed=9, temperature=0.8), logprobs=5, prompt_logprobs=3)
-    replies = run(build(token_budget=16), message, make_score(rng, "beside"))
+    replies = run(build(max_batched_tokens=16), message, make_score(rng, "beside"))
     deltas = [reply for reply in replies if reply.id == "g"]
     tokens = tokens_of(replies, "g")
     logprobs = reference(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
@@ -198,7 +198,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(build):
     message = wire.Generate("g", random_tokens(rng, 30, 30), wire.Sampling(max_tokens=40, seed=77, ignore_eos=True, n=3, top_p=0.9))
     alone = run(build(), message)
     company = [wire.Generate(f"c{i}", random_tokens(rng, 5, 30), wire.Sampling(max_tokens=30, seed=i)) for i in range(6)]
-    crowded = run(build(token_budget=20, max_tokens_in_cache=200), *company[:3], message, *company[3:], make_score(rng, "s"))
+    crowded = run(build(max_batched_tokens=20, max_total_tokens=200), *company[:3], message, *company[3:], make_score(rng, "s"))
     outputs = [tokens_of(alone, "g", index) for index in range(3)]
     assert outputs == [tokens_of(crowded, "g", index) for index in range(3)]
     assert len({tuple(output) for output in outputs}) == 3
@@ -255,7 +255,7 @@ def test_a_finished_answer_is_cached_for_the_next_turn(build):
 
 def test_abort_at_any_moment_ends_once_and_frees_all(build):
     rng = random.Random(8)
-    loop = build(token_budget=24, max_tokens_in_cache=300)
+    loop = build(max_batched_tokens=24, max_total_tokens=300)
     names = itertools.count()
     alive: set[str] = set()
     ended: dict[str, int] = {}
@@ -309,21 +309,21 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(build, monkeypat
 
 def test_a_step_that_fails_in_flight_takes_down_what_was_launched_on_it(build, monkeypatch):
     loop = build()
-    land = Flight.wait
+    land = PendingStep.wait
     loop.submit(wire.Generate("gone", [5, 6], wire.Sampling(max_tokens=9, ignore_eos=True)))
     loop.submit(wire.Generate("g", [7, 8], wire.Sampling(max_tokens=9, ignore_eos=True)))
     loop.step()
     loop.submit(wire.Abort("gone"))
 
-    def fail(flight):
+    def fail(step):
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(Flight, "wait", fail)
+    monkeypatch.setattr(PendingStep, "wait", fail)
     replies = loop.step()
     assert sorted((reply.id, type(reply).__name__) for reply in replies) == [("g", "Failed"), ("gone", "Delta")]
     check(loop._scheduler)
     assert loop.stats.slots_free == loop.stats.slots_total
-    monkeypatch.setattr(Flight, "wait", land)
+    monkeypatch.setattr(PendingStep, "wait", land)
     assert len(run(loop, wire.Score("s", [5, 6], [[7]], LABELS))[0].logprobs) == 1
 
 
@@ -384,7 +384,7 @@ def test_what_was_kept_back_is_told_before_an_abort(build):
 
 
 def test_the_queue_is_bounded_and_ids_are_unique(build):
-    loop = build(max_running=1, max_waiting=2)
+    loop = build(max_running_requests=1, max_waiting=2)
     for i in range(4):
         loop.submit(wire.Score(f"s{i}", [5], [[6]], [1]))
     loop.submit(wire.Score("s0", [5], [[6]], [1]))
@@ -394,7 +394,7 @@ def test_the_queue_is_bounded_and_ids_are_unique(build):
 
 
 def test_the_wait_is_bounded(build):
-    loop = build(max_running=1, max_wait_seconds=1e-9)
+    loop = build(max_running_requests=1, max_wait_seconds=1e-9)
     for i in range(6):
         loop.submit(wire.Score(f"s{i}", [i], [[6]], [1]))
     replies = [*loop.step(), *loop.step(), *loop.step()]

@@ -8,18 +8,18 @@ import pytest
 
 from engine import wire
 from engine.core import Request
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.integrity import SlotContents, check
 from tests.engine.test_scheduler import drain, generate, make, score, settle
 
 PROMPT = [5, 6, 7, 8, 9]
 ALICE, BOB = wire.Caller(tenant="a", cache_salt="alice"), wire.Caller(tenant="b", cache_salt="bob")
 PRIVATE = wire.Caller(tenant="a", keep_prefix=False)
-GUIDANCE = wire.Guidance(scale=1.0, top_k=2)
+GUIDANCE = wire.LengthGuidance(scale=1.0, top_k=2)
 
 
 def nodes(scheduler: Scheduler) -> int:
-    return sum(len(list(lane.cache.nodes())) for lane in scheduler.lanes)
+    return sum(len(list(kv_pool.cache.nodes())) for kv_pool in scheduler.kv_pools)
 
 
 def cost(scheduler: Scheduler, request: Request, contents: SlotContents) -> tuple[list[int], int, int]:
@@ -33,16 +33,16 @@ def cost(scheduler: Scheduler, request: Request, contents: SlotContents) -> tupl
         settle(scheduler, batch, lambda: 3)
         contents.adopt()
         check(scheduler)
-    halves = request.halves
-    return loads, sum(half.cached_tokens for half in halves), sum(half.computed_tokens for half in halves)
+    with_aux = request.with_aux
+    return loads, sum(part.cached_tokens for part in with_aux), sum(part.computed_tokens for part in with_aux)
 
 
 def requests(caller: wire.Caller, name: str) -> list[Request]:
     return [
         score(f"{name} score", PROMPT, [1, 2], [3], caller=caller),
         generate(f"{name} text", PROMPT, max_tokens=4, caller=caller),
-        generate(f"{name} guided", PROMPT, max_tokens=4, guidance=GUIDANCE, caller=caller),
-        generate(f"{name} next turn", [*PROMPT, 3, 3, 3, 3, 4], max_tokens=2, guidance=GUIDANCE, caller=caller),
+        generate(f"{name} guided", PROMPT, max_tokens=4, length_guidance=GUIDANCE, caller=caller),
+        generate(f"{name} next turn", [*PROMPT, 3, 3, 3, 3, 4], max_tokens=2, length_guidance=GUIDANCE, caller=caller),
     ]
 
 
@@ -102,7 +102,7 @@ def test_a_private_request_leaves_nothing(kind: int):
         _, cached, _ = cost(scheduler, requests(PRIVATE, name)[kind], contents)
         assert cached == 0
         assert nodes(scheduler) == 0
-        assert all(lane.pool.free == lane.pool.size for lane in scheduler.lanes)
+        assert all(kv_pool.pool.available == kv_pool.pool.size for kv_pool in scheduler.kv_pools)
 
 
 def test_a_private_request_shares_nothing():
@@ -122,7 +122,7 @@ def test_a_private_request_shares_nothing():
 @pytest.mark.parametrize("end", ["aborted", "failed", "preempted"])
 def test_a_private_request_leaves_nothing_however_it_ends(end: str):
     scheduler, contents = make(slots=64, tokens=4, length_slots=64), SlotContents()
-    request = generate("g", list(range(20)), max_tokens=30, n=2, guidance=GUIDANCE, caller=PRIVATE)
+    request = generate("g", list(range(20)), max_tokens=30, n=2, length_guidance=GUIDANCE, caller=PRIVATE)
     scheduler.add(request)
     for _ in range(9):
         batch = scheduler.schedule()
@@ -142,7 +142,7 @@ def test_a_private_request_leaves_nothing_however_it_ends(end: str):
         scheduler.remove(request)
     check(scheduler)
     assert nodes(scheduler) == 0
-    assert all(lane.pool.free == lane.pool.size for lane in scheduler.lanes)
+    assert all(kv_pool.pool.available == kv_pool.pool.size for kv_pool in scheduler.kv_pools)
 
 
 def test_matching_changes_nothing():
@@ -152,7 +152,7 @@ def test_matching_changes_nothing():
     tails = itertools.product(range(6), ([], [99]))
     for length, tail in tails:
         tokens = score("q", PROMPT[:length] + tail, [1]).prefix
-        assert cache.match("alice", tokens) == length
-        assert cache.match("bob", tokens) == cache.match(None, tokens) == 0
+        assert cache.matched_length("alice", tokens) == length
+        assert cache.matched_length("bob", tokens) == cache.matched_length(None, tokens) == 0
     assert [len(node.tokens) for node in cache.nodes()] == lengths
     check(scheduler)

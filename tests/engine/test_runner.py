@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import sampling, wire
+from engine import wire
 from engine.build import build_loop
-from engine.guidance import guide
-from engine.runner import runner
+from engine.device import sampling
+from engine.device.transfer import Download, Upload
+from engine.lenvm import guided_draws
+from engine.readouts import draws
 from engine.runner.runner import Runner
-from engine.runner.transfer import Download, Upload
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.device import Device
-from tests.engine.guidance.plain import make_length_checkpoint
+from tests.engine.lenvm.plain import make_length_checkpoint
 
 
 @pytest.fixture
@@ -30,8 +31,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             for name in ("keep_thresholds", "seeded_draw"):
                 patch.setattr(sampling, name, watch.kernel(getattr(sampling, name)))
             for name in ("candidates", "length_tilt"):
-                patch.setattr(guide, name, watch.kernel(getattr(guide, name)))
-            for module in (runner, guide):
+                patch.setattr(guided_draws, name, watch.kernel(getattr(guided_draws, name)))
+            for module in (draws, guided_draws):
                 patch.setattr(module, "prepare", watch.kernel(sampling.prepare))  # on the host's own numbers
             return launch(self, batch)
 
@@ -46,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
     length = make_length_checkpoint(tmp_path, "qwen2")
-    settings = {"max_tokens_in_cache": 2048, "token_budget": 48, "overlap": True, "length_model": str(length)}
+    settings = {"max_total_tokens": 2048, "max_batched_tokens": 48, "overlap": True, "length_model": str(length)}
     loop = build_loop(EngineSettings(model=str(checkpoint), name="t", **settings))
     everything = {
         "temperature": 0.7,
@@ -67,9 +68,9 @@ def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
     loop.submit(wire.Generate("echo", list(range(3, 90)), wire.Sampling(max_tokens=2), prompt_logprobs=2))
     loop.submit(wire.Value("values", list(range(3, 40)), [[7, 8], [9]]))
     for place, mode in enumerate(({"mode": "exp", "scale": 2.0}, {"constraint": "eq_soft", "target_length": 3, "top_k": 9})):
-        guidance = wire.Guidance(return_values=True, entropy_threshold=0.5, **mode)
+        guidance = wire.LengthGuidance(return_values=True, entropy_threshold=0.5, **mode)
         sampling = wire.Sampling(max_tokens=6, n=2, **everything)
-        loop.submit(wire.Generate(f"guided{place}", list(range(3, 60)), sampling, logprobs=3, guidance=guidance))
+        loop.submit(wire.Generate(f"guided{place}", list(range(3, 60)), sampling, logprobs=3, length_guidance=guidance))
     replies = []
     while not loop.idle:
         replies += loop.step()
@@ -79,11 +80,21 @@ def test_no_launch_waits(checkpoint: Path, watched: list[int], tmp_path: Path):
 
 def test_uploads_and_downloads_bring_back_what_they_took():
     upload = Upload()
-    places = [upload.add([3, 1]), upload.add([]), upload.add([[4, 5], [6, 7]])]
-    sent = upload.send(torch.device("cpu"))
-    assert [sent[place].tolist() for place in places] == [[3, 1], [], [4, 5, 6, 7]]
+    copies = [upload.add([3, 1]), upload.add([]), upload.add([[4, 5], [6, 7]])]
+    upload.send(torch.device("cpu"))
+    assert [copy.tensor.tolist() for copy in copies] == [[3, 1], [], [4, 5, 6, 7]]
     tensors = [torch.randn(2, 3), torch.tensor([5, 1 << 20]), torch.empty(0, 4)]
-    for before, after in zip(tensors, Download(tensors).wait(), strict=True):
-        assert (before.shape, before.dtype) == (after.shape, after.dtype)
-        assert torch.equal(before, after)
-    assert Download([]).wait() == []
+    download = Download()
+    copies = [download.add(tensor) for tensor in tensors]
+    download.send()
+    download.wait()
+    for before, copy in zip(tensors, copies, strict=True):
+        assert (before.shape, before.dtype) == (copy.tensor.shape, copy.tensor.dtype)
+        assert torch.equal(before, copy.tensor)
+
+
+def test_nothing_to_copy() -> None:
+    Upload().send(torch.device("cpu"))
+    download = Download()
+    download.send()
+    download.wait()

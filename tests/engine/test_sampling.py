@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.sampling
-from engine.sampling import SamplingRow, draw, gumbel, noise_key, noise_keys, prepare, sample, token_logprobs
+import engine.device.sampling
+from engine.device.sampling import SamplingRow, draw, gumbel, noise_key, noise_keys, prepare, sample, token_logprobs
 from engine.wire import Sampling
 from kernels.keep_thresholds import FIRST_LOOK
 from tests.engine.device import Device, no_waiting
@@ -307,7 +307,7 @@ def test_draw_never_reads_from_the_device(params: list[dict[str, Any]], monkeypa
     batch = prepare(rows, logits.device)
     with monkeypatch.context() as patch, Device(patch) as device:
         for name in ("keep_thresholds", "seeded_draw"):
-            patch.setattr(engine.sampling, name, device.kernel(getattr(engine.sampling, name)))
+            patch.setattr(engine.device.sampling, name, device.kernel(getattr(engine.device.sampling, name)))
         drawn = draw(logits, batch)
     assert torch.equal(drawn, expected)
 

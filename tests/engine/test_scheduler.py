@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from engine import wire
-from engine.core import NOBODY, Branch, GenerateRequest, ScoreRequest, ValueRequest
-from engine.memory.slots import SlotPool
-from engine.scheduler import PREFILL_SHARE, Budget, Scheduler
+from engine.core import NOBODY, Branch, GenerateRequest, LabelScoreRequest, ValueRequest
+from engine.kvcache.slots import SlotPool
+from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check
 
 
@@ -25,12 +25,12 @@ class Clock:
 
 
 def make(slots: int = 256, tokens: int = 32, running: int = 8, clock: Clock | None = None, length_slots: int = 0) -> Scheduler:
-    length_pool = SlotPool(length_slots) if length_slots else None
-    return Scheduler(SlotPool(slots), Budget(tokens, running), clock or Clock(), length_pool=length_pool)
+    lenvm_pool = SlotPool(length_slots) if length_slots else None
+    return Scheduler(SlotPool(slots), Budget(tokens, running), clock or Clock(), lenvm_pool=lenvm_pool)
 
 
-def score(name: str, prefix: list[int], *branches: list[int], **extra) -> ScoreRequest:
-    return ScoreRequest.of(wire.Score(name, prefix, list(branches), [1, 2], **extra), 0.0)
+def score(name: str, prefix: list[int], *branches: list[int], **extra) -> LabelScoreRequest:
+    return LabelScoreRequest.of(wire.Score(name, prefix, list(branches), [1, 2], **extra), 0.0)
 
 
 def generate(name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, **extra) -> GenerateRequest:
@@ -40,28 +40,28 @@ def generate(name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, **ex
 def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
     """What the loop does with a step's results."""
     done = []
-    for run in batch.runs:
-        if run.branch is None or not run.completes:
+    for segment in batch.segments:
+        if segment.branch is None or not segment.completes:
             continue
-        if isinstance(run.request, GenerateRequest):
-            run.branch.tokens.extend([draw()])
-            if len(run.branch.outputs) < run.request.message.sampling.max_tokens:
+        if isinstance(segment.request, GenerateRequest):
+            segment.branch.tokens.extend([draw()])
+            if len(segment.branch.outputs) < segment.request.message.sampling.max_tokens:
                 continue
-        done.append(run.branch)
-        scheduler.finish(run.branch)
-    for run in batch.values:
-        if isinstance(run.request, ValueRequest) and run.branch is not None and run.completes:
-            done.append(run.branch)
-            scheduler.finish(run.branch)
+        done.append(segment.branch)
+        scheduler.finish(segment.branch)
+    for segment in batch.lenvm_segments:
+        if isinstance(segment.request, ValueRequest) and segment.branch is not None and segment.completes:
+            done.append(segment.branch)
+            scheduler.finish(segment.branch)
     return done
 
 
 def take(scheduler: Scheduler, batch, draw, contents: SlotContents, decided: Callable[[], bool] = lambda: False) -> None:
     """One step; ``decided``: whether a guided draw turns out to need no length model."""
-    skipped = [lookahead for lookahead in batch.lookaheads.values() if decided()]
+    skipped = [candidate_pass for candidate_pass in batch.candidate_passes.values() if decided()]
     contents.compute(batch, skipped)
-    for lookahead in skipped:
-        scheduler.forgo(lookahead)
+    for candidate_pass in skipped:
+        scheduler.release_unused(candidate_pass)
     settle(scheduler, batch, draw)
     contents.adopt()
 
@@ -82,11 +82,11 @@ def test_query_and_items_go_through_in_one_step():
     scheduler = make(tokens=100)
     scheduler.add(score("a", [1, 2, 3], [4, 5], [6], [7, 8]))
     batch = scheduler.schedule()
-    assert [len(run.tokens) for run in batch.runs] == [3, 2, 1, 2]
-    assert [len(run.context) for run in batch.runs] == [3, 5, 4, 5]
+    assert [len(segment.tokens) for segment in batch.segments] == [3, 2, 1, 2]
+    assert [len(segment.context) for segment in batch.segments] == [3, 5, 4, 5]
     SlotContents().compute(batch)
     settle(scheduler, batch, None)
-    assert scheduler.pool.free == scheduler.pool.size - 3  # the items' slots are free at once, the query's are kept
+    assert scheduler.pool.available == scheduler.pool.size - 3  # the items' slots are free at once, the query's are kept
     check(scheduler)
 
 
@@ -127,7 +127,7 @@ def test_long_prompts_are_computed_in_chunks_beside_decoding():
     sizes = []
     for _ in range(3):
         batch = scheduler.schedule()
-        sizes.append({run.request.id: len(run.tokens) for run in batch.runs})
+        sizes.append({segment.request.id: len(segment.tokens) for segment in batch.segments})
         settle(scheduler, batch, lambda: 5)
     assert sizes[:2] == [{"short": 1, "long": 15}] * 2
     assert sizes[2]["short"] == 1
@@ -141,7 +141,7 @@ def test_decoding_never_waits_for_room():
         settle(scheduler, scheduler.schedule(), lambda: 3)
     assert len(scheduler.running) >= 4
     batch = scheduler.schedule()
-    assert {run.request.id for run in batch.runs} >= {request.id for request in scheduler.running}
+    assert {segment.request.id for segment in batch.segments} >= {request.id for request in scheduler.running}
 
 
 def test_neither_decoding_nor_prompts_starve():
@@ -153,7 +153,7 @@ def test_neither_decoding_nor_prompts_starve():
     scheduler.add(score("items", [100] * 30, [101] * 10))
     for _ in range(10):
         batch = scheduler.schedule()
-        decoding = [run.request.id for run in batch.runs if run.request.id != "items"]
+        decoding = [segment.request.id for segment in batch.segments if segment.request.id != "items"]
         assert sorted(decoding) == sorted(f"g{i}" for i in range(20))  # each sequence its token, though 20 are over the budget
         assert batch.tokens == 20 + 16 * PREFILL_SHARE  # and the items their share
         settle(scheduler, batch, lambda: 3)
@@ -177,7 +177,7 @@ def test_priority_then_arrival():
     order = []
     while scheduler.requests:
         batch = scheduler.schedule()
-        order.append(batch.runs[0].request.id)
+        order.append(batch.segments[0].request.id)
         settle(scheduler, batch, None)
     assert order == ["first", "second", "late"]
 
@@ -189,7 +189,7 @@ def test_late_work_is_dropped_before_it_is_computed():
     computed, part, none = (score(str(first), [first, 6, 7], [4], deadline=1.0) for first in (1, 2, 3))
     for request in (written, computed, part, none):
         scheduler.add(request)
-    assert {run.request.id for run in scheduler.schedule().runs} == {"written", "1", "2"}
+    assert {segment.request.id for segment in scheduler.schedule().segments} == {"written", "1", "2"}
     clock.now = 2.0
     assert scheduler.expire() == [part, none]
     assert scheduler.requests == [written, computed]
@@ -202,7 +202,7 @@ def test_a_failed_step_leaves_nothing_behind():
     scheduler.add(score("b", [1, 2, 9], [5]))
     failed = scheduler.fail(scheduler.schedule())
     assert [request.id for request in failed] == ["a", "b"]
-    assert scheduler.pool.free == scheduler.pool.size
+    assert scheduler.pool.available == scheduler.pool.size
 
 
 def random_request(rng: random.Random, name: str, *, guided: bool = False, caller: wire.Caller = NOBODY, now: float = 0.0):
@@ -212,14 +212,14 @@ def random_request(rng: random.Random, name: str, *, guided: bool = False, calle
     kind = rng.random()
     if kind < 0.5:
         branches, priority = [some(1, 20) for _ in range(rng.randint(1, 12))], rng.choice([0, 0, 1])
-        return ScoreRequest.of(wire.Score(name, some(0, 30), branches, [1, 2], priority, caller=caller), now)
+        return LabelScoreRequest.of(wire.Score(name, some(0, 30), branches, [1, 2], priority, caller=caller), now)
     if guided and kind < 0.6:
         return ValueRequest.of(wire.Value(name, some(0, 30), [some(1, 20) for _ in range(rng.randint(1, 6))], caller=caller), now)
     extra: dict = {"caller": caller}
     if kind < 0.65:
         extra["prompt_logprobs"] = 0
     if guided and rng.random() < 0.7:
-        extra["guidance"] = wire.Guidance(scale=1.0, top_k=rng.choice([1, 2, 5]))
+        extra["length_guidance"] = wire.LengthGuidance(scale=1.0, top_k=rng.choice([1, 2, 5]))
     return generate(name, some(1, 40), max_tokens=rng.randint(0, 15), n=rng.choice([1, 1, 3]), **extra)
 
 
@@ -242,16 +242,16 @@ def test_random_requests_end_and_every_slot_has_one_owner(seed: int, guided: boo
         if scheduler.requests and rng.random() < 0.05:
             scheduler.remove(rng.choice(scheduler.requests))
         batch = scheduler.schedule()
-        assert batch.tokens == sum(len(run.tokens) for run in batch.runs)
+        assert batch.tokens == sum(len(segment.tokens) for segment in batch.segments)
         if rng.random() < 0.02:
             scheduler.fail(batch)
         else:
             take(scheduler, batch, lambda: rng.randrange(3), contents, lambda: rng.random() < decided)
         check(scheduler)
     drain(scheduler, lambda: rng.randrange(3), contents, lambda: rng.random() < decided)
-    for lane in scheduler.lanes:
-        lane.cache.clear()
-        assert lane.pool.free == lane.pool.size
+    for kv_pool in scheduler.kv_pools:
+        kv_pool.cache.clear()
+        assert kv_pool.pool.available == kv_pool.pool.size
 
 
 def test_tree_is_exact_under_splits():
@@ -260,9 +260,9 @@ def test_tree_is_exact_under_splits():
 
     def enter(tokens: list[int]):
         array = np.array(tokens, np.int32)
-        node, known = cache.advance(cache.root, array)
+        node, known = cache.match_prefix(cache.root, array)
         if len(known) < len(array):
-            node = cache.extend(node, array[len(known) :], pool.allocate(len(array) - len(known)))
+            node = cache.insert(node, array[len(known) :], pool.allocate(len(array) - len(known)))
         return node, known.tolist()
 
     long, _ = enter([1, 2, 3, 4, 5])
@@ -276,4 +276,4 @@ def test_tree_is_exact_under_splits():
     assert cache.evict(1) == 2  # the least recently used leaf is 4, 5
     assert sorted(len(node.tokens) for node in cache.nodes()) == [1, 1, 2]
     cache.clear()
-    assert pool.free == pool.size
+    assert pool.available == pool.size

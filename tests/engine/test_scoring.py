@@ -7,7 +7,9 @@ import torch
 
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
-from engine.scoring import label_logprobs, label_table, next_token_logprobs
+from engine.readouts.labels import label_table
+from engine.readouts.prompts import next_token_logprobs
+from kernels.label_logprobs import label_logprobs
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 
@@ -27,7 +29,7 @@ def test_each_row_has_its_own_labels(decoder: Decoder) -> None:
     table = label_table(labels)
     assert table.tolist() == [[5, 0, 0], [0, 0, 0], [7, 7, VOCAB_SIZE - 1], [0, 3, 0]]
     expected = log_softmax(decoder, hidden)
-    found = label_logprobs(decoder, hidden, torch.from_numpy(table))
+    found = label_logprobs(hidden, decoder.head_weight, torch.from_numpy(table))
     for at, row in enumerate(labels):
         assert found[at, : len(row)].tolist() == pytest.approx(expected[at, row].tolist(), abs=1e-5)
 
@@ -37,7 +39,7 @@ def test_no_rows() -> None:
 
 
 def test_next_token_logprobs_in_parts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scoring.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
+    monkeypatch.setattr("engine.readouts.prompts.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
     hidden, tokens = torch.randn(10, 64), torch.arange(10)
     expected = log_softmax(decoder, hidden).float()
     chosen, ids, top = next_token_logprobs(decoder, hidden, tokens, 2)

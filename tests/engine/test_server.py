@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pod(model: Path) -> Iterator[Pod]:
-    pod = Pod(model, "--name", "tiny", "--max-tokens-in-cache", "4096")
+    pod = Pod(model, "--name", "tiny", "--max-total-tokens", "4096")
     yield pod.wait_ready()
     pod.close()
 
@@ -63,6 +63,32 @@ def test_refusals_have_their_status(pod: Pod):
     assert response.status_code == 400
     assert isinstance(msgspec.msgpack.decode(response.content, type=wire.Reply), wire.Failed)
     assert pod.client.get("/nowhere").status_code == 404
+
+
+FAULTY = {
+    "another message": ("/score", wire.encode(wire.Value("v", [5], [[7]])), "The body is not a Score message"),
+    "no id": ("/value", msgspec.msgpack.encode({"type": "value", "prefix": [5], "branches": [[7]]}), "`id`"),
+    "text for tokens": (
+        "/score",
+        msgspec.msgpack.encode({"type": "score", "id": "x", "prefix": "five", "branches": [[7]], "labels": [1]}),
+        "The body is not a Score message: Expected `array`, got `str` - at `$.prefix`.",
+    ),
+    "a fraction for a token": (
+        "/generate",
+        msgspec.msgpack.encode({"type": "generate", "id": "x", "prompt": [5, 0.5]}),
+        "The body is not a Generate message: Expected `int`, got `float` - at `$.prompt[1]`.",
+    ),
+    "cut short": ("/generate", wire.encode(wire.Generate("x", [5] * 100))[:-9], "The body is not a Generate message"),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "problem"), FAULTY.values(), ids=FAULTY)
+def test_a_faulty_body_is_refused_wherever_it_is_decoded(pod: Pod, path: str, body: bytes, problem: str):
+    response = pod.client.post(path, content=body)
+    failure = msgspec.msgpack.decode(response.content, type=wire.Failed)
+    assert (response.status_code, failure.code) == (400, "invalid")
+    assert problem in failure.message
+    assert pod.ask("/score", wire.Score("x", [5, 6], [[7]], [1]))[0] == 200
 
 
 def test_a_client_that_leaves_ends_its_work(pod: Pod):
@@ -145,5 +171,5 @@ def test_a_port_in_use_is_one_line(pod: Pod, model: Path):
 
 
 def test_the_server_imports_no_torch():
-    code = "import sys, engine.server, engine.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.serving.app, engine.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -27,7 +27,7 @@ def resident_mib() -> float:
 def test_soak(tmp_path: Path, overlap: bool):
     rng = random.Random(0)
     model = make_checkpoint(tmp_path, "qwen3", hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=4)
-    loop = build_loop(EngineSettings(model=str(model), name="t", max_tokens_in_cache=8192, overlap=overlap))
+    loop = build_loop(EngineSettings(model=str(model), name="t", max_total_tokens=8192, overlap=overlap))
     sent, ended, expected, after_warm_up = 0, 0, 0, 0.0
     while sent < ITEMS:
         for _ in range(4):

@@ -14,9 +14,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import metrics, wire
-from engine.__main__ import _parser
-from engine.settings import ATTENTION, DEVICES, DTYPES, QUANTIZE
+from engine import wire
+from engine.options import options_of, parser
+from engine.serving import metrics
+from engine.settings import EngineSettings, ServerSettings
 from gateway.auth import ApiKey
 from gateway.settings import PREFIX, Settings
 from gateway.telemetry import KeySample, ReplicaSample, Telemetry
@@ -279,14 +280,36 @@ def test_the_engine_knows_every_flag_that_it_is_given():
     for values in SETS.values():
         for m in manifests(values):
             if m["kind"] == "StatefulSet":
-                _parser().parse_args(m["spec"]["template"]["spec"]["containers"][0]["args"])
+                parser().parse_args(m["spec"]["template"]["spec"]["containers"][0]["args"])
 
 
-def test_the_schema_offers_what_the_engine_does():
-    engine = json.loads((CHART / "values.schema.json").read_text())["definitions"]["engine"]["properties"]
-    for key, choices in (("device", DEVICES), ("dtype", DTYPES), ("quantize", QUANTIZE)):
-        assert set(engine[key]["enum"]) == {"", *choices}
-    assert set(engine["attention"]["enum"]) == set(ATTENTION)
+def test_the_values_of_the_engine_are_its_settings():
+    """Names, choices, bounds and defaults. A setting without a constant default is empty in the chart."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["definitions"]["engine"]["properties"]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["engine"]
+    checked = set()
+    for option in [*options_of(EngineSettings), *options_of(ServerSettings)]:
+        head, *rest = option.name.split("_")
+        key = head + "".join(part.title() for part in rest)
+        if key not in schema or key in ("model", "lengthModel"):
+            continue
+        checked.add(key)
+        if option.choices:
+            assert set(schema[key]["enum"]) - {""} == set(option.choices)
+        if key in OF_THE_CHART:
+            continue
+        bounds = {"ge": "minimum", "gt": "exclusiveMinimum"}
+        found = {name: schema[key][bound] for name, bound in bounds.items() if bound in schema[key]}
+        assert found == {name: bound for name, bound in option.bounds.items() if name in bounds}, key
+        if option.unset is not None:
+            assert values[key] in ("", None), key
+        elif values[key] is not None:
+            assert values[key] == option.default, key
+    assert {"dtype", "maxTotalTokens", "maxBatchedTokens", "maxRunningRequests", "maxWaiting", "stallSeconds"} <= checked
+
+
+OF_THE_CHART = ("threads", "graceSeconds")
+"""Values whose defaults or bounds in a cluster are not those of the command line."""
 
 
 def test_policies_deny_by_default_and_open_what_is_needed():

@@ -30,13 +30,13 @@ def arguments(
     head_dim: int = 32,
 ) -> Arguments:
     generator, pool = np.random.default_rng(0), max([1, *prefixes]) + 200
-    slots = np.concatenate([np.empty(0, np.int64), *[generator.permutation(pool)[:prefix] for prefix in prefixes]])
-    pointers = np.concatenate([[0], np.cumsum(prefixes, dtype=np.int64)]).astype(np.int64)
+    kv_indices = np.concatenate([np.empty(0, np.int64), *[generator.permutation(pool)[:prefix] for prefix in prefixes]])
+    kv_indptr = np.concatenate([[0], np.cumsum(prefixes, dtype=np.int64)]).astype(np.int64)
     tokens = len(prefixes) * branches
     q = torch.randn(tokens, group * kv_heads, head_dim, device=device).to(dtype)
     k, v = torch.randn(2, tokens, kv_heads, head_dim, device=device).to(dtype)
     keys, values = torch.randn(2, pool, kv_heads, head_dim, device=device).to(dtype)
-    lists = (torch.from_numpy(array).to(device) for array in (pointers, slots, np.array(counts, np.int64)))
+    lists = (torch.from_numpy(array).to(device) for array in (kv_indptr, kv_indices, np.array(counts, np.int64)))
     pointer_list, slot_list, count_list = lists
     return q, k, v, keys, values, pointer_list, slot_list, count_list
 
@@ -49,10 +49,10 @@ def check(given: Arguments) -> None:
 def test_reference_is_a_run_of_one_token_on_the_prefix() -> None:
     """Each branch written to a slot behind its prefix gets the same from paged attention."""
     given = arguments(PREFIXES, COUNTS, torch.device("cpu"))
-    q, k, v, keys, values, pointers, slots, _ = given
+    q, k, v, keys, values, kv_indptr, kv_indices, _ = given
     found = branch_attention(*given)
     for row, count in enumerate(COUNTS):
-        prefix = slots[pointers[row] : pointers[row + 1]].numpy()
+        prefix = kv_indices[kv_indptr[row] : kv_indptr[row + 1]].numpy()
         for branch in range(row * 5, row * 5 + count):
             own = np.array([len(keys)])
             layout = lay_out([1], [np.concatenate([prefix, own])], group=2, kv_heads=2, rows=128)
@@ -96,20 +96,20 @@ def test_many_rows(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def test_parts_of_the_fused_projection(device: torch.device) -> None:
-    _, _, _, keys, values, pointers, slots, counts = arguments(PREFIXES, COUNTS, device)
+    _, _, _, keys, values, kv_indptr, kv_indices, counts = arguments(PREFIXES, COUNTS, device)
     qkv = torch.randn(25, 8, 32, device=device)
-    check((qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], keys, values, pointers, slots, counts))
+    check((qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], keys, values, kv_indptr, kv_indices, counts))
 
 
 def test_padding_and_foreign_slots_are_not_read(device: torch.device) -> None:
     """Padding gives zeros whatever it holds."""
-    q, k, v, keys, values, pointers, slots, counts = arguments(PREFIXES, COUNTS, device)
+    q, k, v, keys, values, kv_indptr, kv_indices, counts = arguments(PREFIXES, COUNTS, device)
     padding = torch.arange(25, device=device) % 5 >= counts.repeat_interleave(5)
     q[padding] = k[padding] = v[padding] = torch.nan
     used = torch.zeros(len(keys) + 1, dtype=torch.bool, device=device)
-    used[1 + slots] = True  # one more slot, the first, is nobody's
+    used[1 + kv_indices] = True  # one more slot, the first, is nobody's
     keys, values = (torch.cat([cache[:1], cache]).masked_fill(~used[:, None, None], torch.nan) for cache in (keys, values))
-    found = branch_attention_triton(q, k, v, keys, values, pointers, slots + 1, counts)
+    found = branch_attention_triton(q, k, v, keys, values, kv_indptr, kv_indices + 1, counts)
     assert found.isfinite().all()
     assert not found[padding].any()
 
@@ -126,13 +126,13 @@ def test_chunks() -> None:
 
 
 def test_what_the_kernel_cannot_take(device: torch.device) -> None:
-    q, k, v, keys, values, pointers, slots, counts = arguments(PREFIXES, COUNTS, device)
+    q, k, v, keys, values, kv_indptr, kv_indices, counts = arguments(PREFIXES, COUNTS, device)
     wrong = {
-        "k has shape": (q, k[1:], v, keys, values, pointers, slots, counts),
-        "v is torch.float16": (q, k, v.half(), keys, values, pointers, slots, counts),
-        "pointers has shape": (q, k, v, keys, values, pointers[1:], slots, counts),
-        "slots is torch.int32": (q, k, v, keys, values, pointers, slots.int(), counts),
-        "no whole number": (q[1:], k[1:], v[1:], keys, values, pointers, slots, counts),
+        "k has shape": (q, k[1:], v, keys, values, kv_indptr, kv_indices, counts),
+        "v is torch.float16": (q, k, v.half(), keys, values, kv_indptr, kv_indices, counts),
+        "kv_indptr has shape": (q, k, v, keys, values, kv_indptr[1:], kv_indices, counts),
+        "kv_indices is torch.int32": (q, k, v, keys, values, kv_indptr, kv_indices.int(), counts),
+        "no whole number": (q[1:], k[1:], v[1:], keys, values, kv_indptr, kv_indices, counts),
         "more than 128": arguments([3], [80], device, branches=80),
     }
     for message, given in wrong.items():

@@ -55,14 +55,14 @@ def test_reference_is_the_formula() -> None:
     q, keys, values = tensors(MIXED, torch.device("cpu"), kv_heads=2)
     layout = layout_of(MIXED, q, keys)
     found = paged_attention(q, keys, values, layout)
-    starts, pointers = layout.starts.tolist(), layout.pointers.tolist()
-    for run, (queries, context) in enumerate(MIXED):
+    qo_indptr, kv_indptr = layout.qo_indptr.tolist(), layout.kv_indptr.tolist()
+    for segment, (queries, context) in enumerate(MIXED):
         for nth in range(queries):
-            seen = layout.slots[pointers[run] : pointers[run + 1]][: context - queries + nth + 1]
+            seen = layout.kv_indices[kv_indptr[segment] : kv_indptr[segment + 1]][: context - queries + nth + 1]
             for head in range(4):
-                weights = (keys[seen, head // 2].double() @ q[starts[run] + nth, head].double() / 32**0.5).softmax(0)
+                weights = (keys[seen, head // 2].double() @ q[qo_indptr[segment] + nth, head].double() / 32**0.5).softmax(0)
                 expected = weights @ values[seen, head // 2].double()
-                torch.testing.assert_close(found[starts[run] + nth, head].double(), expected, atol=1e-5, rtol=0)
+                torch.testing.assert_close(found[qo_indptr[segment] + nth, head].double(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
@@ -143,9 +143,9 @@ def test_foreign_slots_are_not_read(device: torch.device) -> None:
     q, keys, values = tensors(MIXED, device, slots=400)
     layout = layout_of(MIXED, q, keys)
     used = torch.zeros(401, dtype=torch.bool, device=device)
-    used[1 + layout.slots] = True  # one more slot, the first, is nobody's
+    used[1 + layout.kv_indices] = True  # one more slot, the first, is nobody's
     keys, values = (torch.cat([cache[:1], cache]).masked_fill(~used[:, None, None], torch.nan) for cache in (keys, values))
-    shifted = replace(layout, slots=layout.slots + 1)
+    shifted = replace(layout, kv_indices=layout.kv_indices + 1)
     assert paged_attention_triton(q, keys, values, shifted).isfinite().all()
 
 
@@ -178,7 +178,7 @@ def test_tables_of_fixed_size_change_nothing(device: torch.device, monkeypatch: 
         packed = room.pack(layout.to(torch.device("cpu")), 1499)
         assert packed is not None
         padded = room.within(packed.to(device))
-        assert (padded.own[33:] == 1499).all()
+        assert (padded.out_cache_loc[33:] == 1499).all()
         found = paged_attention_triton(torch.cat([q, q[: queries - 33]]), keys, values, padded)
         assert torch.equal(found[:33], expected)
 
@@ -203,8 +203,8 @@ def test_there_is_room_for_whatever_is_laid_out(seed: int) -> None:
         for ours, theirs in ((padded.items, layout.items), (padded.merges, layout.merges)):
             assert torch.equal(ours[ours.any(1)], theirs)
         assert not padded.items[layout.narrow : room.narrow].any()
-        assert torch.equal(padded.slots, layout.slots)
-        assert len(packed) == room.numbers + len(layout.slots)
+        assert torch.equal(padded.kv_indices, layout.kv_indices)
+        assert len(packed) == room.numbers + len(layout.kv_indices)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -215,7 +215,7 @@ def test_every_query_meets_every_key_it_sees_once(seed: int) -> None:
     group, kv_heads, rows = int(generator.integers(1, 9)), int(generator.integers(1, 9)), 32
     lists = [np.arange(context) + 7 for context in contexts]
     layout = lay_out(lengths, lists, group=group, kv_heads=kv_heads, rows=rows)
-    pointers = np.concatenate([[0], np.cumsum(contexts)])
+    kv_indptr = np.concatenate([[0], np.cumsum(contexts)])
     met: dict[int, list[tuple[int, int]]] = {query: [] for query in range(sum(lengths))}
     for first, queries, begin, end, own, _ in layout.items.tolist():
         assert begin < end
@@ -223,15 +223,15 @@ def test_every_query_meets_every_key_it_sees_once(seed: int) -> None:
         for nth in range(queries):
             met[first + nth].append((begin, min(end, own + nth + 1)))
     query = 0
-    for run, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
+    for segment, (length, context) in enumerate(zip(lengths, contexts, strict=True)):
         for nth in range(length):
             begins, ends = zip(*sorted(met[query]), strict=True)
-            seen_end = pointers[run] + context - length + nth + 1
-            assert begins[0] == pointers[run]
+            seen_end = kv_indptr[segment] + context - length + nth + 1
+            assert begins[0] == kv_indptr[segment]
             assert max(ends) == seen_end
             assert all(min(end, seen_end) == min(begin, seen_end) for end, begin in zip(ends[:-1], begins[1:], strict=True))
             query += 1
-    assert layout.own.tolist() == [int(slot) for n, slots in zip(lengths, lists, strict=True) for slot in slots[-n:]]
+    assert layout.out_cache_loc.tolist() == [int(slot) for n, slots in zip(lengths, lists, strict=True) for slot in slots[-n:]]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -277,7 +277,7 @@ def test_what_the_kernel_cannot_take(device: torch.device) -> None:
         "24 elements": (q[..., :24].contiguous(), keys[..., :24].contiguous(), values[..., :24].contiguous(), layout),
         "make it contiguous": (q, keys.expand(-1, 2, -1), values.expand(-1, 2, -1), layout),
         "values has shape": (q, keys, values[1:], layout),
-        "layout.own has shape": (q[1:], keys, values, layout),
+        "layout.out_cache_loc has shape": (q[1:], keys, values, layout),
     }
     for message, arguments in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -17,7 +17,7 @@ from benchmarks.engine.length_ablations import VARIANTS, YARDSTICK, guided_by
 from benchmarks.engine.stages import REST, Stages
 from benchmarks.engine.subject import SMALL
 from benchmarks.engine.writers import QWEN25_7B, QWEN25_15B, Writer, Writing, guided_flops_ratio, random_pair, survivors
-from engine.guidance import guide
+from engine.lenvm import guided_draws
 from tests.benchmarks.engine.test_command import bench
 
 FEW = Writing(4, 12, 10)
@@ -65,41 +65,41 @@ def test_ablations_draw_the_very_tokens_of_the_engine(writer: Writer, variant: s
 
 
 def test_ablations_do_what_their_names_say(writer: Writer) -> None:
-    def value_tokens(variant: str) -> int:
+    def lenvm_tokens(variant: str) -> int:
         writer.loop._scheduler.cache.clear()
-        before = writer.loop.stats.value_tokens
+        before = writer.loop.stats.lenvm_tokens
         passes = 0
-        forward = writer.loop._runner._guide._model.forward
+        forward = writer.loop._runner._lenvm._model.forward
 
         def counted(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
             nonlocal passes
             passes += len(tokens)
             return forward(tokens, *rest)
 
-        writer.loop._runner._guide._model.forward = counted
+        writer.loop._runner._lenvm._model.forward = counted
         try:
             with guided_by(writer.loop, VARIANTS[variant]):
                 drawn(writer, FEW)
         finally:
-            del writer.loop._runner._guide._model.forward
-        assert writer.loop.stats.value_tokens > before
+            del writer.loop._runner._lenvm._model.forward
+        assert writer.loop.stats.lenvm_tokens > before
         return passes
 
     steps = FEW.rows * (FEW.output - 1)  # the first draw has its prompt's last token pending
-    assert value_tokens("no adoption") - value_tokens(YARDSTICK) == pytest.approx(steps, abs=FEW.rows)
+    assert lenvm_tokens("no adoption") - lenvm_tokens(YARDSTICK) == pytest.approx(steps, abs=FEW.rows)
 
 
 def test_stages_add_up_and_leave_nothing_behind(writer: Writer) -> None:
     stages = Stages(gpu=False)
     runner = writer.loop._runner
-    before = [dict(vars(owner)) for owner in (runner._decoder, runner._guide, guide)]
+    before = [dict(vars(owner)) for owner in (runner._decoder, runner._lenvm, guided_draws)]
     with stages.timed(writer.loop):
         drawn(writer, FEW)
     taken = stages.shares(1000.0)
     assert sum(taken.values()) == pytest.approx(1000.0)
     assert all(seconds > 0 for seconds in taken.values()), taken
     assert taken[REST] > 900
-    assert [dict(vars(owner)) for owner in (runner._decoder, runner._guide, guide)] == before
+    assert [dict(vars(owner)) for owner in (runner._decoder, runner._lenvm, guided_draws)] == before
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.cluster.chart.kube import Release, kubectl
 VALUES = {
     "engine": {
         "replicas": 2,
-        "maxTokensInCache": 16384,
+        "maxTotalTokens": 16384,
         "drainSeconds": 2,
         "graceSeconds": 20,
         "resources": {"requests": {"cpu": "50m", "memory": "512Mi"}},

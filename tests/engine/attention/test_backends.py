@@ -14,8 +14,9 @@ from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import FlashInferAttention, problem, send
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
-from engine.core import EMPTY, Ints, Request, Run, as_ints
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment, Request
+from engine.ints import EMPTY, Ints, as_ints
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
 from tests.engine.device import no_waiting
 
@@ -39,11 +40,11 @@ class Pool:
         return taken
 
 
-def run(context: Ints, new: int) -> Run:
-    return Run(Request(id="r", prefix=EMPTY), None, np.zeros(new, np.int32), context)
+def run(context: Ints, new: int) -> ExtendSegment:
+    return ExtendSegment(Request(id="r", prefix=EMPTY), None, np.zeros(new, np.int32), context)
 
 
-def steps(generator: np.random.Generator, slots: int, longest: int) -> list[list[Run]]:
+def steps(generator: np.random.Generator, slots: int, longest: int) -> list[list[ExtendSegment]]:
     """Two queries with items, in the same step and, cached, in the next; a prompt in chunks; two sequences that are decoded.
 
     One of them is of one token, and one of ``longest``.
@@ -54,7 +55,7 @@ def steps(generator: np.random.Generator, slots: int, longest: int) -> list[list
     prompt, cut = pool.take(lengths[2] + 3), int(generator.integers(1, lengths[2] + 2))
     item_lengths = generator.integers(1, min(40, longest), 6)
 
-    def items() -> list[Run]:
+    def items() -> list[ExtendSegment]:
         return [run(as_ints([queries[nth % 2], pool.take(length)]), length) for nth, length in enumerate(item_lengths)]
 
     first = [run(query, len(query)) for query in queries] + items() + [run(prompt[:cut], cut)]
@@ -62,9 +63,9 @@ def steps(generator: np.random.Generator, slots: int, longest: int) -> list[list
     return [first, second, [run(prompt[:-1], 1)], [run(prompt, 1), *items()[:1]]]
 
 
-def attended(backend: AttentionBackend, runs: list[Run], heads: Sequence[Heads]) -> Tensor:
+def attended(backend: AttentionBackend, segments: list[ExtendSegment], heads: Sequence[Heads]) -> Tensor:
     """[layers, tokens, heads, head_dim]; each layer has its own ``heads``."""
-    attend, device = backend.plan(runs).attend, backend.kv.keys.device
+    attend, device = backend.plan(segments).attend, backend.kv.keys.device
     return torch.stack([attend(layer, there(part, device)).cpu() for layer, part in enumerate(heads)])
 
 
@@ -102,10 +103,10 @@ def compare(
         kind(KVCache(layers=LAYERS, slots=slots, kv_heads=kv_heads, head_dim=head_dim, dtype=kept, device=device), heads)
         for kind, kept in ((make, dtype), (ReferenceAttention, exact))
     )
-    for runs in steps(generator, slots, longest):
-        tokens = sum(len(one.tokens) for one in runs)
+    for segments in steps(generator, slots, longest):
+        tokens = sum(len(one.tokens) for one in segments)
         given = [random_heads(tokens, heads, kv_heads, head_dim, dtype, turned=turned) for _ in range(LAYERS)]
-        found, expected = attended(backend, runs, given), attended(reference, runs, given)
+        found, expected = attended(backend, segments, given), attended(reference, segments, given)
         torch.testing.assert_close(found, expected.to(dtype), atol=tolerance, rtol=tolerance)
     if turned:
         torch.testing.assert_close(backend.kv.keys, reference.kv.keys.to(dtype), atol=tolerance, rtol=tolerance)
@@ -157,12 +158,12 @@ def test_a_step_does_not_wait_for_the_gpu(make: type[TritonAttention] | type[Fla
         pytest.skip(f"FlashInfer: {reason}")
     kv = KVCache(layers=1, slots=2000, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=device)
     backend = make(kv, 4)
-    runs = [run(np.arange(1000, dtype=np.int32), 1), run(np.arange(1000, 1200, dtype=np.int32), 200)]
+    segments = [run(np.arange(1000, dtype=np.int32), 1), run(np.arange(1000, 1200, dtype=np.int32), 200)]
     heads = there(random_heads(201, 4, 2, 128, torch.bfloat16, turned=True), device)
-    backend.plan(runs).attend(0, heads)  # compiles
+    backend.plan(segments).attend(0, heads)  # compiles
     torch.cuda.synchronize()
     with no_waiting():
-        backend.plan(runs).attend(0, heads)
+        backend.plan(segments).attend(0, heads)
 
 
 def test_tables_travel_as_one() -> None:

@@ -9,8 +9,9 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
-from engine.core import EMPTY, Request, Run
-from engine.memory.kv import KVCache
+from engine.core import ExtendSegment, Request
+from engine.ints import EMPTY
+from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
 
 LAYERS, KV_HEADS = 2, 2
@@ -34,12 +35,14 @@ def compare(make: type[AttentionBackend], device: torch.device, branches: list[i
     q = torch.randn(LAYERS, total, heads, head_dim)
     k, v = torch.randn(2, LAYERS, total, KV_HEADS, head_dim)
     rows = [row for row, count in enumerate(branches) for _ in range(count)]
-    runs = [
-        Run(Request(id="r", prefix=EMPTY), None, np.zeros(1, np.int32), np.append(prefixes[row], next(places)).astype(np.int32))
+    segments = [
+        ExtendSegment(
+            Request(id="r", prefix=EMPTY), None, np.zeros(1, np.int32), np.append(prefixes[row], next(places)).astype(np.int32)
+        )
         for row in rows
     ]
     turn = torch.ones(total, head_dim // 2), torch.zeros(total, head_dim // 2)  # none
-    expected = plain.plan(runs).attend
+    expected = plain.plan(segments).attend
     counts = torch.tensor([max(1, count - row) for row, count in enumerate(branches)], device=device)
     attend = backend.plan_branches(prefixes, branches, counts)
     nth = torch.tensor([place for count in branches for place in range(count)])

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from engine import wire
 from engine.build import build_loop
+from engine.distributed.shard import ShardedDecoder, load_part
 from engine.models import fp8
 from engine.models.config import load_config
-from engine.models.decoder import Decoder, Layer, Linear
+from engine.models.decoder import Decoder, DecoderLayer, Linear
 from engine.models.errors import ModelError
+from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import fingerprint, load_model, save_model
-from engine.models.value import ValueModel, load_value_model, save_value_model
-from engine.parallel.shard import ShardedDecoder, load_part
 from engine.settings import EngineSettings
 from kernels.quantize import FP8, quantize_rows_reference
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
@@ -99,12 +99,12 @@ def test_only_the_layers_matrices_are_quantised(model: Path) -> None:
 
 
 def test_a_value_model_keeps_its_head(qwen3: Path, tmp_path: Path) -> None:
-    value_model = ValueModel(load_config(qwen3))
+    value_model = LenVM(load_config(qwen3))
     with torch.no_grad():
         for parameter in value_model.parameters():
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    save_value_model(value_model, tmp_path)
-    plain, quantised = load_value_model(tmp_path), load_value_model(tmp_path, quantize="fp8")
+    save_lenvm(value_model, tmp_path)
+    plain, quantised = load_lenvm(tmp_path), load_lenvm(tmp_path, quantize="fp8")
     assert all(torch.equal(*pair) for pair in zip(plain.head.parameters(), quantised.head.parameters(), strict=True))
     assert quantised.decoder.layers[0].mlp.down_proj.weight.dtype == FP8
     tokens = torch.arange(3, 40)
@@ -116,10 +116,10 @@ def test_a_value_model_keeps_its_head(qwen3: Path, tmp_path: Path) -> None:
 def test_there_is_never_more_than_a_layer_in_the_models_dtype(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All pass through the same one, and when the first does, no other is left."""
     decoders: list[Decoder] = []
-    passages: list[Layer] = []
+    passages: list[DecoderLayer] = []
     fill = fp8.fill
 
-    def watch(layer: Layer, source: Layer) -> None:
+    def watch(layer: DecoderLayer, source: DecoderLayer) -> None:
         assert all(weight.dtype == FP8 for name, weight in decoders[0].layers.state_dict().items() if "_proj.weight" in name)
         passages.append(source)
         fill(layer, source)
@@ -201,7 +201,7 @@ def test_the_engine_serves_it(qwen3: Path) -> None:
     """A token's scale is its own, so that a score does not depend on the batch, but for a code that rounds to the other side."""
     prefix, items, labels = list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60))], [1, 5, 2]
     alone = [wire.Score(f"s{place}", prefix, [item], labels) for place, item in enumerate(items)]
-    given = {"model": str(qwen3), "name": "t", "max_tokens_in_cache": 2048, "token_budget": 48}
+    given = {"model": str(qwen3), "name": "t", "max_total_tokens": 2048, "max_batched_tokens": 48}
     together = wire.Score("s", prefix, items, labels)
     generation = wire.Generate("g", prefix, wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True))
     replies = answer(EngineSettings(**given, quantize="fp8"), together, generation)
@@ -238,7 +238,7 @@ def test_a_gpu_serves_it(tmp_path: Path, attention: str) -> None:
     model = make_checkpoint(tmp_path, "qwen3", **shape)
     message = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60))], [1, 5, 2])
     generation = wire.Generate("g", [5], wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True))
-    given = {"model": str(model), "name": "t", "max_tokens_in_cache": 2048, "attention": attention}
+    given = {"model": str(model), "name": "t", "max_total_tokens": 2048, "attention": attention}
     found = answer(EngineSettings(**given, quantize="fp8"), message, generation)
     plain = answer(EngineSettings(**given | {"attention": "auto"}, device="cpu", dtype="float32"), message)
     torch.testing.assert_close(found["s"].logprobs, plain["s"].logprobs, rtol=0, atol=0.5)

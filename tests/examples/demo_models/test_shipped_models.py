@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from engine.demo import MODELS
 from engine.models.decoder import Decoder
+from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import ValueModel, load_value_model
 from examples.demo_models.corpus.catalogue import ATTRIBUTE_OF
 from examples.demo_models.evaluate import description_lengths, label_scores, relevance_auc, value_correlation
 from examples.demo_models.forward import causal_hidden
@@ -36,11 +36,11 @@ def base() -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def value_model() -> ValueModel:
-    return load_value_model(MODELS / "length")
+def value_model() -> LenVM:
+    return load_lenvm(MODELS / "length")
 
 
-def test_sizes(base: Decoder, value_model: ValueModel) -> None:
+def test_sizes(base: Decoder, value_model: LenVM) -> None:
     assert 2_000_000 <= count_parameters(base) <= 4_000_000
     assert count_parameters(value_model) <= count_parameters(base) / 2
     assert sum(path.stat().st_size for path in MODELS.rglob("*.safetensors")) <= 12 * MEGABYTE
@@ -120,11 +120,11 @@ def test_a_description_is_about_the_product(base: Decoder, tokenizer: Tokenizer,
     assert sum(word in named for word in words) >= 0.95 * len(words)
 
 
-def test_the_value_ranks_remaining_lengths(base: Decoder, value_model: ValueModel, tokenizer: Tokenizer) -> None:
+def test_the_value_ranks_remaining_lengths(base: Decoder, value_model: LenVM, tokenizer: Tokenizer) -> None:
     assert value_correlation(base, value_model, tokenizer, count=200) >= 0.6
 
 
-def test_the_value_falls_towards_the_end(value_model: ValueModel, tokenizer: Tokenizer) -> None:
+def test_the_value_falls_towards_the_end(value_model: LenVM, tokenizer: Tokenizer) -> None:
     """The announced number of points counts, and so does how many of them are written."""
     texts = [
         "Describe: red shoes\nA review in eleven parts. Part one:",
@@ -136,6 +136,6 @@ def test_the_value_falls_towards_the_end(value_model: ValueModel, tokenizer: Tok
 
 
 @torch.inference_mode()
-def _value_after(value_model: ValueModel, tokenizer: Tokenizer, text: str) -> float:
+def _value_after(value_model: LenVM, tokenizer: Tokenizer, text: str) -> float:
     hidden = causal_hidden(value_model, torch.tensor([tokenizer.encode(text).ids]))
     return value_model.value(hidden[0, -1:])[1].item()

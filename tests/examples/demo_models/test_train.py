@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.demo import MODELS
+from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
-from engine.models.value import load_value_model
 from examples.demo_models.batches import collate, training_batches
 from examples.demo_models.corpus.documents import Piece, sample_texts
 from examples.demo_models.length import GAMMA, Text
@@ -27,7 +27,7 @@ def test_a_short_run_writes_both_models(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
     assert "base model: step     4 of 4" in done.stdout
     assert load_model(out / "base").config == load_model(MODELS / "base").config
-    assert load_value_model(out / "length").config == load_value_model(MODELS / "length").config
+    assert load_lenvm(out / "length").config == load_lenvm(MODELS / "length").config
     assert json.loads((out / "length" / "length_value.json").read_text(encoding="utf-8")) == {"gamma": GAMMA}
     figures = json.loads((out / "figures.json").read_text(encoding="utf-8"))
     assert 0 <= figures["auc_mixed"] <= 1

@@ -48,7 +48,7 @@ def test_every_subcommand_explains_itself(command: str) -> None:
 
 
 def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
-    assert "--token-budget" in run("engine", "--help").stdout
+    assert "--max-batched-tokens" in run("engine", "--help").stdout
     assert run("engine", "--no-such-flag").returncode == 2
     assert "no engine is named" in run("gateway", "--port", "0").stderr
 

@@ -26,17 +26,17 @@ def asked(client: httpx.Client, engine: FakeEngine, **body: Any) -> wire.Generat
     return engine.generates[-1]
 
 
-def guidance(client: httpx.Client, engine: FakeEngine, **body: Any) -> wire.Guidance | None:
-    return asked(client, engine, **body).guidance
+def guidance(client: httpx.Client, engine: FakeEngine, **body: Any) -> wire.LengthGuidance | None:
+    return asked(client, engine, **body).length_guidance
 
 
 def test_the_engine_gets_every_field(client: httpx.Client, engine: FakeEngine) -> None:
     fields = {"mode": "length_mul", "scale": 1.5, "gamma": 0.9, "top_k": 7, "entropy_threshold": 0.2, "value_min": 0.1}
-    assert guidance(client, engine, length_guidance=fields) == wire.Guidance(**fields)
+    assert guidance(client, engine, length_guidance=fields) == wire.LengthGuidance(**fields)
     target = {"target_length": 30, "target_length_mode": "remaining", "constraint": "eq_soft", "return_values": True}
-    assert guidance(client, engine, length_guidance=target, logprobs=2) == wire.Guidance(**target)
+    assert guidance(client, engine, length_guidance=target, logprobs=2) == wire.LengthGuidance(**target)
     value = {"target_value": 0.5, "constraint": "ge"}
-    assert guidance(client, engine, length_guidance=value) == wire.Guidance(**value)
+    assert guidance(client, engine, length_guidance=value) == wire.LengthGuidance(**value)
     assert guidance(client, engine) is None
     assert guidance(client, engine, length_guidance=None, custom_params={"thinking_budget": 3}) is None
 
@@ -45,18 +45,18 @@ def test_the_engine_gets_every_field(client: httpx.Client, engine: FakeEngine) -
 @pytest.mark.parametrize("key", GUIDES)
 def test_modes_change_nothing_without_a_scale(client: httpx.Client, engine: FakeEngine, mode: str, key: str) -> None:
     neutral = 0.0 if mode in ("centered_exp", "value_bias") else 1.0
-    assert guidance(client, engine, **{key: {"mode": mode}}) == wire.Guidance(mode=mode, scale=neutral)
+    assert guidance(client, engine, **{key: {"mode": mode}}) == wire.LengthGuidance(mode=mode, scale=neutral)
 
 
 def test_short_forms(client: httpx.Client, engine: FakeEngine) -> None:
     request = asked(client, engine, length_guidance={"target_length": 80})
-    assert request.guidance == wire.Guidance(constraint="eq", target_length=80)
+    assert request.length_guidance == wire.LengthGuidance(constraint="eq", target_length=80)
     assert request.sampling.min_p == 0.01
     assert request.sampling.max_tokens == 16 + 2 * 80
     assert asked(client, engine, length_guidance={"target_length": 80}, max_tokens=9).sampling.max_tokens == 9
     assert asked(client, engine, length_guidance={"target_length": 80}, min_p=0).sampling.min_p == 0
     scaled = asked(client, engine, length_guidance={"scale": -10})
-    assert scaled.guidance == wire.Guidance(mode="centered_exp", scale=-10)
+    assert scaled.length_guidance == wire.LengthGuidance(mode="centered_exp", scale=-10)
     assert (scaled.sampling.min_p, scaled.sampling.max_tokens) == (0, 16)
     chat(client, length_guidance={"target_length": 1000})
     assert engine.generates[-1].sampling.max_tokens > 1900
@@ -65,13 +65,13 @@ def test_short_forms(client: httpx.Client, engine: FakeEngine) -> None:
 def test_the_published_clients_keys(client: httpx.Client, engine: FakeEngine) -> None:
     long = {"value_scale": 0.5, "value_mode": "exp", "gamma": 0.9, "value_min": 0.1, "value_entropy_threshold": 0.2}
     short = {"scale": 0.5, "mode": "exp", "length_gamma": 0.9, "value_min": 0.1, "entropy_threshold": 0.2}
-    expected = wire.Guidance("exp", 0.5, gamma=0.9, value_min=0.1, entropy_threshold=0.2)
+    expected = wire.LengthGuidance("exp", 0.5, gamma=0.9, value_min=0.1, entropy_threshold=0.2)
     assert guidance(client, engine, custom_params=long) == guidance(client, engine, custom_params=short) == expected
-    assert guidance(client, engine, custom_params={"scale": 0.5}) == wire.Guidance("mul", 0.5)
-    assert guidance(client, engine, custom_params={"scale": 0.5}, top_k=20) == wire.Guidance("mul", 0.5, top_k=20)
+    assert guidance(client, engine, custom_params={"scale": 0.5}) == wire.LengthGuidance("mul", 0.5)
+    assert guidance(client, engine, custom_params={"scale": 0.5}, top_k=20) == wire.LengthGuidance("mul", 0.5, top_k=20)
     for key in ("target_length_mode", "length_mode"):
         guide = guidance(client, engine, custom_params={"target_length": 8, key: "remaining", "scale": 0.5})
-        assert guide == wire.Guidance("mul", 0.5, constraint="eq", target_length=8, target_length_mode="remaining")
+        assert guide == wire.LengthGuidance("mul", 0.5, constraint="eq", target_length=8, target_length_mode="remaining")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_published_clients_constraints(client: httpx.Client, engine: FakeEng
     for word in words:
         for key in ("value_constraint", "constraint", "cmp", "op"):
             guide = guidance(client, engine, custom_params={key: word, "target_value": 0.5})
-            assert guide == wire.Guidance("mul", 1.0, constraint=constraint, target_value=0.5)
+            assert guide == wire.LengthGuidance("mul", 1.0, constraint=constraint, target_value=0.5)
 
 
 def test_what_custom_params_are_not_known(client: httpx.Client) -> None:
@@ -183,7 +183,7 @@ def test_log_probabilities_are_those_drawn_from(client: httpx.Client, engine: Fa
     assert len(content) == 6
     before = engine.generates[-1].prompt
     for entry in content:
-        judged = guided(engine, wire.Guidance(**guide), before)
+        judged = guided(engine, wire.LengthGuidance(**guide), before)
         assert [top["logprob"] for top in entry["top_logprobs"]] == [logprob for logprob, _ in judged.values()]
         assert [top["value"] for top in entry["top_logprobs"]] == [value for _, value in judged.values()]
         assert sum(math.exp(top["logprob"]) for top in entry["top_logprobs"]) == pytest.approx(1)
@@ -202,7 +202,7 @@ def test_values_in_completions(client: httpx.Client, engine: FakeEngine) -> None
     ):
         assert told_values.keys() == tokens.keys() == tops.keys()
         assert tokens == {text: remaining_tokens(value, 0.9) for text, value in told_values.items()}
-    first = guided(engine, wire.Guidance(**guide), ids("The fox"))
+    first = guided(engine, wire.LengthGuidance(**guide), ids("The fox"))
     assert sorted(logprobs["top_values"][0].values()) == sorted(value for _, value in first.values())
     pieces = [piece["logprobs"] for event in events(client, "completions", **body)[:-1] for piece in event["choices"]]
     for name, whole in logprobs.items():
@@ -262,4 +262,4 @@ def test_a_guided_stream_goes_on_at_another_replica(start: Start) -> None:
         if resumed:
             break
     assert resumed
-    assert all(request.guidance == wire.Guidance(**guide) for request in resumed)
+    assert all(request.length_guidance == wire.LengthGuidance(**guide) for request in resumed)

@@ -1,0 +1,115 @@
+"""Checks of a message against the limits of the model that serves it. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator
+
+from engine import wire
+from engine.length_guidance import problems as guidance_problems
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
+"""Range of :attr:`engine.wire.Caller.weight`."""
+MAX_CALLER_CHARACTERS = 512
+"""Longest string in :class:`engine.wire.Caller`."""
+
+
+def check(message: wire.Score | wire.Generate | wire.Value, info: wire.Info) -> str | None:
+    """The problem with ``message`` for a model like ``info``, as a sentence for the caller; None if there is none."""
+    problem = _caller_problem(message.caller)
+    if problem is not None:
+        return problem
+    asks_for_guidance = isinstance(message, wire.Value) or (
+        isinstance(message, wire.Generate) and message.length_guidance is not None
+    )
+    if asks_for_guidance and "guide" not in info.capabilities:
+        return "This engine has no length model."
+    if isinstance(message, wire.Generate):
+        return next(itertools.chain(_generate_problems(message, info), guidance_problems(message, info)), None)
+    labels = _label_problems(message, info) if isinstance(message, wire.Score) else ()
+    return next(itertools.chain(labels, _branch_problems(message, info)), None)
+
+
+def _caller_problem(caller: wire.Caller) -> str | None:
+    if not MIN_WEIGHT <= caller.weight <= MAX_WEIGHT:  # not a number is neither
+        return f"weight is {caller.weight}; between {MIN_WEIGHT:g} and {MAX_WEIGHT:g} is allowed."
+    for name in ("request_id", "tenant", "cache_salt"):
+        length = len(getattr(caller, name))
+        if length > MAX_CALLER_CHARACTERS:
+            return f"{name} has {length} characters; at most {MAX_CALLER_CHARACTERS} are allowed."
+    return None
+
+
+def _label_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
+    limits = info.limits
+    if not message.labels or len(message.labels) > limits.max_labels:
+        yield f"{len(message.labels)} labels, between 1 and {limits.max_labels} are allowed."
+    if not _known(message.labels, info):
+        yield f"Label ids must be between 0 and {info.vocab_size - 1}."
+
+
+def _branch_problems(message: wire.Score | wire.Value, info: wire.Info) -> Iterator[str]:
+    limits = info.limits
+    if len(message.branches) > limits.max_branches:
+        yield f"{len(message.branches)} branches, at most {limits.max_branches} are allowed."
+    if not _known(message.prefix, info):
+        yield f"The prefix has a token id that is not between 0 and {info.vocab_size - 1}."
+    most = min(info.max_context, limits.max_slots) - len(message.prefix)
+    for index, branch in enumerate(message.branches):
+        if not branch:
+            yield f"Branch {index} is empty."
+        if not _known(branch, info):
+            yield f"Branch {index} has a token id that is not between 0 and {info.vocab_size - 1}."
+        if len(branch) > most:
+            yield f"Branch {index} makes a prompt of {len(message.prefix) + len(branch)} tokens; {most + len(message.prefix)} fit."
+
+
+def _generate_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
+    limits, sampling = info.limits, message.sampling
+    if message.tokens_per_delta < 1:
+        yield f"tokens_per_delta is {message.tokens_per_delta}; at least 1 is needed."
+    if not message.prompt or not _known(message.prompt, info):
+        yield f"The prompt must be one or more token ids between 0 and {info.vocab_size - 1}."
+    if not _known(sampling.logit_bias, info) or not _known(sampling.stop_token_ids, info):
+        yield f"Token ids in logit_bias and stop_token_ids must be between 0 and {info.vocab_size - 1}."
+    if not 1 <= sampling.n <= limits.max_sequences:
+        yield f"n is {sampling.n}; between 1 and {limits.max_sequences} is allowed."
+    if not 0 <= message.resume_offset < len(message.prompt) or (message.resume_offset and sampling.n != 1):
+        yield "resume_offset must be less than the prompt's length, and n must be 1 with it."
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(message, name)
+        if count is not None and not 0 <= count <= limits.max_logprobs:
+            yield f"{name} is {count}; between 0 and {limits.max_logprobs} is allowed."
+    if not 0 <= message.index <= limits.max_sequences - sampling.n:
+        yield f"index is {message.index}; with n it may reach {limits.max_sequences}."
+    total = len(message.prompt) + max(sampling.max_tokens - message.resume_offset, 0)
+    if total > min(info.max_context, limits.max_slots):
+        yield f"Prompt and max_tokens come to {total} tokens; {min(info.max_context, limits.max_slots)} fit."
+    for name, low, high in _RANGES:
+        value = getattr(sampling, name)
+        if not low <= value <= high:
+            yield f"{name} is {value}; between {low:g} and {high:g} is allowed."
+    if sampling.top_p <= 0 or sampling.repetition_penalty <= 0:
+        yield "top_p and repetition_penalty must be greater than 0."
+    if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
+        yield "Values of logit_bias must be finite numbers."
+
+
+_RANGES = (
+    ("max_tokens", 0, 1 << 30),
+    ("min_tokens", 0, 1 << 30),
+    ("temperature", 0.0, 100.0),
+    ("top_k", 0, 1 << 30),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("seed", 0, (1 << 64) - 1),
+)
+
+
+def _known(tokens: Collection[int], info: wire.Info) -> bool:
+    """Whether every token id is one of the model's."""
+    return not tokens or (min(tokens) >= 0 and max(tokens) < info.vocab_size)

@@ -1,0 +1,95 @@
+"""One process's part of a decoder.
+
+Query heads, key-value heads and the inner columns of the feed-forward layer are dealt out in equal, consecutive parts. A process
+has the rows of the projections into them and the columns of the projections out of them, so each layer needs two sums over the
+processes and nothing else. Embedding and norms are whole in every process; the head is in rank 0 only, which alone uses it.
+Method: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.models import checkpoint
+from engine.models.config import ModelConfig
+from engine.models.decoder import Attend, Decoder, DecoderLayer
+from engine.models.errors import ModelError
+from engine.models.loader import HEAD, decoder_views, fill
+
+LOCAL = "127.0.0.1"
+
+
+class ShardedDecoder(Decoder):
+    """A :class:`Decoder` of its part's shape, which adds up what the others compute. For inference only.
+
+    Raises :class:`ModelError` where the parts would not be equal.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, rank: int, size: int) -> None:
+        super().__init__(part_of(config, rank, size), dtype)
+        self.whole = config
+        self.rank = rank
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            if rank > 0:  # a bias counts once in the sum
+                layer.attention.o_proj.register_parameter("bias", None)
+                layer.mlp.down_proj.register_parameter("bias", None)
+            layer.attention.register_forward_hook(_sum_over_processes)
+            layer.mlp.register_forward_hook(_sum_over_processes)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See :meth:`Decoder.forward`. All processes call it with the same number of tokens; the values of rank 0 count."""
+        given = torch.stack((tokens, positions))
+        dist.broadcast(given, src=0)
+        return super().forward(given[0], given[1], attend)
+
+
+def part_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:
+    """The shape of one process's part."""
+    dealt = {"num_heads": "attention heads", "num_kv_heads": "key-value heads", "intermediate_size": "feed-forward columns"}
+    for key, what in dealt.items():
+        if (count := getattr(config, key)) % size:
+            raise ModelError(
+                f"The model's {count} {what} cannot be shared evenly by {size} processes; "
+                f"give --tensor-parallel a number that divides {count}."
+            )
+    parts = {key: getattr(config, key) // size for key in dealt}
+    return dataclasses.replace(config, **parts, tied=config.tied or rank > 0)
+
+
+def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = None) -> None:
+    """Fill ``decoder`` with its part of the weights, reading no more than that. Raises :class:`ModelError`.
+
+    ``quantize``: as :func:`~engine.models.loader.load_model`; each part is quantised for itself (see :mod:`engine.models.fp8`).
+    """
+    stored = checkpoint.read_headers(directory)
+    with torch.device("meta"):
+        whole = Decoder(decoder.whole)
+    checkpoint.check(stored, decoder_views(whole, stored), ignored=[HEAD] if decoder.whole.tied else [])
+    fill(decoder, stored, quantize, decoder.rank)
+    decoder.eval()
+
+
+def join(rank: int, size: int, port: int, device: torch.device, listener: socket.socket | None = None) -> None:
+    """Form the group of all processes; returns when all are there. Rank 0 gives the socket that listens on ``port``."""
+    names = (name for _, name in socket.if_nameindex())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for name in names if name.startswith("lo")))  # not the network
+    fd = None if listener is None else listener.detach()
+    store = dist.TCPStore(LOCAL, port, size, is_master=fd is not None, wait_for_workers=False, master_listen_fd=fd)  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _sum_over_processes(module: nn.Module, arguments: object, out: Tensor) -> Tensor:  # noqa: ARG001 (a forward hook)
+    dist.all_reduce(out)
+    return out

@@ -1,0 +1,242 @@
+"""Prefix cache: radix trees over token ids that own the slots of every cached prefix.
+
+Each node holds consecutive tokens and their slots; a path from the root spells a prefix. A request holds the path to its node by a
+reference on every node of it. Nodes without references stay until their slots are needed; then the least recently used leaf is
+evicted first. Tokens are inserted when the step that computes them is scheduled, not when it is done, so that requests in the same
+step share them too.
+
+There is one tree for each cache salt, so that a request never meets tokens of another salt, and one for each request that keeps
+nothing. All trees compete for the same slots. A tree exists while it has tokens or a request works in it: at most one tree for
+each slot and each running request.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from engine.ints import EMPTY, Ints, as_ints
+from engine.kvcache.slots import SlotPool
+
+
+class Node:
+    """Consecutive tokens below a prefix, and their slots."""
+
+    __slots__ = ("children", "parent", "references", "shared", "slots", "tokens", "used")
+
+    def __init__(self, tokens: Ints, slots: Ints, parent: Node | None, *, shared: bool) -> None:
+        """``shared``: whether it is in the tree of a salt, not in that of one request."""
+        self.tokens = tokens
+        self.slots = slots
+        self.parent = parent
+        self.shared = shared
+        self.children: dict[int, Node] = {}
+        self.references = 0
+        self.used = 0
+
+
+class Root(Node):
+    """The empty prefix of one tree. Each request at work in the tree holds one reference on it."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str | None) -> None:
+        """``salt`` None: the tree of one request, of which nothing is kept."""
+        super().__init__(EMPTY, EMPTY, None, shared=salt is not None)
+        self.salt = salt
+
+
+class PrefixCache:
+    """Shares slots between requests with a common prefix. Not thread-safe: the loop owns it."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+        self._clock = itertools.count(1)
+        self._ties = itertools.count()
+        self.root = Root("")
+        """Tree of requests without a salt. It always exists, and references on its root are not counted."""
+        self._roots = {"": self.root}
+        self._private: set[Root] = set()
+        self._old: list[tuple[int, int, Node]] = []
+        """A heap of leaves that were unreferenced when they were pushed; entries gone stale are skipped when popped."""
+        self._count = 0
+        self.evictable = 0
+        """Tokens that no request holds."""
+
+    def enter(self, salt: str | None) -> Root:
+        """Root of the tree of ``salt``, with a new reference. None: a private tree whose slots :meth:`release` frees at once."""
+        if salt == "":
+            return self.root
+        root = None if salt is None else self._roots.get(salt)
+        if root is None:
+            root = Root(salt)
+            if salt is None:
+                self._private.add(root)
+            else:
+                self._roots[salt] = root
+        root.references += 1
+        return root
+
+    def matched_length(self, salt: str | None, tokens: Ints) -> int:
+        """Number of leading ``tokens`` that the tree of ``salt`` has. Changes nothing."""
+        node: Node | None = None if salt is None else self._roots.get(salt)
+        matched = 0
+        while node is not None and matched < len(tokens):
+            node = node.children.get(int(tokens[matched]))
+            if node is not None:
+                length = common_length(node.tokens, tokens[matched:])
+                matched += length
+                node = node if length == len(node.tokens) else None
+        return matched
+
+    def match_prefix(self, node: Node, tokens: Ints) -> tuple[Node, Ints]:
+        """Move a reference on ``node`` down along ``tokens`` as far as the tree has them.
+
+        Returns the node reached, which holds the reference now, and the slots of the tokens passed.
+        """
+        found: list[Ints] = []
+        while len(tokens):
+            child = node.children.get(int(tokens[0]))
+            if child is None:
+                break
+            length = common_length(child.tokens, tokens)
+            if length < len(child.tokens):
+                child = self._split(child, length)
+            self._hold(child)
+            found.append(child.slots)
+            tokens = tokens[length:]
+            node = child
+        return node, as_ints(found)
+
+    def insert(self, node: Node, tokens: Ints, slots: Ints) -> Node:
+        """Insert ``tokens`` below the referenced ``node``. :meth:`match_prefix` has found none of them.
+
+        The tree owns ``slots`` from now on. Returns the new node, to which the reference has moved.
+        """
+        assert len(tokens) == len(slots) > 0
+        assert int(tokens[0]) not in node.children
+        child = Node(np.array(tokens, np.int32), np.array(slots, np.int32), node, shared=node.shared)
+        node.children[int(tokens[0])] = child
+        child.references = 1
+        self._count += 1
+        return child
+
+    def release(self, node: Node, above: Node | None = None) -> None:
+        """Drop one reference on each node of the path down to ``node``: from the root, or from below ``above``.
+
+        Slots of a private tree are free at once.
+        """
+        now = next(self._clock)
+        step = node
+        while step is not above and (parent := step.parent) is not None:
+            assert step.references > 0
+            step.references -= 1
+            step.used = now
+            if step.references == 0:
+                self.evictable += len(step.tokens)
+                if step.shared:
+                    self._offer(step)
+                else:
+                    self._remove(step)
+            step = parent
+        if above is None and step is not self.root:
+            assert step.references > 0
+            step.references -= 1
+            self._drop_if_empty(step)
+
+    def adopt(self, node: Node, tokens: Ints, slots: Ints) -> None:
+        """Keep a finished branch below the referenced ``node``: insert the tokens that the tree lacks, free the slots of the
+        others.
+        """
+        reached, known = self.match_prefix(node, tokens)
+        self._pool.free(slots[: len(known)])
+        if len(known) < len(tokens):
+            reached = self.insert(reached, tokens[len(known) :], slots[len(known) :])
+        self.release(reached, above=node)
+
+    def evict(self, count: int) -> int:
+        """Free at least ``count`` slots of the least recently used leaves, or as many as can be evicted. Returns how many."""
+        freed = 0
+        while freed < count and self._old:
+            used, _, node = heapq.heappop(self._old)
+            if node.references or node.children or node.parent is None or node.used != used:
+                continue
+            freed += len(node.tokens)
+            self._remove(node)
+        return freed
+
+    def clear(self) -> None:
+        """Evict everything that no request holds."""
+        self.evict(self.evictable)
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes except roots, for integrity checks."""
+        stack = [node for root in self.roots for node in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    @property
+    def roots(self) -> list[Root]:
+        """The roots of all trees, for integrity checks."""
+        return [*self._roots.values(), *self._private]
+
+    def _hold(self, node: Node) -> None:
+        if node.references == 0:
+            self.evictable -= len(node.tokens)
+        node.references += 1
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Put a new node above ``node`` that takes its first ``length`` tokens; ``node`` stays the lower part, so that references
+        held by requests go on meaning the same tokens."""
+        assert node.parent is not None
+        upper = Node(node.tokens[:length], node.slots[:length], node.parent, shared=node.shared)
+        upper.references, upper.used = node.references, node.used
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.parent, node.tokens, node.slots = upper, node.tokens[length:], node.slots[length:]
+        upper.children[int(node.tokens[0])] = node
+        self._count += 1
+        return upper
+
+    def _offer(self, node: Node) -> None:
+        if node.children:
+            return
+        heapq.heappush(self._old, (node.used, next(self._ties), node))
+        if len(self._old) > 2 * self._count + 64:
+            leaves = [leaf for leaf in self.nodes() if not leaf.children and not leaf.references]
+            self._old = [(leaf.used, next(self._ties), leaf) for leaf in leaves]
+            heapq.heapify(self._old)
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        self._pool.free(node.slots)
+        self.evictable -= len(node.tokens)
+        del parent.children[int(node.tokens[0])]
+        node.parent = None
+        self._count -= 1
+        if parent.parent is None:
+            self._drop_if_empty(parent)
+        elif parent.references == 0:
+            self._offer(parent)
+
+    def _drop_if_empty(self, root: Node) -> None:
+        if root.references or root.children or root is self.root:
+            return
+        assert isinstance(root, Root)
+        if root.salt is None:
+            self._private.discard(root)
+        else:
+            del self._roots[root.salt]
+
+
+def common_length(left: Ints, right: Ints) -> int:
+    """Number of leading elements that are equal."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length

@@ -1,0 +1,323 @@
+"""Guided draws of one step: candidates, one forward pass of the length model, tilt, draw, adoption, for all rows at once.
+
+The candidates of a draw are one-token branches behind all tokens that the length model knows of the text, so the forward pass
+reads each prefix once. The same pass computes tokens that the length model has not seen yet, and the step's other segments on it.
+Keys and values of candidates are kept for the step only; those of the drawn candidate are written to the slot that the scheduler
+allocated for it. So the host decides slots, the device decides tokens, and neither waits for the other.
+
+**Two forms.** On a GPU every guided row has room for the largest number of candidates, and rows that are decided without the
+length model are computed like the others: to leave them out, the host would have to read the device. On a CPU reading costs
+nothing, so only real candidates of undecided rows are computed; the pending tokens of the others stay pending. Both forms draw the
+same tokens. A pass of the first form that has only candidates may be replayed from a CUDA graph (:mod:`engine.lenvm.graphs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine import wire
+from engine.attention.base import AttentionBackend
+from engine.core import CandidatePass, ExtendSegment
+from engine.device.sampling import SamplingBatch, SamplingRow, edited, gumbel, prepare
+from engine.device.transfer import Upload
+from engine.length_guidance import target
+from engine.lenvm.graphs import PassGraphs
+from engine.lenvm.kept import Kept
+from engine.models.decoder import FusedAttend, Heads
+from engine.models.lenvm import LenVM
+from kernels.candidates import Candidates, candidates
+from kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
+from kernels.runtime import power_of_two
+
+Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]
+"""Fills in the tokens of some segments that the step before draws: (tokens on the device, the segments) -> tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedRow:
+    """Parameters of one guided draw."""
+
+    sampling: SamplingRow
+    length_guidance: wire.LengthGuidance
+    top_k: int
+    candidate_pass: CandidatePass
+
+
+class Parameters(NamedTuple):
+    """Parameters of guided rows on the device, [rows] each unless said otherwise."""
+
+    top_k: Tensor
+    """int64"""
+    ends: Tensor
+    """[rows, tokens] int64: tokens after which nothing comes; -1 fills short rows."""
+    entropy_thresholds: Tensor
+    """float32"""
+    tilts: Tilts
+
+
+class GuidedDraws(NamedTuple):
+    """Guided draws, [rows, width] each unless said otherwise, on the device."""
+
+    tokens: Tensor
+    """[rows] int64"""
+    logprobs: Tensor
+    """[rows] float32, of the tokens"""
+    ids: Tensor
+    """int64, the candidates first"""
+    probabilities: Tensor
+    """float32: what the tokens were drawn from; 0 beyond the candidates."""
+    values: Tensor
+    """float32, of the candidates; NaN in rows that were decided without the length model"""
+    undecided: Tensor
+    """[rows] int64: 1 where the length model was asked"""
+    counts: Tensor
+    """[rows] int64: candidates"""
+
+
+class GuidedStep(NamedTuple):
+    """Results of the length model's pass in one step."""
+
+    draws: GuidedDraws | None
+    """None where the step has no guided draw."""
+    values: Tensor | None
+    """[segments that were to be valued] float32, raw; None where there are none."""
+    skipped: list[CandidatePass]
+    """Passes that were not computed, because the draw was decided without the length model."""
+
+
+class LenVMPass(NamedTuple):
+    """Input of one forward pass of the length model: segments, then one-token branches behind the known tokens of some rows, row
+    by row.
+    """
+
+    segments: Sequence[ExtendSegment]
+    valued: Sequence[int]
+    """Indices of the ``segments`` whose last token is valued."""
+    passes: Sequence[CandidatePass]
+    branches: Sequence[int]
+    """[ahead]: how many each has"""
+    tokens: Tensor
+    """[branches] int64"""
+    counts: Tensor
+    """[ahead] int64: how many of its branches, the first, are real"""
+
+
+class LenVMOutput(NamedTuple):
+    """Output of one forward pass of the length model."""
+
+    branches: Tensor | None
+    """[branches] float32, raw: of the one-token branches"""
+    ends: Tensor | None
+    """[valued segments] float32, raw values of their last tokens"""
+    kept: Kept | None
+    """Keys and values of the branches"""
+
+
+class LenVMRunner:
+    """Owns the length model and, through the attention backend, its keys and values."""
+
+    def __init__(
+        self,
+        model: LenVM,
+        attention: AttentionBackend,
+        gamma: float,
+        eos_ids: Sequence[int],
+        graphs: PassGraphs | None = None,
+        *,
+        compact: bool,
+    ) -> None:
+        """``compact``: compute only what counts, which takes looks at the device; see the module. It has no use for graphs."""
+        assert graphs is None or not compact
+        self._model = model
+        self._attention = attention
+        self._gamma = gamma
+        self._eos = tuple(eos_ids)
+        self._graphs = graphs
+        self._compact = compact
+        self._device = attention.kv.keys.device
+
+    @property
+    def replayed(self) -> int:
+        """Passes so far whose launches were replayed."""
+        return 0 if self._graphs is None else self._graphs.replayed
+
+    def draw_guided(
+        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
+    ) -> GuidedStep:
+        """Draw the next token of ``rows``, in a pass that computes ``segments`` too.
+
+        logits: [rows, vocab] float32; head rows that the length model lacks are padding. valued: indices of the ``segments`` whose
+        last token is valued.
+        """
+        sampling, parameters, found = self._candidates(logits, rows)
+        undecided = needs_value(found, parameters.entropy_thresholds)
+        at, places, branches = self._select(found, undecided)
+        passes = [rows[row].candidate_pass for row in at]
+        segments = [
+            *segments,
+            *(candidate_pass.pending for candidate_pass in passes if candidate_pass.pending is not None),
+        ]
+        tokens = found.ids.flatten() if places is None else found.ids.flatten().index_select(0, places)
+        counts = found.counts if places is None else found.counts[at]
+        passed = self._forward(LenVMPass(segments, valued, passes, branches, tokens, counts), resolve)
+        z = self._table(passed.branches, places, found)
+        ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
+        p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
+        chosen = (p.log() + gumbel(sampling.keys, found.ids)).argmax(-1, keepdim=True)
+        self._adopt(passed, passes, self._branch_of(chosen.squeeze(1), at, places, found.ids.shape[1]))
+        values = z.sigmoid().masked_fill(ends, 0.0).masked_fill(~undecided.unsqueeze(1), float("nan"))
+        steered = GuidedDraws(
+            tokens=found.ids.gather(1, chosen).squeeze(1),
+            logprobs=p.gather(1, chosen).squeeze(1).log(),
+            ids=found.ids,
+            probabilities=p,
+            values=values,
+            undecided=undecided.long(),
+            counts=found.counts,
+        )
+        kept = set(at)
+        return GuidedStep(steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept])
+
+    def compute(self, segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve) -> GuidedStep:
+        """Run a pass without draws. valued: indices of the ``segments`` whose last token is valued."""
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        output = self._forward(LenVMPass(segments, valued, [], [], nothing, nothing), resolve)
+        return GuidedStep(None, output.ends, [])
+
+    def _candidates(self, logits: Tensor, rows: Sequence[GuidedRow]) -> tuple[SamplingBatch, Parameters, Candidates]:
+        """Sampling and tilt parameters of each row, and its candidates. logits: see :meth:`draw_guided`."""
+        sampling = prepare([row.sampling for row in rows], self._device)
+        logits = logits[:, : self._model.config.vocab_size].contiguous()
+        parameters = self._parameters(rows)
+        width = max(2, power_of_two(max(row.top_k for row in rows)))
+        found = candidates(
+            edited(logits, sampling), sampling.temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), width
+        )
+        return sampling, parameters, found
+
+    def _parameters(self, rows: Sequence[GuidedRow]) -> Parameters:
+        """Copy the parameters to the device in one copy that the host does not wait for."""
+        gammas = [row.length_guidance.gamma or self._gamma for row in rows]
+        guidances = [row.length_guidance for row in rows]
+        aims = [target(row.length_guidance, row.sampling.position, gamma) for row, gamma in zip(rows, gammas, strict=True)]
+        floats = np.array(
+            [
+                [guidance.scale for guidance in guidances],
+                np.log(gammas),
+                aims,
+                [guidance.value_min for guidance in guidances],
+                [guidance.entropy_threshold for guidance in guidances],
+            ]
+        )
+        ends = [(*self._eos, *row.sampling.params.stop_token_ids) for row in rows]
+        table = np.full((len(rows), max(1, *map(len, ends))), -1, np.int64)
+        for place, ids in enumerate(ends):
+            table[place, : len(ids)] = ids
+        upload = Upload()
+        top_k = upload.add([row.top_k for row in rows])
+        rule = upload.add([RULES.index(guidance.constraint or guidance.mode) for guidance in guidances])
+        end_ids = upload.add(table)
+        packed = upload.add(floats.view(np.int64))
+        upload.send(self._device)
+        scale, log_gamma, aim, value_min, entropy = packed.tensor.view(torch.float64).view(5, -1)
+        tilts = Tilts(rule.tensor, scale, log_gamma, aim, value_min)
+        return Parameters(top_k.tensor, end_ids.tensor.view(len(rows), -1), entropy.float(), tilts)
+
+    def _select(self, found: Candidates, undecided: Tensor) -> tuple[list[int], Tensor | None, list[int]]:
+        """Rows that are computed, places of their candidates in the flat table (None: all), and the number of each row's
+        candidates.
+        """
+        rows, width = found.ids.shape
+        if not self._compact:
+            return list(range(rows)), None, [width] * rows
+        counts = found.counts * undecided
+        at = counts.nonzero().squeeze(1)
+        places = (torch.arange(width) < counts.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        return at.tolist(), places, counts[at].tolist()
+
+    def _table(self, branches: Tensor | None, places: Tensor | None, found: Candidates) -> Tensor:
+        """Raw values as a table like the candidates', 0 where none was computed."""
+        if branches is None:
+            return torch.zeros_like(found.probabilities)
+        if places is None:
+            return branches.view(found.probabilities.shape)
+        return torch.zeros_like(found.probabilities).flatten().index_copy_(0, places, branches).view(found.probabilities.shape)
+
+    def _branch_of(self, chosen: Tensor, at: list[int], places: Tensor | None, width: int) -> Tensor:
+        """Branch of the pass that each computed row draws. chosen: [rows], its rank. -> [computed rows]"""
+        if places is None:
+            return chosen + torch.arange(len(at), device=chosen.device) * width
+        rows = torch.tensor(at, dtype=torch.int64)
+        return torch.searchsorted(places, chosen[rows] + rows * width)
+
+    def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
+        segments, valued, passes, branches, _, _ = work
+        if not segments and not passes:
+            return LenVMOutput(None, None, None)
+        if not segments and self._graphs is not None:
+            raw = self._graphs.forward([candidate_pass.prefix for candidate_pass in passes], branches[0], work.tokens, work.counts)
+            if raw is not None:
+                return LenVMOutput(raw, None, self._graphs.kept)
+        lengths = [len(candidate_pass.prefix) for candidate_pass in passes]
+        upload = Upload()
+        tokens = upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
+        positions = upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
+        ends = np.cumsum([len(segment.tokens) for segment in segments])
+        valued_rows = upload.add(ends[list(valued)] - 1 if valued else [])
+        upload.send(self._device)
+        known = len(tokens.tensor)
+        all_tokens = torch.cat([resolve(tokens.tensor, segments), work.tokens])
+        attend = self._attend(work)
+        hidden = self._model(all_tokens, positions.tensor, FusedAttend(attend))
+        return LenVMOutput(
+            branches=self._model.head(hidden[known:]) if passes else None,
+            ends=self._model.head(hidden.index_select(0, valued_rows.tensor)) if valued else None,
+            kept=attend.kept,
+        )
+
+    def _attend(self, work: LenVMPass) -> PassAttention:
+        return PassAttention(self._attention, work)
+
+    def _adopt(self, passed: LenVMOutput, passes: Sequence[CandidatePass], chosen: Tensor) -> None:
+        """Write keys and values of the branches ``chosen``, [len(ahead)], to their slots."""
+        if passed.kept is None:
+            return
+        upload = Upload()
+        slots = upload.add([candidate_pass.slot for candidate_pass in passes])
+        upload.send(self._device)
+        passed.kept.adopt(chosen, self._attention.kv, slots.tensor)
+
+
+class PassAttention:
+    """Attention of one pass: segments over their slots, then branches over their prefixes, which the segments of the pass have
+    filled.
+    """
+
+    def __init__(self, attention: AttentionBackend, work: LenVMPass) -> None:
+        self.kept = Kept.room(attention.kv, sum(work.branches)) if work.passes else None
+        self._split = sum(len(segment.tokens) for segment in work.segments)
+        self._runs: FusedAttend | None = attention.plan(work.segments) if work.segments else None
+        self._branches: FusedAttend | None = None
+        if self.kept is not None:
+            prefixes = [candidate_pass.prefix for candidate_pass in work.passes]
+            self._branches = self.kept.attend(attention.plan_branches(prefixes, work.branches, work.counts))
+
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        if self._branches is None:
+            assert self._runs is not None
+            return self._runs.attend(layer, heads)
+        if self._runs is None:
+            return self._branches.attend(layer, heads)
+        segments, branches = (_some(heads, part) for part in (slice(None, self._split), slice(self._split, None)))
+        return torch.cat([self._runs.attend(layer, segments), self._branches.attend(layer, branches)])
+
+
+def _some(heads: Heads, tokens: slice) -> Heads:
+    """Heads of a slice of the tokens."""
+    return replace(heads, qkv=heads.qkv[tokens], cos=heads.cos[tokens], sin=heads.sin[tokens])

@@ -1,0 +1,53 @@
+"""Checks that a length model fits a base model, and reads its γ. Neither is in the length model's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.models.config import load_config, read_json
+from engine.models.errors import ModelError
+
+GAMMA_FILE = "length_value.json"
+DEFAULT_GAMMA = 0.997
+"""Gamma of the checkpoints published with "Length Value Model", arXiv 2604.27039, for models of the Qwen2.5 generation."""
+
+
+def gamma_of(directory: Path, given: float | None) -> float:
+    """γ of the length model in ``directory``: ``given``, or what a file beside its weights says, or the default.
+
+    Raises :class:`ModelError` where it is not in (0, 1).
+    """
+    path = directory / GAMMA_FILE
+    stored = read_json(path).get("gamma") if path.is_file() else None
+    gamma = next(value for value in (given, stored, DEFAULT_GAMMA) if value is not None)
+    if not isinstance(gamma, float) or not 0 < gamma < 1:
+        raise ModelError(f"The length model's gamma is {gamma!r}; give one between 0 and 1 with --length-gamma.")
+    return gamma
+
+
+def check_pairing(base: Path, length: Path) -> None:
+    """Check that token ids mean the same to both models.
+
+    Raises :class:`ModelError` where their tokenisers differ or, where one has none, the sizes of their vocabularies. With equal
+    tokenisers a vocabulary may be padded.
+    """
+    vocabularies = [_vocabulary(directory) for directory in (base, length)]
+    sizes = [load_config(directory).vocab_size for directory in (base, length)]
+    alike = sizes[0] == sizes[1] if None in vocabularies else vocabularies[0] == vocabularies[1]
+    if not alike:
+        raise ModelError(
+            f"The length model {length.name} does not have the vocabulary of the model {base.name} "
+            f"({sizes[1]} and {sizes[0]} rows); give a length model that was trained for this model with --length-model."
+        )
+
+
+def _vocabulary(directory: Path) -> dict[str, Any] | None:
+    """Token ids by text, None without a ``tokenizer.json``."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    vocabulary = content["model"]["vocab"]
+    return {"added": added, "vocabulary": vocabulary}

@@ -1,1 +1,0 @@
-"""Slots for keys and values, and the prefix cache that shares them."""

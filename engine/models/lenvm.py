@@ -1,0 +1,91 @@
+"""The length-value model: a decoder and a small head that tells how much of a text is still to come.
+
+Checkpoint and convention as published with "Length Value Model", arXiv 2604.27039: v = sigmoid(z) = 1 − γ^remaining in (0, 1),
+larger for longer. γ is not part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.models import checkpoint
+from engine.models.checkpoint import Stored
+from engine.models.config import ModelConfig, load_config
+from engine.models.decoder import Attend, Decoder, Linear
+from engine.models.loader import HEAD, decoder_views, fill, write_checkpoint
+from engine.models.source import locate
+
+HEAD_PREFIX = "v_head."
+
+
+class ValueHead(nn.Module):
+    """Linear, SiLU, Linear to one number. Weights are uninitialised until a loader or a trainer fills them."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fc = Linear(hidden_size, hidden_size, dtype=dtype)
+        self.summary = Linear(hidden_size, 1, dtype=dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden] after the final norm. -> z, [rows], float32."""
+        return self.summary(nn.functional.silu(self.fc(hidden))).squeeze(-1).float()  # type: ignore[no-any-return]
+
+
+class LenVM(nn.Module):
+    """A decoder without a language-model head, and the value head."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.decoder = Decoder(dataclasses.replace(config, tied=True), dtype)
+        self.head = ValueHead(config.hidden_size, dtype)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The decoder's; always tied, because there is no other head."""
+        return self.decoder.config
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden rows of a flat run of tokens, as :meth:`Decoder.forward`: [tokens, hidden]."""
+        return self.decoder(tokens, positions, attend)  # type: ignore[no-any-return]
+
+    def value(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden: [rows, hidden]. -> (z, v), [rows] each, float32, v = sigmoid(z)."""
+        z = self.head(hidden)
+        return z, z.sigmoid()
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Checkpoint name of each tensor of the value head -> its parameter, detached and writable."""
+        return {HEAD_PREFIX + name: parameter.detach() for name, parameter in self.head.named_parameters()}
+
+
+def load_lenvm(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> LenVM:
+    """The value model in a directory or hub repository, converted to ``dtype``, in evaluation mode.
+
+    ``quantize``: as :func:`~engine.models.loader.load_model`; the value head stays in ``dtype``. The checkpoint's ``lm_head`` is
+    ignored, unless it is all there is of a tied embedding. Raises :class:`~engine.models.errors.ModelError`.
+    """
+    directory = locate(model)
+    value_model = LenVM(load_config(directory), dtype)
+    stored = _read_headers(directory)
+    head = value_model.checkpoint_views()
+    checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, ignored=[HEAD])
+    checkpoint.copy(stored, head)
+    fill(value_model.decoder, stored, quantize)
+    return value_model.eval()
+
+
+def save_lenvm(model: LenVM, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """Write ``config.json`` and one ``model.safetensors`` with decoder and head; ``dtype`` None keeps the model's."""
+    write_checkpoint(model.decoder.checkpoint_views() | model.checkpoint_views(), model.config, directory, dtype)
+
+
+def _read_headers(directory: Path) -> dict[str, Stored]:
+    """The main weights, and the head's own file where they do not hold the head."""
+    stored = checkpoint.read_headers(directory)
+    if not any(name.startswith(HEAD_PREFIX) for name in stored):
+        stored |= checkpoint.read_header(directory / checkpoint.VALUE_HEAD)
+    return stored

@@ -1,0 +1,141 @@
+"""The interface of a readout, and the results that readouts write.
+
+A readout is one kind of output of a step: label log-probabilities, drawn tokens, and so on. The runner makes one object of each
+kind for each step and calls it in this order:
+
+1. :meth:`Readout.add` for each segment whose request is of the readout's type;
+2. :meth:`Readout.upload`, before the forward pass: add index arrays to the step's one copy to the device;
+3. :meth:`Readout.queue`, behind the forward pass: queue the work, and add its results to the step's one copy to the host;
+4. :meth:`Readout.read`, after that copy has arrived: write the results into the :class:`StepResult`.
+
+Steps 1 to 3 never wait for the device. Readouts without an output are skipped after step 1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from engine import wire
+from engine.core import Batch, Branch, ExtendSegment, Request
+from engine.device.transfer import Download, Upload
+from engine.lenvm.guided_draws import GuidedStep
+from engine.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The next token of a sequence."""
+
+    branch: Branch
+    token: int
+    logprobs: wire.Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Log-probabilities of consecutive tokens of a prompt."""
+
+    branch: Branch
+    start: int
+    """Position of the first of them in the prompt."""
+    logprobs: list[wire.Logprobs]
+
+
+@dataclass(slots=True)
+class LenVMCounts:
+    """Counts of the length model's work."""
+
+    tokens: int = 0
+    """Tokens that the length model computed, candidates included."""
+    guided: int = 0
+    """Draws that used the length model's values."""
+    alone: int = 0
+    """Draws of guided requests that were decided without the length model."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Results of a step. Guided draws come after the others; otherwise the order is that of the batch."""
+
+    prompts: list[PromptPart] = field(default_factory=list)
+    scored: list[tuple[Branch, list[float]]] = field(default_factory=list)
+    """Label log-probabilities of complete branches."""
+    valued: list[tuple[Branch, float]] = field(default_factory=list)
+    """Raw length values of complete branches."""
+    drawn: list[Drawn] = field(default_factory=list)
+    ended: list[Branch] = field(default_factory=list)
+    """Sequences that are complete without a draw, because ``max_tokens`` is 0."""
+    lenvm: LenVMCounts = field(default_factory=LenVMCounts)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadoutContext:
+    """The runner's model and constants that readouts use."""
+
+    decoder: Decoder
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """Device tensors of one step that readouts read."""
+
+    hidden: Tensor | None = None
+    """[tokens, hidden], after the final norm; None where the step has no tokens on the main model."""
+    logits: dict[Readout, Tensor] = field(default_factory=dict)
+    """[rows, vocab] float32 for each readout with :attr:`Readout.logit_rows`."""
+    guided: GuidedStep | None = None
+    """None where the step has no work for the length model."""
+
+
+class Readout(ABC):
+    """One kind of output of one step."""
+
+    request_type: ClassVar[type[Request]]
+    """Requests that may have this output."""
+
+    def __init__(self, context: ReadoutContext, batch: Batch) -> None:
+        self.context = context
+        self.batch = batch
+        self.branches: list[Branch] = []
+        """Branches whose last token this step computes, and whose result this readout brings."""
+        self.ended: list[Branch] = []
+        """Branches that this step completes without a result."""
+        self.logit_rows: list[int] = []
+        """Rows of the step whose logits over the vocabulary :meth:`queue` reads."""
+        self.tokens: Tensor | None = None
+        """[branches] int64, on the device: tokens that were drawn. None for a readout that draws nothing."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether the step has no such output."""
+        return not (self.branches or self.ended)
+
+    @abstractmethod
+    def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:
+        """Note what ``segment`` asks for.
+
+        row: place of its first token among the step's tokens on its model; index: its place among the segments on its model. Reads
+        the branch as it is now, because the next schedule changes it.
+        """
+
+    def upload(self, upload: Upload) -> None:  # noqa: B027 (optional)
+        """Add host arrays to the copy to the device."""
+
+    @abstractmethod
+    def queue(self, step: StepTensors, download: Download) -> None:
+        """Queue the work on the device, and its results for the copy to the host."""
+
+    @abstractmethod
+    def read(self, result: StepResult) -> None:
+        """Write the results, which are on the host now."""
+
+
+def wanted_rows(requests: Sequence[wire.Generate]) -> list[int]:
+    """Places of the draws whose log-probabilities are asked for."""
+    return [place for place, message in enumerate(requests) if message.logprobs is not None]

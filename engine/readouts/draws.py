@@ -1,0 +1,72 @@
+"""The next token of each sequence without length guidance, and its log-probabilities where they are asked for."""
+
+from __future__ import annotations
+
+from engine import wire
+from engine.core import Batch, Branch, ExtendSegment, GenerateRequest
+from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
+from engine.device.transfer import Download, Upload
+from engine.ints import EMPTY
+from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows
+from engine.readouts.logprobs import LogprobsCopy
+
+
+class DrawReadout(Readout):
+    """Draws that depend on the main model alone. Also ends sequences whose ``max_tokens`` is 0."""
+
+    request_type = GenerateRequest
+
+    def __init__(self, context: ReadoutContext, batch: Batch) -> None:
+        super().__init__(context, batch)
+        self._messages: list[wire.Generate] = []
+        self._sampling_rows: list[SamplingRow] = []
+
+    def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
+        request = segment.request
+        assert isinstance(request, GenerateRequest)
+        if not segment.completes or branch in self.batch.candidate_passes:
+            return
+        if not request.draws(branch):
+            self.ended.append(branch)
+            return
+        self.branches.append(branch)
+        self.logit_rows.append(row + len(segment.tokens) - 1)
+        self._messages.append(request.message)
+        self._sampling_rows.append(sampling_row(branch, request, self.context.eos_token_ids))
+
+    def upload(self, upload: Upload) -> None:
+        self._wanted = wanted_rows(self._messages)
+        self._wanted_copy = upload.add(self._wanted)
+
+    def queue(self, step: StepTensors, download: Download) -> None:
+        if not self.branches:
+            return
+        logits = step.logits[self]
+        self.tokens = draw(logits, prepare(self._sampling_rows, logits.device))
+        self._token_copy = download.add(self.tokens)
+        if self._wanted:
+            rows = self._wanted_copy.tensor
+            self._counts = [self._messages[place].logprobs or 0 for place in self._wanted]
+            chosen = self.tokens.index_select(0, rows)
+            logprobs = token_logprobs(logits.index_select(0, rows), chosen, max(self._counts))
+            self._logprobs = LogprobsCopy(download, logprobs)
+
+    def read(self, result: StepResult) -> None:
+        result.ended += self.ended
+        if not self.branches:
+            return
+        logprobs = dict(zip(self._wanted, self._logprobs.read(self._counts), strict=True)) if self._wanted else {}
+        tokens = enumerate(zip(self.branches, self._token_copy.tensor.tolist(), strict=True))
+        result.drawn += [Drawn(branch, token, logprobs.get(place)) for place, (branch, token) in tokens]
+
+
+def sampling_row(branch: Branch, request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> SamplingRow:
+    """Parameters of the next draw of ``branch``."""
+    return SamplingRow(
+        params=request.message.sampling,
+        index=request.message.index + branch.index,
+        position=request.offset(branch),
+        prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
+        output_tokens=request.output(branch) if request.penalised else EMPTY,
+        eos_ids=eos_token_ids,
+    )

@@ -1,0 +1,119 @@
+"""The next token of each sequence with length guidance: the token, the distribution that it was drawn from, and length values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine import wire
+from engine.core import Batch, Branch, CandidatePass, ExtendSegment, GenerateRequest
+from engine.device.transfer import Copy, Download, Upload
+from engine.lenvm.guided_draws import GuidedDraws, GuidedRow
+from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows
+from engine.readouts.draws import sampling_row
+
+
+@dataclass(frozen=True, slots=True)
+class _CandidatesCopy:
+    """:func:`top_candidates` on their way to the host."""
+
+    chosen: Copy
+    ids: Copy
+    top: Copy
+    values: Copy
+
+
+class GuidedDrawReadout(Readout):
+    """Draws that the length model guides. :class:`~engine.lenvm.guided_draws.LenVMRunner` makes them from :attr:`rows`."""
+
+    request_type = GenerateRequest
+
+    def __init__(self, context: ReadoutContext, batch: Batch) -> None:
+        super().__init__(context, batch)
+        self._messages: list[wire.Generate] = []
+        self.rows: list[GuidedRow] = []
+        """One for each branch."""
+        self.skipped: list[CandidatePass] = []
+        """Passes that were not computed, because the draw was decided without the length model. Known after :meth:`queue`."""
+
+    def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
+        request = segment.request
+        assert isinstance(request, GenerateRequest)
+        candidate_pass = self.batch.candidate_passes.get(branch)
+        if not segment.completes or candidate_pass is None:
+            return
+        assert request.length_guidance is not None
+        sampling = sampling_row(branch, request, self.context.eos_token_ids)
+        self.branches.append(branch)
+        self.logit_rows.append(row + len(segment.tokens) - 1)
+        self._messages.append(request.message)
+        self.rows.append(GuidedRow(sampling, request.length_guidance, request.candidates, candidate_pass))
+
+    def upload(self, upload: Upload) -> None:
+        self._wanted = wanted_rows(self._messages)
+        self._wanted_copy = upload.add(self._wanted)
+
+    def queue(self, step: StepTensors, download: Download) -> None:
+        assert step.guided is not None
+        draws = step.guided.draws
+        assert draws is not None
+        self.tokens = draws.tokens
+        self.skipped = step.guided.skipped
+        self._token_copy = download.add(draws.tokens)
+        self._undecided = download.add(draws.undecided)
+        self._counts = download.add(draws.counts)
+        if self._wanted:
+            top_n = max(self._messages[place].logprobs or 0 for place in self._wanted)
+            self._candidates = top_candidates(download, draws, self._wanted_copy.tensor, top_n)
+
+    def read(self, result: StepResult) -> None:
+        tokens, undecided, counts = (copy.tensor.tolist() for copy in (self._token_copy, self._undecided, self._counts))
+        logprobs = dict(zip(self._wanted, self._read_logprobs(counts), strict=True)) if self._wanted else {}
+        skipped = {candidate_pass.branch for candidate_pass in self.skipped}
+        for place, (branch, row) in enumerate(zip(self.branches, self.rows, strict=True)):
+            result.drawn.append(Drawn(branch, tokens[place], logprobs.get(place)))
+            if row.candidate_pass.branch not in skipped:
+                pending = len(row.candidate_pass.pending.tokens) if row.candidate_pass.pending else 0
+                result.lenvm.tokens += pending + counts[place]
+        result.lenvm.guided += sum(undecided)
+        result.lenvm.alone += len(undecided) - sum(undecided)
+
+    def _read_logprobs(self, counts: Sequence[int]) -> list[wire.Logprobs]:
+        copies = self._candidates
+        columns = (copy.tensor.tolist() for copy in (copies.chosen, copies.ids, copies.top, copies.values))
+        rows = zip(*columns, self._wanted, strict=True)
+        return [
+            candidate_logprobs(chosen, ids, top, values, counts[place], self._messages[place])
+            for chosen, ids, top, values, place in rows
+        ]
+
+
+def top_candidates(download: Download, draws: GuidedDraws, rows: Tensor, top_n: int) -> _CandidatesCopy:
+    """Queue the log-probability of the drawn token, and ids, log-probabilities and values of the most probable candidates.
+
+    rows: [rows] int64, the draws to report. Copies are [rows] for the drawn token and [rows, at most top_n] for the candidates.
+    """
+    p = draws.probabilities.index_select(0, rows)
+    ranked, order = p.sort(descending=True, stable=True)
+    order = order[:, :top_n]
+    ids, values = (table.index_select(0, rows).gather(1, order) for table in (draws.ids, draws.values))
+    return _CandidatesCopy(
+        chosen=download.add(draws.logprobs.index_select(0, rows)),
+        ids=download.add(ids),
+        top=download.add(torch.log(ranked[:, :top_n])),
+        values=download.add(values),
+    )
+
+
+def candidate_logprobs(
+    chosen: float, ids: list[int], top: list[float], values: list[float], count: int, message: wire.Generate
+) -> wire.Logprobs:
+    """Report of one draw among ``count`` candidates. Candidates with probability 0 are reported only with values."""
+    valued = message.length_guidance is not None and message.length_guidance.return_values
+    told = min(message.logprobs or 0, count if valued else sum(value > -math.inf for value in top))
+    read = [[None if math.isnan(value) else value for value in values[:told]]] if valued else []
+    return wire.Logprobs([chosen], [ids[:told]], [top[:told]], read)

@@ -1,0 +1,54 @@
+"""Label log-probabilities at the last token of each scored branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.core import Batch, Branch, ExtendSegment, LabelScoreRequest
+from engine.device.transfer import Download, Upload
+from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from kernels.label_logprobs import label_logprobs
+
+
+class LabelReadout(Readout):
+    """Log-probabilities over the full vocabulary. Logits of other tokens are never stored."""
+
+    request_type = LabelScoreRequest
+
+    def __init__(self, context: ReadoutContext, batch: Batch) -> None:
+        super().__init__(context, batch)
+        self._rows: list[int] = []
+        self._labels: list[list[int]] = []
+
+    def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
+        request = segment.request
+        assert isinstance(request, LabelScoreRequest)
+        if segment.completes:
+            self.branches.append(branch)
+            self._rows.append(row + len(segment.tokens) - 1)
+            self._labels.append(request.labels)
+
+    def upload(self, upload: Upload) -> None:
+        self._row_copy = upload.add(self._rows)
+        self._label_copy = upload.add(label_table(self._labels))
+
+    def queue(self, step: StepTensors, download: Download) -> None:
+        assert step.hidden is not None
+        hidden = step.hidden.index_select(0, self._row_copy.tensor)
+        labels = self._label_copy.tensor.view(len(self._rows), -1)
+        self._logprobs = download.add(label_logprobs(hidden, self.context.decoder.head_weight, labels))
+
+    def read(self, result: StepResult) -> None:
+        rows = zip(self.branches, self._logprobs.tensor.tolist(), self._labels, strict=True)
+        result.scored = [(branch, row[: len(labels)]) for branch, row, labels in rows]
+
+
+def label_table(labels: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    """[rows, largest number of labels]; short rows are padded with token 0."""
+    table = np.zeros((len(labels), max(map(len, labels), default=0)), np.int64)
+    for row, ids in enumerate(labels):
+        table[row, : len(ids)] = ids
+    return table

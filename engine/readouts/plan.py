@@ -1,0 +1,56 @@
+"""Which readouts a step has. A new kind of output is a file beside this one and an entry in :data:`KINDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.core import Batch, Branch, CandidatePass, Request
+from engine.readouts.base import Readout, ReadoutContext
+from engine.readouts.draws import DrawReadout
+from engine.readouts.guided import GuidedDrawReadout
+from engine.readouts.labels import LabelReadout
+from engine.readouts.length_values import LengthValueReadout
+from engine.readouts.prompts import PromptLogprobsReadout
+
+KINDS: tuple[type[Readout], ...] = (LabelReadout, DrawReadout, PromptLogprobsReadout)
+"""Outputs of the main model, in the order in which their work is queued."""
+
+
+class OutputPlan:
+    """The outputs of one batch."""
+
+    def __init__(self, batch: Batch, context: ReadoutContext) -> None:
+        """Reads ``batch`` as it is now; branches change when the next step is scheduled."""
+        main = [kind(context, batch) for kind in KINDS]
+        self.guided = GuidedDrawReadout(context, batch)
+        self.length_values = LengthValueReadout(context, batch)
+        by_request: dict[type[Request], list[Readout]] = {}
+        for readout in (*main, self.guided, self.length_values):
+            by_request.setdefault(readout.request_type, []).append(readout)
+        for segments in (batch.segments, batch.lenvm_segments):
+            row = 0
+            for index, segment in enumerate(segments):
+                if segment.branch is not None:
+                    for readout in by_request.get(type(segment.request), ()):
+                        readout.add(segment, segment.branch, row, index)
+                row += len(segment.tokens)
+        self.main: list[Readout] = [readout for readout in main if not readout.empty]
+        """Readouts of the main model that have an output."""
+        self.lenvm: list[Readout] = [readout for readout in (self.guided, self.length_values) if not readout.empty]
+        """Readouts of the length model that have an output."""
+
+    @property
+    def readouts(self) -> Iterator[Readout]:
+        """All that have an output. Those of the main model come first."""
+        yield from self.main
+        yield from self.lenvm
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Branches whose result this step brings."""
+        return [branch for readout in self.readouts for branch in (*readout.branches, *readout.ended)]
+
+    @property
+    def skipped(self) -> list[CandidatePass]:
+        """Candidate passes that the length model did not compute. Known once the step is launched."""
+        return self.guided.skipped

@@ -1,0 +1,209 @@
+"""HTTP app of a pod: the endpoints of :mod:`engine.wire`. It imports no torch; the model is in the loop process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from litestar import Litestar, Request, Response, Router, get, post
+from litestar.enums import MediaType
+from litestar.response import Stream
+
+from engine import wire
+from engine.serving import channel, metrics
+from engine.serving.bearer import BearerTokens
+from engine.serving.loop_client import LOADING, LoopClient
+from engine.settings import EngineSettings
+
+MSGPACK = "application/msgpack"
+FRAMES = "application/x-msgpack-frames"
+
+T = TypeVar("T")
+Incoming = Request[Any, Any, Any]
+
+
+def create_app(settings: EngineSettings, token: BearerTokens | None = None) -> Litestar:
+    """The one composition root of the pod's server. ``token`` None: every caller is welcome."""
+    client = LoopClient(settings)
+
+    @asynccontextmanager
+    async def lifespan(_: Litestar) -> AsyncIterator[None]:
+        await client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+
+    app = Litestar(
+        route_handlers=[
+            Router("", route_handlers=[score, value, generate, abort, info, stats, tokenizer], before_request=_authorise),
+            livez,
+            readyz,
+            metrics_page,
+        ],
+        lifespan=[lifespan],
+        openapi_config=None,
+        request_max_body_size=None,
+    )
+    app.state.client = client
+    app.state.token = token
+    return app
+
+
+def create_health_app(client: LoopClient) -> Litestar:
+    """Health and metrics alone, for a port that probes and Prometheus may reach where the wire may not be reached."""
+    app = Litestar(route_handlers=[livez, readyz, metrics_page], openapi_config=None)
+    app.state.client = client
+    return app
+
+
+@post("/score", status_code=200)
+async def score(request: Incoming) -> Response[bytes]:
+    """Label log-probabilities of a prefix's branches."""
+    return await _answer_one(request, await _read(request, channel.ScoreHeader))
+
+
+@post("/value", status_code=200)
+async def value(request: Incoming) -> Response[bytes]:
+    """Length values of a prefix's branches."""
+    return await _answer_one(request, await _read(request, channel.ValueHeader))
+
+
+@post("/generate", status_code=200)
+async def generate(request: Incoming) -> Response[bytes] | Stream:
+    """A stream of frames. A failure before the first delta is the status of the response."""
+    header = await _read(request, channel.GenerateHeader)
+    if isinstance(header, wire.Failed):
+        return _answer(header)
+    replies = _client(request).ask(header, await request.body())
+    first = await _unless_gone(request, anext(replies), header.id)
+    if isinstance(first, wire.Failed):
+        await replies.aclose()
+        return _answer(first)
+    return Stream(_frames(first, replies), media_type=FRAMES)
+
+
+@post("/abort", status_code=204)
+async def abort(request: Incoming) -> None:
+    """End a request early."""
+    message = await _read(request, wire.Abort)
+    if isinstance(message, wire.Abort):
+        await _client(request).abort(message)
+
+
+@get("/info")
+async def info(request: Incoming) -> Response[bytes]:
+    """Description of the model and its limits."""
+    ready = _client(request).ready
+    return _not_ready(request) if ready is None else _answer(ready.info)
+
+
+@get("/tokenizer")
+async def tokenizer(request: Incoming) -> Response[bytes]:
+    """The model's tokeniser and chat template."""
+    ready = _client(request).ready
+    return _not_ready(request) if ready is None else _answer(ready.tokenizer)
+
+
+@get("/stats")
+async def stats(request: Incoming) -> Response[bytes]:
+    """Counters and gauges of the engine."""
+    current = _client(request).stats
+    return _not_ready(request) if current is None else _answer(current)
+
+
+@get("/livez", media_type=MediaType.TEXT)
+async def livez(request: Incoming) -> Response[str]:
+    """Alive unless the loop has ended, or has made no progress for so long that the pod should be restarted."""
+    problem = _client(request).dead
+    return Response(problem or "ok", status_code=503 if problem else 200)
+
+
+@get("/readyz", media_type=MediaType.TEXT)
+async def readyz(request: Incoming) -> Response[str]:
+    """Ready from the time when the model is loaded to the time when the pod is told to end, while the loop makes progress."""
+    client = _client(request)
+    refusal = client.refusal
+    return Response(refusal or "ok", status_code=503 if refusal else 200, headers={wire.MODEL_HEADER: quote(client.name)})
+
+
+@get("/metrics", media_type=MediaType.TEXT)
+async def metrics_page(request: Incoming) -> str:
+    """Prometheus text."""
+    client = _client(request)
+    return metrics.render(client.stats, client.pulse.silent_seconds if client.pulse else None)
+
+
+def _client(request: Incoming) -> LoopClient:
+    client: LoopClient = request.app.state.client
+    return client
+
+
+def _authorise(request: Incoming) -> Response[bytes] | None:
+    """The answer to a caller without a token; None lets it pass."""
+    token: BearerTokens | None = request.app.state.token
+    if token is None or token.opens(request.headers.get("authorization", "")):
+        return None
+    reason = "This engine serves its gateways only: send their token as `Authorization: Bearer TOKEN`."
+    return _answer(wire.Failed("", "unauthorized", reason, retryable=True))
+
+
+M = TypeVar("M", channel.ScoreHeader, channel.GenerateHeader, channel.ValueHeader, wire.Abort)
+
+
+async def _read(request: Incoming, kind: type[M]) -> M | wire.Failed:
+    """The header of the request's message, or why the body has none. The loop process decodes the rest."""
+    try:
+        return msgspec.msgpack.decode(await request.body(), type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        return wire.Failed("", "invalid", f"The body is not a {kind.__name__.removesuffix('Header')} message: {error}.")
+
+
+async def _answer_one(request: Incoming, header: channel.ScoreHeader | channel.ValueHeader | wire.Failed) -> Response[bytes]:
+    """The one reply to the message, or why it could not be read."""
+    if isinstance(header, wire.Failed):
+        return _answer(header)
+    async with aclosing(_client(request).ask(header, await request.body())) as replies:
+        return _answer(await _unless_gone(request, anext(replies), header.id))
+
+
+def _answer(message: msgspec.Struct) -> Response[bytes]:
+    status = wire.STATUS_OF_CODE[message.code] if isinstance(message, wire.Failed) else 200
+    return Response(wire.encode(message), status_code=status, media_type=MSGPACK)
+
+
+def _not_ready(request: Incoming) -> Response[bytes]:
+    reason = _client(request).refusal or LOADING
+    return _answer(wire.Failed("", "not_ready", reason, retryable=True, retry_after=1.0))
+
+
+async def _frames(first: wire.Reply, replies: AsyncGenerator[wire.Reply]) -> AsyncIterator[bytes]:
+    """Closed by the server when the client leaves, and then ``replies`` aborts the request."""
+    async with aclosing(replies):
+        yield wire.pack_frame(first)
+        async for reply in replies:
+            yield wire.pack_frame(reply)
+
+
+async def _unless_gone(request: Incoming, work: Awaitable[wire.Reply], request_id: str) -> wire.Reply:
+    """The result of ``work``, which is cancelled when the client closes the connection first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return wire.Failed(request_id, "aborted", "The client closed the connection.")
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Incoming) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,81 @@
+"""Messages between the HTTP server of a pod and its loop process, in msgpack over ZMQ. No torch.
+
+The server sends :data:`engine.wire.Request` messages, the bytes that it received: it reads their headers only. The loop process
+first sends one :class:`Ready` or one :class:`StartFailed`, then a :class:`StepDone` after every step, and a :class:`Beat` every
+:data:`BEAT_SECONDS` while it has no work. The thread that computes sends them, so a loop that hangs sends nothing.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from engine import wire
+
+BEAT_SECONDS = 0.5
+"""Time between two beats of a loop without work."""
+
+
+class ScoreHeader(msgspec.Struct, tag="score", frozen=True):
+    """The part of a :class:`engine.wire.Score` that the server reads."""
+
+    id: str
+    sequences: ClassVar[int] = 1
+    """Replies that end the request."""
+
+
+class ValueHeader(msgspec.Struct, tag="value", frozen=True):
+    """The part of a :class:`engine.wire.Value` that the server reads."""
+
+    id: str
+    sequences: ClassVar[int] = 1
+
+
+class SamplingHeader(msgspec.Struct, frozen=True):
+    """The part of a :class:`engine.wire.Sampling` that the server reads."""
+
+    n: int = 1
+
+
+class GenerateHeader(msgspec.Struct, tag="generate", frozen=True):
+    """The part of a :class:`engine.wire.Generate` that the server reads."""
+
+    id: str
+    sampling: SamplingHeader = SamplingHeader()
+
+    @property
+    def sequences(self) -> int:
+        """Deltas with ``finish`` that end the request."""
+        return max(1, self.sampling.n)
+
+
+Header = ScoreHeader | ValueHeader | GenerateHeader
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The model is loaded."""
+
+    info: wire.Info
+    tokenizer: wire.TokenizerFiles
+
+
+class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):
+    """The model cannot be served; the process ends."""
+
+    message: str
+    """One line for the person who started the engine."""
+
+
+class StepDone(msgspec.Struct, tag="step", frozen=True):
+    """Replies and statistics after one step."""
+
+    replies: list[wire.Reply]
+    stats: wire.Stats
+
+
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """The loop has no work and waits for requests."""
+
+
+Event = Ready | StartFailed | StepDone | Beat

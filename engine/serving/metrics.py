@@ -1,0 +1,82 @@
+"""The pod's Prometheus metrics: every name in one place, each a reading of :class:`engine.wire.Stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine import wire
+
+GAUGES = {
+    "yardstick_engine_requests_running": ("Requests being worked on.", "running"),
+    "yardstick_engine_requests_waiting": ("Requests in the queue.", "waiting"),
+    "yardstick_engine_wait_seconds": ("How long a request of the tenant that waits longest would be queued.", "wait_seconds"),
+    "yardstick_engine_tenants": ("Tenants with a request that has not ended.", "tenants"),
+    "yardstick_engine_slots": ("Slots for keys and values, one a token.", "slots_total"),
+    "yardstick_engine_slots_free": ("Slots that hold nothing.", "slots_free"),
+    "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),
+}
+COUNTERS = {
+    "yardstick_engine_steps": ("Forward passes.", "steps"),
+    "yardstick_engine_replayed_steps": ("Forward passes replayed from a CUDA graph.", "replayed_steps"),
+    "yardstick_engine_computed_tokens": ("Tokens that went through the model.", "computed_tokens"),
+    "yardstick_engine_cached_tokens": ("Prefix tokens found in the prefix cache.", "cached_tokens"),
+    "yardstick_engine_lenvm_tokens": ("Tokens that went through the length model, candidates included.", "lenvm_tokens"),
+    "yardstick_engine_guided_draws": ("Draws for which the length model was asked.", "guided_draws"),
+    "yardstick_engine_decided_draws": ("Draws of guided requests that were decided without the length model.", "decided_draws"),
+    "yardstick_engine_replayed_lenvm_passes": (
+        "Passes of the length model over candidates, replayed from a CUDA graph.",
+        "replayed_lenvm_passes",
+    ),
+}
+
+
+REFUSALS = {
+    "invalid": "refused_invalid",
+    "queue_full": "refused_queue",
+    "wait": "refused_wait",
+    "displaced": "displaced",
+}
+"""Field of :class:`engine.wire.Stats` by the label ``reason``."""
+
+
+class StatsCollector(Collector):
+    """Metrics of one snapshot."""
+
+    def __init__(self, stats: wire.Stats) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (text, field) in GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=getattr(self._stats, field))
+        for name, (text, field) in COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(self._stats, field))
+        text = "Requests refused, or displaced from a full queue."
+        refused = CounterMetricFamily("yardstick_engine_refused", text, labels=["reason"])
+        for reason, field in REFUSALS.items():
+            refused.add_metric([reason], getattr(self._stats, field))
+        yield refused
+
+
+class _Silence(Collector):
+    """Age of the loop's last beat. It rises while the loop hangs."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Time since the loop completed a step, or said that it waits for requests."
+        yield GaugeMetricFamily("yardstick_engine_last_step_seconds", text, value=self._seconds)
+
+
+def render(stats: wire.Stats | None, silent_seconds: float | None = None) -> str:
+    """Prometheus text. ``stats`` None: before the first step. ``silent_seconds`` None: before the model is loaded."""
+    registry = CollectorRegistry()
+    if stats is not None:
+        registry.register(StatsCollector(stats))
+    if silent_seconds is not None:
+        registry.register(_Silence(silent_seconds))
+    return generate_latest(registry).decode()

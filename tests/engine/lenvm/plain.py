@@ -1,0 +1,118 @@
+"""Guided draws written out: each candidate's text through transformers on its own, then the head and the formulas in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from engine import wire
+from tests.checkpoints import END_OF_TURN, make_checkpoint
+
+GAMMA = 0.9
+
+
+def make_length_checkpoint(directory: Path, family: str, **overrides) -> Path:
+    """A length model of random weights whose values are far apart, its head in a file of its own."""
+    make_checkpoint(directory, family, seed=1, **overrides)
+    size = overrides.get("hidden_size", 64)
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"fc.weight": (size, size), "fc.bias": (size,), "summary.weight": (1, size), "summary.bias": (1,)}
+    head = {f"v_head.{name}": torch.randn(shape, generator=generator) * size**-0.5 * 2 for name, shape in shapes.items()}
+    save_file(head, directory / "value_head.safetensors")
+    return directory
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a guided draw must be."""
+
+    ids: list[int]
+    """Candidates, most probable first."""
+    prior: Tensor
+    """[candidates] float64"""
+    z: Tensor
+    """[candidates] float64, raw"""
+    v: Tensor
+    """[candidates] float64, 0 for an end of sequence"""
+    tilted: Tensor
+    """[candidates] float64: what the token is drawn from"""
+
+
+class Plain:
+    """Both models, without cache, batch or branches."""
+
+    def __init__(self, base: Path, length: Path) -> None:
+        self.base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        self.length: PreTrainedModel = AutoModel.from_pretrained(length, dtype=torch.float32).eval()
+        self.head = load_file(length / "value_head.safetensors")
+
+    @torch.inference_mode()
+    def raw_values(self, texts: list[list[int]]) -> Tensor:
+        """The raw value at the end of each of some texts of one length, [texts]."""
+        hidden = self.length(torch.tensor(texts)).last_hidden_state[:, -1]
+        inner = hidden @ self.head["v_head.fc.weight"].T + self.head["v_head.fc.bias"]
+        return (inner / (1 + torch.exp(-inner))) @ self.head["v_head.summary.weight"][0] + self.head["v_head.summary.bias"]
+
+    @torch.inference_mode()
+    def candidates(self, text: list[int], message: wire.Generate) -> tuple[list[int], Tensor]:
+        """Ids by falling probability, and their probabilities, float64, with the sum 1."""
+        sampling, guidance = message.sampling, message.length_guidance
+        logits = self.base(torch.tensor([text])).logits[0, -1].double()
+        for token, bias in sampling.logit_bias.items():
+            logits[token] += bias
+        p = (logits / sampling.temperature).softmax(-1)
+        top = p.topk(guidance.top_k)
+        kept, before = [], 0.0
+        for rank, (value, token) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
+            if rank == 0 or (before <= sampling.top_p and value >= top.values[0] * sampling.min_p):
+                kept.append(token)
+            before += value
+        return kept, p[kept] / p[kept].sum()
+
+    def draw(self, text: list[int], drawn: int, message: wire.Generate) -> Draw:
+        """The distribution after ``text``, whose last ``drawn`` tokens are output."""
+        ids, p = self.candidates(text, message)
+        z = self.raw_values([[*text, token] for token in ids]).double()
+        v = z.sigmoid()
+        v[[place for place, token in enumerate(ids) if token == END_OF_TURN]] = 0.0
+        guidance = message.length_guidance
+        entropy = float(-(p * p.log()).sum())
+        if len(ids) == 1 or entropy < guidance.entropy_threshold or float((p * v).sum()) < guidance.value_min:
+            return Draw(ids, p, z, v, p)
+        return Draw(ids, p, z, v, tilt(p, z, v, drawn, guidance))
+
+
+def tilt(p: Tensor, z: Tensor, v: Tensor, drawn: int, guidance: wire.LengthGuidance) -> Tensor:
+    """Some of the rules, each by its definition; the mean is found by halving."""
+    s, gamma = guidance.scale, guidance.gamma or GAMMA
+    mean = float((p * v).sum())
+    if guidance.constraint is not None:
+        target = max((guidance.target_length or 0) - drawn, 0)
+        lengths = torch.log1p(-v) / math.log(gamma)
+        cost = {"eq": (lengths - target).abs(), "le": v, "ge": -v if target else v}[guidance.constraint]
+        return torch.nn.functional.one_hot(cost.argmin(), len(p)).double()
+    if guidance.mode == "centered_exp":
+        return _normal(p * (s * v).exp())
+    if guidance.mode == "value_bias":
+        z = torch.where(v == 0, math.log(1e-9), z)
+        return _normal(p * (s * z).exp())
+    wanted = {"mul": s * mean, "length_mul": 1 - (1 - mean) ** s}[guidance.mode]
+    span = float(v.max() - v.min())
+    margin = max(1e-12, 1e-6 * span)
+    wanted = min(max(wanted, float(v.min()) + margin), float(v.max()) - margin)
+    low, high = -1e9, 1e9
+    for _ in range(200):
+        middle = (low + high) / 2
+        q = (p.log() + middle * (v - v.min())).softmax(-1)
+        low, high = (middle, high) if float((q * v).sum()) < wanted else (low, middle)
+    return q
+
+
+def _normal(weights: Tensor) -> Tensor:
+    return weights / weights.sum()

@@ -1,0 +1,447 @@
+"""Guided generations through the whole engine, under every schedule, against each candidate's text on its own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine import wire
+from engine.core import PENDING, Batch, ExtendSegment
+from engine.lenvm import guided_draws
+from engine.loop import Loop
+from engine.runner.runner import PendingStep
+from kernels.candidates import candidates_triton
+from kernels.length_tilt import length_tilt_triton
+from tests.checkpoints import END_OF_TURN, make_checkpoint
+from tests.engine.integrity import check
+from tests.engine.lenvm.plain import Plain, make_length_checkpoint
+from tests.engine.lenvm.writing import (
+    MODES,
+    PAIRS,
+    build_guided,
+    guidance,
+    guided,
+    make_pair,
+    run,
+    some_messages,
+    some_tokens,
+    tokens_of,
+    verify,
+)
+
+Build = Callable[..., Loop]
+TIGHT = {"max_total_tokens": 128, "max_batched_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("models"), "qwen2+qwen3")
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints: tuple[Path, Path]) -> Plain:
+    return Plain(*checkpoints)
+
+
+@pytest.fixture(params=["compact", "padded", "overlapped"])
+def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Build:
+    """Every test holds for each form of the length model's pass."""
+    return partial(build_guided, checkpoints, request.param)
+
+
+@pytest.mark.parametrize("settings", [{}, TIGHT, {"max_batched_tokens": 7}], ids=["roomy", "tight", "chunks"])
+def test_every_draw_is_the_plain_one(build: Build, plain: Plain, settings):
+    """Several modes in one batch, beside scores and unguided rows, in chunks, after preemption and after skipped steps."""
+    rng = random.Random(1)
+    messages = some_messages(rng)
+    beside = wire.Generate("beside", some_tokens(rng, 10, 20), wire.Sampling(max_tokens=30, seed=3, ignore_eos=True))
+    scores = [wire.Score(f"s{i}", some_tokens(rng, 0, 30), [some_tokens(rng, 1, 20) for _ in range(4)], [1, 2]) for i in range(3)]
+    loop = build(**settings)
+    replies = run(loop, *messages[:4], beside, *scores, *messages[4:])
+    asked = [verify(plain, message, replies[message.id]) for message in messages]
+    assert all(asked)
+    assert sum(asked) == loop.stats.guided_draws
+    assert loop.stats.decided_draws == sum(len(replies[message.id]) for message in messages) - sum(asked) > 0
+    free = tokens_of(run(build(), beside)["beside"])
+    assert tokens_of(replies["beside"]) == free
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "qwen2+qwen3"])
+def test_other_bodies(name: str, tmp_path: Path):
+    checkpoints = make_pair(tmp_path, name)
+    messages = some_messages(random.Random(2))[::2]
+    replies = run(build_guided(checkpoints, "compact", max_batched_tokens=16), *messages)
+    assert all(verify(Plain(*checkpoints), message, replies[message.id]) for message in messages)
+
+
+def test_sequences_of_one_prompt_in_little_memory(build: Build, plain: Plain):
+    """Each of them has slots of its own on both models, is preempted by itself and goes on."""
+    message = guided("g", some_tokens(random.Random(3), 20, 20), guidance(scale=3.0), n=4, max_tokens=20)
+    roomy, tight = build(), build(max_total_tokens=80, max_batched_tokens=40)
+    expected, replies = run(roomy, message)["g"], run(tight, message)["g"]
+    outputs = [tokens_of(replies, index) for index in range(4)]
+    assert outputs == [tokens_of(expected, index) for index in range(4)]
+    assert len({tuple(output) for output in outputs}) == 4
+    assert tight.stats.lenvm_tokens > roomy.stats.lenvm_tokens
+    for index in range(4):
+        assert verify(plain, message, replies, index)
+
+
+def test_nothing_is_computed_twice(build: Build):
+    """What the length model computes is the prompt, each drawn token once at most, and the candidates of undecided draws."""
+    loop = build()
+    prompt = some_tokens(random.Random(4), 30, 30)
+    message = guided("g", prompt, guidance(scale=3.0, entropy_threshold=1.45), max_tokens=40)
+    replies = run(loop, message)["g"]
+    asked = [delta.logprobs.values[0][0] is not None for delta in replies]
+    assert 0 < sum(asked) < 40
+    candidates = [len(delta.logprobs.top_tokens[0]) for delta in replies]
+    if loop._runner._lenvm._compact:
+        # A draw that was passed over leaves its token pending; the last of them are never needed.
+        last = max(place for place, was in enumerate(asked) if was)
+        pending = sum(not was for was in asked[:last])
+        assert loop.stats.lenvm_tokens == len(prompt) + sum(c for c, was in zip(candidates, asked, strict=True) if was) + pending
+    else:
+        assert loop.stats.lenvm_tokens == len(prompt) + sum(candidates)
+    before = loop.stats.lenvm_tokens
+    longer = [*prompt, *tokens_of(replies)]
+    run(loop, guided("h", [*longer, 7, 8], guidance(scale=3.0), max_tokens=1))
+    known = 40 if not loop._runner._lenvm._compact else last + asked[-1]
+    assert loop.stats.lenvm_tokens - before <= len(longer) - len(prompt) - known + 2 + 5 + (1 if known < 40 else 0)
+
+
+def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plain):
+    """Tokens drawn while nobody asked the length model come to more than a step may compute."""
+    rng = random.Random(5)
+    decided = guided("g", some_tokens(rng, 5, 5), guidance(scale=3.0, entropy_threshold=1.56), max_tokens=40)
+    crowd = [guided(f"c{i}", some_tokens(rng, 5, 9), guidance(scale=-2.0), max_tokens=20) for i in range(2)]
+    replies = run(build(max_batched_tokens=8), decided, *crowd)
+    for message in (decided, *crowd):
+        assert verify(plain, message, replies[message.id])
+
+
+def test_a_seed_gives_the_same_tokens_in_every_form_and_company(checkpoints):
+    rng = random.Random(6)
+    messages = some_messages(rng)
+    outputs = []
+    for form in ("compact", "padded", "overlapped"):
+        alone = [tokens_of(run(build_guided(checkpoints, form), message)[message.id]) for message in messages[:2]]
+        crowd = run(build_guided(checkpoints, form, **TIGHT), *messages)
+        outputs.append([tokens_of(crowd[message.id]) for message in messages])
+        assert outputs[-1][:2] == alone
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scale": 0.0},
+        {"mode": "value_bias"},
+        {"mode": "mul", "scale": 1.0},
+        {"mode": "mul", "scale": -2.0},
+        {"mode": "linear", "scale": 1.0},
+        {"mode": "exp", "scale": 1.0},
+        {"mode": "length_mul", "scale": 1.0},
+    ],
+)
+def test_neutral_settings_are_the_unguided_request(checkpoints, settings):
+    build = partial(build_guided, checkpoints, "compact")
+    sampling = wire.Sampling(max_tokens=20, seed=5, ignore_eos=True, min_p=0.05)
+    loops = [build(), build()]
+    free, same = (
+        run(loop, wire.Generate("g", [5, 6, 7], sampling, logprobs=2, length_guidance=some))["g"]
+        for loop, some in zip(loops, (None, wire.LengthGuidance(**settings)), strict=True)
+    )
+    assert [(delta.tokens, delta.logprobs) for delta in same] == [(delta.tokens, delta.logprobs) for delta in free]
+    assert loops[1].stats.lenvm_tokens == 0
+
+
+def test_values_of_several_tokens_at_a_time(build: Build):
+    message = guided("g", [5, 6, 7], guidance(scale=3.0))
+    singly, together = (run(build(), each)["g"] for each in (message, msgspec.structs.replace(message, tokens_per_delta=99)))
+    assert together[0].logprobs.values == [values for delta in singly for values in delta.logprobs.values]
+    assert together[0].tokens == tokens_of(singly)
+
+
+def test_greedy_requests_never_ask(build: Build):
+    loop = build()
+    messages = [
+        wire.Generate(name, [5, 6, 7], wire.Sampling(max_tokens=9, temperature=0), length_guidance=some)
+        for name, some in (("free", None), ("guided", wire.LengthGuidance(scale=9.0)))
+    ]
+    replies = run(loop, *messages)
+    assert tokens_of(replies["free"]) == tokens_of(replies["guided"])
+    assert loop.stats.lenvm_tokens == 0
+
+
+def test_a_tiny_scale_draws_what_the_filters_alone_draw(build: Build):
+    """Both take the largest of log-probability and noise, and the noise belongs to the token."""
+    sampling = wire.Sampling(max_tokens=60, seed=8, ignore_eos=True, top_k=5)
+    free = wire.Generate("free", [5, 6, 7], sampling)
+    same = wire.Generate("same", [5, 6, 7], sampling, length_guidance=wire.LengthGuidance(scale=1e-9))
+    replies = run(build(), free, same)
+    assert tokens_of(replies["free"]) == tokens_of(replies["same"])
+
+
+def test_a_resumed_generation_goes_on_as_the_first_would(build: Build, plain: Plain):
+    message = guided("g", [9, 8, 7], guidance(constraint="eq", target_length=9), max_tokens=14)
+    whole = tokens_of(run(build(), message)["g"])
+    rest = wire.Generate(
+        "g", [9, 8, 7, *whole[:5]], message.sampling, logprobs=20, length_guidance=message.length_guidance, resume_offset=5
+    )
+    replies = run(build(), rest)["g"]
+    assert tokens_of(replies) == whole[5:]
+    assert replies[0].offset == 5
+    assert verify(plain, rest, replies)
+
+
+def test_prompt_logprobs_beside_guidance(build: Build, plain: Plain):
+    prompt = some_tokens(random.Random(7), 40, 40)
+    message = guided("g", prompt, guidance(scale=3.0))
+    with_prompt = wire.Generate(
+        "g", prompt, message.sampling, logprobs=20, prompt_logprobs=1, length_guidance=message.length_guidance
+    )
+    replies = run(build(max_batched_tokens=16), with_prompt)["g"]
+    assert len(replies[0].prompt_logprobs.chosen) == 40
+    assert verify(plain, with_prompt, replies) == 12
+
+
+def test_penalties_and_held_back_ends(build: Build):
+    """Edits of the logits come before the candidates; an end that is excluded is none of them."""
+    bias = {END_OF_TURN: 100.0}
+    held = wire.LengthGuidance(constraint="le", target_length=0)
+    replies = run(build(), guided("g", [5, 6], held, logit_bias=bias, min_tokens=4, ignore_eos=False, frequency_penalty=2.0))["g"]
+    output = tokens_of(replies)
+    assert (len(output), output[-1], replies[-1].finish) == (5, END_OF_TURN, "stop")
+    assert END_OF_TURN not in output[:-1]
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_a_target_is_output_tokens_without_the_end(build: Build, count: int):
+    """An end that is always a candidate, of length 0, is taken by ``ge`` where the target is spent, and by no token before."""
+    some = wire.LengthGuidance(constraint="ge", target_length=count, top_k=5)
+    replies = run(build(), guided("g", [5, 6], some, logit_bias={END_OF_TURN: 6.0}, ignore_eos=False))["g"]
+    assert len(tokens_of(replies)) == count + 1
+    assert replies[-1].finish == "stop"
+
+
+def test_stop_tokens_end_like_an_end_of_sequence(build: Build):
+    stop = 40
+    some = guidance(constraint="le", target_length=0)
+    sampling = {"logit_bias": {stop: 6.0}, "stop_token_ids": (stop,)}
+    replies = run(build(), guided("g", [5, 6], some, **sampling))["g"]
+    assert tokens_of(replies) == [stop]
+    (ids,), (values,) = replies[0].logprobs.top_tokens, replies[0].logprobs.values
+    assert (ids[0], values[0]) == (stop, 0.0)
+    assert min(values[1:]) > 0
+
+
+def test_what_cannot_be_drawn_is_told_only_for_its_value(build: Build, plain: Plain):
+    rule = {"constraint": "le", "target_length": 9, "top_k": 3}
+    valued = guided("g", [5, 6], guidance(**rule), max_tokens=1)
+    bare = wire.Generate("b", valued.prompt, valued.sampling, logprobs=20, length_guidance=wire.LengthGuidance(**rule))
+    replies = run(build(), valued, bare)
+    told, chosen = replies["g"][0].logprobs, replies["b"][0].logprobs
+    assert told.top == [[0.0, -math.inf, -math.inf]]
+    assert verify(plain, valued, replies["g"]) == 1
+    assert (chosen.top_tokens, chosen.top, chosen.values) == ([told.top_tokens[0][:1]], [[0.0]], [])
+    two = wire.Generate("t", valued.prompt, valued.sampling, logprobs=2, length_guidance=valued.length_guidance)
+    assert run(build(), two)["t"][0].logprobs.values == [told.values[0][:2]]
+
+
+def test_sampled_frequencies_are_the_tilted_ones(build: Build, plain: Plain):
+    """Chi-square over 2000 seeds, at the 0.1 % level for 4 degrees of freedom."""
+    message = guided("g", [5, 6, 7], wire.LengthGuidance(scale=2.0), max_tokens=1)
+    expected = plain.draw(message.prompt, 0, message)
+    draws = [
+        wire.Generate(
+            f"d{seed}",
+            message.prompt,
+            wire.Sampling(max_tokens=1, seed=seed, ignore_eos=True),
+            length_guidance=message.length_guidance,
+        )
+        for seed in range(2000)
+    ]
+    replies = run_quickly(build(), draws)
+    counts = Counter(tokens_of(replies[draw.id])[0] for draw in draws)
+    assert set(counts) <= set(expected.ids)
+    wanted = (2000 * expected.tilted).tolist()
+    assert sum((counts[token] - want) ** 2 / want for token, want in zip(expected.ids, wanted, strict=True)) < 18.47
+    untilted = (2000 * expected.prior).tolist()
+    assert sum((counts[token] - want) ** 2 / want for token, want in zip(expected.ids, untilted, strict=True)) > 18.47
+
+
+def run_quickly(loop: Loop, messages: list[wire.Generate]) -> dict[str, list[wire.Reply]]:
+    """As :func:`run`, without checks."""
+    replies: dict[str, list[wire.Reply]] = {}
+    for message in messages:
+        loop.submit(message)
+    while not loop.idle:
+        for reply in loop.step():
+            replies.setdefault(reply.id, []).append(reply)
+    return replies
+
+
+def test_unguided_rows_are_as_they_are_alone(build: Build):
+    rng = random.Random(9)
+    free = [
+        wire.Generate(
+            f"f{i}", some_tokens(rng, 3, 20), wire.Sampling(max_tokens=25, seed=i, ignore_eos=True, **filters), logprobs=3
+        )
+        for i, filters in enumerate(({}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.0}))
+    ]
+    alone = {message.id: run(build(), message)[message.id] for message in free}
+    mixed = run(build(), *free[:2], *some_messages(rng), *free[2:])
+    for message in free:
+        assert tokens_of(mixed[message.id]) == tokens_of(alone[message.id])
+        pairs = zip(mixed[message.id], alone[message.id], strict=True)
+        assert all(ours.logprobs.chosen == pytest.approx(theirs.logprobs.chosen, abs=1e-4) for ours, theirs in pairs)
+
+
+@torch.inference_mode()
+def test_values_of_texts_equal_each_alone(build: Build, plain: Plain):
+    rng = random.Random(10)
+    loop = build(max_batched_tokens=32)
+    query = some_tokens(rng, 30, 30)
+    messages = [wire.Value(f"v{i}", query[: 10 * i], [some_tokens(rng, 1, 20) for _ in range(5)]) for i in range(4)]
+    replies = run(loop, *messages, *some_messages(rng)[:3])
+    for message in messages:
+        (reply,) = replies[message.id]
+        expected = [float(plain.raw_values([message.prefix + branch])[0]) for branch in message.branches]
+        assert reply.logits == pytest.approx(expected, abs=1e-4)
+        assert reply.computed_tokens <= len(message.prefix) + sum(map(len, message.branches))
+    (again,) = run(loop, wire.Value("again", query, [[5]]))["again"]
+    assert (again.cached_tokens, again.computed_tokens) == (30, 1)
+    assert run(loop, wire.Value("none", [1], []))["none"] == [wire.Valued("none", [], 0, 0)]
+
+
+def test_a_guided_prompt_is_found_in_both_caches(build: Build):
+    loop = build()
+    prompt = some_tokens(random.Random(11), 50, 50)
+    run(loop, guided("a", prompt, guidance(scale=3.0), max_tokens=1))
+    before = loop.stats
+    replies = run(loop, guided("b", prompt, guidance(scale=3.0), max_tokens=1))["b"]
+    assert replies[0].cached_tokens == 49
+    assert loop.stats.computed_tokens - before.computed_tokens == 1
+    assert loop.stats.lenvm_tokens - before.lenvm_tokens == 1 + 5
+
+
+def test_abort_at_any_moment_frees_both_models(build: Build):
+    rng = random.Random(12)
+    loop = build(max_batched_tokens=24, max_total_tokens=150)
+    ended: Counter[str] = Counter()
+    alive: list[str] = []
+    for step in range(60):
+        if rng.random() < 0.6:
+            name = f"r{step}"
+            if rng.random() < 0.3:
+                loop.submit(wire.Value(name, some_tokens(rng, 0, 30), [some_tokens(rng, 1, 10) for _ in range(3)]))
+            else:
+                loop.submit(guided(name, some_tokens(rng, 1, 40), guidance(scale=2.0), max_tokens=15))
+            alive.append(name)
+        if alive and rng.random() < 0.4:
+            loop.submit(wire.Abort(rng.choice(alive)))
+        for reply in loop.step():
+            ended[reply.id] += not isinstance(reply, wire.Delta) or reply.finish is not None
+        check(loop._scheduler)
+    for replies in run(loop).values():
+        for reply in replies:
+            ended[reply.id] += not isinstance(reply, wire.Delta) or reply.finish is not None
+    assert ended == Counter(alive)
+    for kv_pool in loop._scheduler.kv_pools:
+        kv_pool.cache.clear()
+        assert kv_pool.pool.available == 150
+
+
+def test_a_failed_pass_ends_its_requests_and_the_engine_goes_on(build: Build, monkeypatch):
+    loop = build()
+    model = loop._runner._lenvm._model
+    message = guided("g", [5, 6, 7], guidance(scale=2.0))
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", fail)
+        (reply,) = run(loop, message)["g"]
+    assert (reply.code, reply.retryable) == ("out_of_memory", True)
+    assert all(kv_pool.pool.available == kv_pool.pool.size for kv_pool in loop._scheduler.kv_pools)
+    assert len(tokens_of(run(loop, message)["g"])) == 12
+
+
+def test_a_sequence_that_loses_the_length_models_slots_in_flight(checkpoints, plain: Plain):
+    """It is computed there again, up to a token that a step in flight is drawing."""
+    loop = build_guided(checkpoints, "overlapped", max_batched_tokens=64)
+    message = guided("g", some_tokens(random.Random(13), 30, 30), guidance(scale=3.0))
+    loop.submit(message)
+    replies = [reply for _ in range(4) for reply in loop.step()]
+    (branch,) = loop._scheduler.get("g").branches
+    loop._scheduler._free(branch.aux_branch)
+    launch, unknown = loop._runner.launch, []
+
+    def watch(batch: Batch) -> PendingStep:
+        unknown.extend(segment.tokens[-1] == PENDING for segment in pending_segments(batch))
+        return launch(batch)
+
+    loop._runner.launch = watch
+    while not loop.idle:
+        replies += loop.step()
+        check(loop._scheduler)
+    assert unknown == [True]
+    assert verify(plain, message, replies) == 12
+
+
+def pending_segments(batch: Batch) -> list[ExtendSegment]:
+    return [candidate_pass.pending for candidate_pass in batch.candidate_passes.values() if candidate_pass.pending is not None]
+
+
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Models whose heads the Triton kernels take."""
+    directory, shape = (
+        tmp_path_factory.mktemp("wide"),
+        {"head_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
+    )
+    return (
+        make_checkpoint(directory / "base", "qwen3", **shape),
+        make_length_checkpoint(directory / "length", "qwen3", **shape),
+    )
+
+
+def test_the_kernels_draw_the_same(wide_heads: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, device: torch.device):
+    """All that a GPU computes of guided draws, in Triton's interpreter where there is none."""
+    plain = Plain(*wide_heads)
+    messages = [guided(f"g{place}", [5, 6, 7 + place], guidance(**MODES[place]), max_tokens=3) for place in (1, 3, 4)]
+    if device.type == "cpu":
+        monkeypatch.setattr(guided_draws, "candidates", candidates_triton)
+        monkeypatch.setattr(guided_draws, "length_tilt", length_tilt_triton)
+    loop = build_guided(wide_heads, "overlapped", attention="triton", device=device.type, dtype="float32")
+    replies = run(loop, *messages)
+    assert sum(verify(plain, message, replies[message.id]) for message in messages) > 6
+
+
+@pytest.mark.gpu
+def test_a_guided_step_does_not_wait_for_the_gpu(wide_heads: tuple[Path, Path]):
+    loop = build_guided(wide_heads, "overlapped", attention="triton", dtype="bfloat16")
+    launch = loop._runner.launch
+
+    def watched(batch: Batch) -> PendingStep:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    messages = some_messages(random.Random(15))
+    run(loop, *messages)  # compiles
+    loop._runner.launch = watched
+    replies = run(loop, *messages, wire.Value("v", [5, 6], [[7], [8, 9]]))
+    assert all(len(tokens_of(replies[message.id])) == 12 for message in messages)

@@ -1,0 +1,133 @@
+"""A length model beside a base model: what is told of it, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine import wire
+from engine.build import build_loop
+from engine.loop import Loop, check
+from engine.models.errors import ModelError
+from engine.settings import EngineSettings
+from kernels import length_tilt
+from tests.checkpoints import make_checkpoint
+from tests.engine.lenvm.plain import make_length_checkpoint
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("base"), "qwen3", num_hidden_layers=1)
+
+
+def build(base: Path, length: Path | None, **settings) -> Loop:
+    name = None if length is None else str(length)
+    return build_loop(EngineSettings(model=str(base), name="t", length_model=name, **({"max_total_tokens": 256} | settings)))
+
+
+def length_checkpoint(directory: Path, **overrides) -> Path:
+    return make_length_checkpoint(directory, "qwen3", num_hidden_layers=1, **overrides)
+
+
+@pytest.mark.parametrize(("given", "stored", "gamma"), [(None, None, 0.997), (None, 0.985, 0.985), (0.9, 0.985, 0.9)])
+def test_gamma_is_what_is_given_or_stored(base: Path, tmp_path: Path, given, stored, gamma):
+    length = length_checkpoint(tmp_path)
+    if stored is not None:
+        (tmp_path / "length_value.json").write_text(json.dumps({"gamma": stored}))
+    info = build(base, length, length_gamma=given).info
+    assert info.length_gamma == gamma
+    assert info.capabilities == ["score", "generate", "guide"]
+    alone = build(base, None).info
+    assert (alone.length_gamma, alone.capabilities) == (None, ["score", "generate"])
+    assert len(info.fingerprint) == len(alone.fingerprint)
+    assert info.fingerprint != alone.fingerprint
+
+
+@pytest.mark.parametrize("stored", [1.0, 0, "0.9", -0.5])
+def test_a_gamma_that_is_none(base: Path, tmp_path: Path, stored):
+    length = length_checkpoint(tmp_path)
+    (tmp_path / "length_value.json").write_text(json.dumps({"gamma": stored}))
+    with pytest.raises(ModelError, match="--length-gamma"):
+        build(base, length)
+
+
+def test_other_vocabularies_are_refused(base: Path, tmp_path: Path):
+    length = length_checkpoint(tmp_path / "short", vocab_size=300)
+    (length / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="300 and 320 rows"):
+        build(base, length)
+    length = length_checkpoint(tmp_path / "renamed")
+    content = json.loads((length / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (length / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="does not have the vocabulary"):
+        build(base, length)
+
+
+@pytest.mark.parametrize("rows", [290, 350])
+def test_a_vocabulary_that_is_padded_otherwise_fits(base: Path, tmp_path: Path, rows: int):
+    """Qwen2.5 7B has 152,064 rows for the tokens for which 1.5B has 151,936."""
+    loop = build(base, length_checkpoint(tmp_path, vocab_size=rows))
+    assert loop.info.vocab_size == min(rows, 320)
+    sampling = wire.Sampling(max_tokens=20, ignore_eos=True, temperature=5.0)
+    loop.submit(wire.Generate("g", [5, 6], sampling, length_guidance=wire.LengthGuidance(scale=1.0, top_k=64)))
+    tokens = []
+    while not loop.idle:
+        tokens += [token for reply in loop.step() for token in reply.tokens]
+    assert len(tokens) == 20
+    assert max(tokens) < loop.info.vocab_size
+
+
+INVALID = {
+    "top_k": {"top_k": 0},
+    "top_k of the guidance": {"top_k": 65},
+    "gamma": {"gamma": 1.0},
+    "gamma is": {"gamma": float("nan")},
+    "scale": {"scale": float("inf")},
+    "scale is": {"scale": float("nan")},
+    "target_length": {"constraint": "eq", "target_length": -1},
+    "target_value": {"constraint": "eq", "target_value": 1.5},
+    "target_value is": {"constraint": "eq", "target_value": float("nan")},
+    "constraint": {"constraint": "le"},
+    "constraint eq": {"constraint": "eq", "target_length": 3, "target_value": 0.5},
+    "need a constraint": {"target_length": 3},
+    "value_min": {"value_min": -0.1},
+    "entropy_threshold": {"entropy_threshold": -1.0},
+    "entropy_threshold is": {"entropy_threshold": float("inf")},
+    "return_values": {"return_values": True},
+    "mode": {"mode": "other"},
+    "constraint is": {"constraint": "about", "target_length": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def info(base: Path, tmp_path_factory: pytest.TempPathFactory) -> wire.Info:
+    return build(base, length_checkpoint(tmp_path_factory.mktemp("length"))).info
+
+
+@pytest.mark.parametrize("named", INVALID)
+def test_bad_guidance_is_refused_by_its_key(info: wire.Info, named: str):
+    problem = check(wire.Generate("x", [1], length_guidance=wire.LengthGuidance(**INVALID[named])), info)
+    assert problem is not None
+    assert named in problem
+    assert problem.endswith(".")
+
+
+def test_bad_texts_to_value_are_refused(info: wire.Info):
+    assert check(wire.Value("x", [1], [[2]]), info) is None
+    for message in (wire.Value("x", [1000], [[2]]), wire.Value("x", [1], [[2], []]), wire.Value("x", [], [[2] * 300])):
+        assert check(message, info) is not None
+
+
+def test_without_a_length_model_guidance_is_refused(base: Path):
+    alone = build(base, None).info
+    for message in (wire.Generate("x", [1], length_guidance=wire.LengthGuidance()), wire.Value("x", [1], [[2]])):
+        assert check(message, alone) == "This engine has no length model."
+
+
+def test_kernel_and_wire_clamp_values_alike() -> None:
+    """The gateway must not import kernels, so the constant stands in both."""
+    assert length_tilt.SMALLEST_VALUE == wire.SMALLEST_VALUE

@@ -1,0 +1,236 @@
+"""The length model's pass over candidates, captured, against the same pass launched: values, keys, draws, and what is not touched.
+
+On a CPU a stand-in records the work; tests marked ``gpu`` capture it in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import build
+from engine.attention.branches import FixedBranches, plan_branches
+from engine.build import build_loop, make_pass_graphs
+from engine.core import Batch
+from engine.device.cuda_graphs import CudaCapture
+from engine.ints import Ints
+from engine.kvcache.kv import KVCache
+from engine.lenvm.graphs import WIDTH, PassGraphs
+from engine.lenvm.kept import Kept
+from engine.loop import Loop
+from engine.models.errors import ModelError
+from engine.models.lenvm import LenVM, load_lenvm
+from engine.runner.runner import PendingStep
+from engine.scheduling.scheduler import Budget
+from engine.serving.metrics import render
+from engine.settings import EngineSettings
+from kernels import branch_attention
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.engine.device import no_waiting
+from tests.engine.lenvm.plain import GAMMA, Plain, make_length_checkpoint
+from tests.engine.lenvm.writing import guidance, guided, run, some_tokens, tokens_of, verify
+from tests.engine.recording import Recorder
+
+SLOTS = 200
+SHAPE = {"head_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    base = make_checkpoint(directory / "base", "qwen3", **(SHAPE | {"num_hidden_layers": 1}))
+    return base, make_length_checkpoint(directory / "length", "qwen3", **SHAPE)
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prefixes are cut, too, but not into many."""
+    monkeypatch.setattr(branch_attention, "MIN_CHUNK", 8)
+    monkeypatch.setattr(branch_attention, "PROGRAMS", 4)
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Recorder | CudaCapture:
+    return CudaCapture(device) if device.type == "cuda" else Recorder(monkeypatch)
+
+
+def filled(model: LenVM) -> KVCache:
+    config, weight = model.config, model.decoder.embed.weight
+    kv = KVCache(
+        layers=config.num_layers,
+        slots=SLOTS,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    kv.keys.normal_()
+    kv.values.normal_()
+    return kv
+
+
+def launched(model: LenVM, kv: KVCache, prefixes: list[Ints], width: int, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Kept]:
+    """The pass as it is without graphs."""
+    config, kept = model.config, Kept.room(kv, len(tokens))
+    positions = torch.tensor([len(prefix) for prefix in prefixes for _ in range(width)], device=tokens.device)
+    attend = plan_branches(kv, config.num_heads // config.num_kv_heads, prefixes, [width] * len(prefixes), counts)
+    return model.head(model(tokens, positions, kept.attend(attend))), kept
+
+
+@pytest.mark.parametrize(("width", "buckets"), [(8, (1, 3)), (2, (2,)), (64, (2,))], ids=["buckets", "narrow", "parts"])
+@torch.inference_mode()
+def test_a_captured_pass_is_the_launched_one(
+    checkpoints: tuple[Path, Path], capture, device: torch.device, width: int, buckets: tuple[int, ...], monkeypatch
+) -> None:
+    """In every bucket, with and without padding, from the record alone; of larger buckets nothing is written."""
+    if width == 64:
+        monkeypatch.setattr("engine.attention.branches.MAX_ROWS", 64)  # a row is two of the kernel's
+    model = load_lenvm(checkpoints[1]).to(device)
+    kv = filled(model)
+    before = kv.keys.clone(), kv.values.clone()
+    graphs = PassGraphs(model, FixedBranches(kv, model.config.num_heads, max(buckets), width), capture, buckets)
+    free = np.random.default_rng(1).permutation(SLOTS).astype(np.int32)
+    generator, tolerance = torch.Generator().manual_seed(2), 1e-4 if kv.keys.is_cuda else 1e-5
+    for lengths in ((30, 1, 17), (9,), (5, 40), (33,)):
+        if len(lengths) > max(buckets):
+            continue
+        prefixes = [free[place : place + length] for place, length in enumerate(lengths)]
+        tokens = torch.randint(VOCAB_SIZE, (len(lengths) * width,), generator=generator).to(device)
+        counts = torch.tensor([max(1, width - 3 * row) for row in range(len(lengths))], device=device)
+        expected, theirs = launched(model, kv, prefixes, width, tokens, counts)
+        graphs.kept.keys.fill_(7.0)
+        found = graphs.forward(prefixes, width, tokens, counts)
+        assert found is not None
+        real = (torch.arange(width, device=device) < counts.unsqueeze(1)).flatten()
+        torch.testing.assert_close(found[real], expected[real], atol=tolerance, rtol=tolerance)
+        ours = graphs.kept.first(len(tokens))
+        torch.testing.assert_close(ours.keys[:, real], theirs.keys[:, real], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(ours.values[:, real], theirs.values[:, real], atol=tolerance, rtol=tolerance)
+        rows = min(size for size in buckets if size >= len(lengths))
+        assert (graphs.kept.keys[:, rows * width :] == 7.0).all()  # of larger buckets
+    assert torch.equal(kv.keys, before[0])
+    assert torch.equal(kv.values, before[1])
+    assert graphs.replayed > 1
+
+
+@torch.inference_mode()
+def test_rows_that_are_missing_attend_to_nothing(checkpoints: tuple[Path, Path], capture, device: torch.device) -> None:
+    """Whatever the pass before had there: a NaN in the cache would show."""
+    model = load_lenvm(checkpoints[1]).to(device)
+    kv = filled(model)
+    attention = FixedBranches(kv, model.config.num_heads, 4, 2)
+    graphs = PassGraphs(model, attention, capture, (4,))
+    prefixes = [np.arange(6, dtype=np.int32) + 10 * row for row in range(4)]
+    tokens, counts = torch.arange(8, device=device), torch.full((4,), 2, device=device)
+    whole = graphs.forward(prefixes, 2, tokens, counts)
+    assert whole is not None
+    assert len(whole) == 8
+    expected = whole[:2].clone()
+    kv.keys[:, 10:] = float("nan")
+    kv.values[:, 10:] = float("nan")
+    alone = graphs.forward(prefixes[:1], 2, tokens[:2], counts[:1])
+    torch.testing.assert_close(alone, expected)
+    assert attention.positions(4).tolist() == [6, 6] + [0] * 6
+    assert graphs.kept.keys.isfinite().all()
+    assert graphs._graphs.replay((4, 2), tokens[:2], counts[:1]).isfinite().all()
+
+
+def test_what_fits_no_bucket_is_left_to_be_launched(checkpoints: tuple[Path, Path], capture, device: torch.device) -> None:
+    model = load_lenvm(checkpoints[1]).to(device)
+    attention = FixedBranches(filled(model), model.config.num_heads, 2, 4)
+    graphs = PassGraphs(model, attention, capture, (2,))
+    before = attention._tables.clone()
+    tokens, counts = torch.zeros(12, dtype=torch.int64, device=device), torch.ones(3, dtype=torch.int64, device=device)
+    three = [np.arange(4, dtype=np.int32)] * 3
+    assert graphs.forward(three, 4, tokens, counts) is None  # rows
+    assert graphs.forward(three[:2], 2, tokens[:4], counts[:2]) is None  # candidates
+    assert graphs.forward([np.zeros(len(before), np.int32)], 4, tokens[:4], counts[:1]) is None  # slots
+    assert graphs.replayed == 0
+    assert torch.equal(attention._tables, before)
+
+
+@pytest.fixture
+def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where passes can be captured, by the stand-in; the base model's steps are launched."""
+    monkeypatch.setattr(build, "make_graphs", lambda *_: None)
+    monkeypatch.setattr(build, "ROWS", (1, 3))
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(build, "_graphs_problem", lambda decoder: None)
+        monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder(monkeypatch))
+
+
+def build_pair(checkpoints: tuple[Path, Path], **settings) -> Loop:
+    base, length = map(str, checkpoints)
+    defaults = {"max_total_tokens": SLOTS, "length_gamma": GAMMA, "overlap": True, "attention": "triton"}
+    return build_loop(EngineSettings(model=base, name="t", length_model=length, **(defaults | settings)))
+
+
+def test_the_whole_engine_draws_the_same(
+    checkpoints: tuple[Path, Path], captured_anywhere, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With two steps in flight, too; prompts, wider draws and more rows than any bucket has are launched between."""
+    given, tolerance = {"dtype": "float32"}, 1e-4 if torch.cuda.is_available() else 1e-5
+    with caplog.at_level(logging.INFO, "engine.lenvm.graphs"):
+        loop = build_pair(checkpoints, cuda_graphs="on", **given)
+    (line,) = caplog.messages
+    assert line.startswith(f"CUDA graphs of the length model: captured for 1, 3 rows of {WIDTH} candidates in ")
+    rng = random.Random(4)
+    modes = ({"scale": 3.0}, {"constraint": "eq", "target_length": 6}, {"mode": "mul", "scale": 0.7, "gamma": 0.95})
+    messages = [guided(f"g{i}", some_tokens(rng, 2, 12), guidance(**mode), max_tokens=4 + i) for i, mode in enumerate(modes)]
+    messages.append(guided("wide", some_tokens(rng, 2, 5), guidance(scale=2.0, top_k=11), max_tokens=2))
+    replies = run(loop, *messages)
+    stats = loop.stats
+    assert 0 < stats.replayed_lenvm_passes < stats.steps
+    assert f"yardstick_engine_replayed_lenvm_passes_total {stats.replayed_lenvm_passes}.0" in render(stats)
+    plain, launching = Plain(*checkpoints), build_pair(checkpoints, cuda_graphs="off", **given)
+    expected = run(launching, *messages)
+    assert launching.stats.replayed_lenvm_passes == 0
+    for message in messages:
+        assert tokens_of(replies[message.id]) == tokens_of(expected[message.id])
+        for ours, theirs in zip(replies[message.id], expected[message.id], strict=True):
+            assert np.exp(ours.logprobs.top[0]) == pytest.approx(np.exp(theirs.logprobs.top[0]), abs=tolerance)
+        if not torch.cuda.is_available():  # which rounds products otherwise
+            assert verify(plain, message, replies[message.id])
+
+
+def test_where_passes_cannot_be_captured(checkpoints: tuple[Path, Path]) -> None:
+    """What else can go wrong is the same as for steps."""
+    model = load_lenvm(checkpoints[1])
+    with pytest.raises(ModelError, match="CUDA graphs of the length model cannot be used here: they need an NVIDIA GPU"):
+        make_pass_graphs(model, filled(model), "on", Budget(48, 4))
+
+
+@pytest.mark.gpu
+def test_captured_passes_in_flight_do_not_wait(checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, many rows and several times over: a pass's tables are filled while the one before still runs."""
+    rng = random.Random(5)
+    messages = [guided(f"g{i}", some_tokens(rng, 2, 12), guidance(scale=3.0), max_tokens=30) for i in range(20)]
+    given = {"dtype": "bfloat16", "max_total_tokens": 4096}
+    captured = build_pair(checkpoints, cuda_graphs="on", **given)
+    run(captured, *messages)  # compiles what is outside of the graphs
+    launch = captured._runner.launch
+
+    def watched(batch: Batch) -> PendingStep:
+        with no_waiting():
+            return launch(batch)
+
+    monkeypatch.setattr(captured._runner, "launch", watched)
+    first, *others = [run(captured, *messages) for _ in range(4)]
+    assert captured.stats.replayed_lenvm_passes > 100
+    for replies in others:
+        for message in messages:
+            assert tokens_of(replies[message.id]) == tokens_of(first[message.id])
+    values = [
+        {reply.id: reply.logprobs.values[0] for reply in run(loop, *messages)[message.id][:1]}
+        for loop in (captured, build_pair(checkpoints, cuda_graphs="off", **given))
+        for message in messages[:3]
+    ]
+    for ours, theirs in zip(values[:3], values[3:], strict=True):
+        for name, expected in theirs.items():
+            assert sorted(ours[name]) == pytest.approx(sorted(expected), abs=0.05)

@@ -1,0 +1,212 @@
+"""One model in two real processes, joined by gloo: the numbers of one process, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from engine import wire
+from engine.build import build_loop
+from engine.distributed.shard import ShardedDecoder, load_part
+from engine.models.config import load_config
+from engine.models.decoder import Decoder
+from engine.models.errors import ModelError
+from engine.models.loader import fingerprint, load_model
+from engine.settings import EngineSettings
+from tests.checkpoints import make_checkpoint
+from tests.processes import Pod, alive, wait_until
+
+MODELS = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {},
+}
+"""With biases behind the sums, with biases of queries, keys and values, and without any."""
+ONCE = ("o_proj.bias", "down_proj.bias")
+SHARED = ("_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias")
+SCORE = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [7, 8, 30]], [1, 5, 2])
+GREEDY = wire.Sampling(max_tokens=12, temperature=0, ignore_eos=True, n=2)
+GENERATE = wire.Generate("g", list(range(5, 45)), GREEDY, logprobs=3, prompt_logprobs=1)
+SETTINGS = {"max_batched_tokens": 48, "max_total_tokens": 1024}
+"""So small a budget that prompts are computed in chunks, beside one another."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Start a pod whose model is in two processes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    pods = []
+
+    def start(model: Path, *more: str) -> Pod:
+        flags = [text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        pods.append(Pod(model, "--tensor-parallel", "2", *flags, *more))
+        return pods[-1].wait_ready()
+
+    yield start
+    for pod in pods:
+        pod.close()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def scored(settings: EngineSettings) -> wire.Scored:
+    """What one process scores."""
+    loop = build_loop(settings)
+    loop.submit(SCORE)
+    replies: list[wire.Reply] = []
+    while not loop.idle:
+        replies += loop.step()
+    return replies[0]
+
+
+def answers(model: Path) -> dict[str, list[wire.Reply]]:
+    """What one process answers."""
+    loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS))
+    loop.submit(SCORE)
+    loop.submit(GENERATE)
+    replies: dict[str, list[wire.Reply]] = {"s": [], "g": []}
+    while not loop.idle:
+        for reply in loop.step():
+            replies[reply.id].append(reply)
+    return replies
+
+
+def drawn(replies: list[wire.Reply], index: int) -> list[int]:
+    return [token for reply in replies if reply.index == index for token in reply.tokens]
+
+
+def logprobs(replies: list[wire.Reply]) -> list[float]:
+    """Of the first sequence's tokens and the alternatives to them, and of the prompt's."""
+    first = [reply for reply in replies if reply.index == 0]
+    prompt = [value for reply in first if reply.prompt_logprobs for value in reply.prompt_logprobs.chosen if value is not None]
+    assert len(prompt) == len(GENERATE.prompt) - 1
+    return prompt + [value for reply in first for value in [*reply.logprobs.chosen, *reply.logprobs.top[0]]]
+
+
+def test_two_processes_give_the_numbers_of_one(model: Path, start):
+    alone, pod = answers(model), start(model)
+    for _ in range(2):  # the second time on cached keys and values
+        status, scored = pod.ask("/score", SCORE)
+        assert status == 200
+        torch.testing.assert_close(scored.logprobs, alone["s"][0].logprobs, rtol=0, atol=1e-5)
+        generated = pod.stream(GENERATE)
+        assert [drawn(generated, index) for index in (0, 1)] == [drawn(alone["g"], index) for index in (0, 1)]
+        torch.testing.assert_close(logprobs(generated), logprobs(alone["g"]), rtol=0, atol=1e-5)
+    (worker,) = children(pod.loop_pid)
+    assert alive(worker)
+
+
+def test_two_processes_in_fp8_are_as_near_as_one(qwen3: Path, start):
+    """Each finds scales for its own part, so the numbers are not those of one process, and no further from the unquantised."""
+    given = EngineSettings(model=str(qwen3), name="alone", **SETTINGS)
+    plain, alone = (torch.tensor(scored(settings).logprobs) for settings in (given, msgspec.structs.replace(given, quantize="fp8")))
+    pod = start(qwen3, "--quantize", "fp8")
+    found = torch.tensor(pod.ask("/score", SCORE)[1].logprobs)
+    assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()
+    assert 0 < (found - alone).norm() < 2 * (alone - plain).norm()
+    assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, "fp8", 2)
+
+
+def test_a_killed_loop_takes_its_worker_along(qwen3: Path, start):
+    pod = start(qwen3)
+    (worker,) = children(pod.loop_pid)
+    os.kill(pod.loop_pid, signal.SIGKILL)
+    wait_until(lambda: not alive(worker))
+    assert pod.process.wait(40) == 1
+
+
+def test_a_worker_killed_in_a_step_ends_the_pod(qwen3: Path, start):
+    pod = start(qwen3)
+    (worker,) = children(pod.loop_pid)
+    reader, replies = wire.FrameReader(), []
+    message = wire.Generate("g", [5, 6], wire.Sampling(max_tokens=1000, ignore_eos=True))
+    with pod.client.stream("POST", "/generate", content=wire.encode(message)) as response:
+        for chunk in response.iter_raw():
+            if not replies:
+                os.kill(worker, signal.SIGKILL)
+            replies += reader.feed(chunk)
+    assert (replies[-1].code, replies[-1].retryable) == ("internal", True)
+    assert pod.process.wait(40) == 1
+    assert pod.process.stderr.read().splitlines()[-1] == "engine: The engine's loop ended with exit code 1."
+
+
+def test_an_idle_worker_killed_ends_the_pod(qwen3: Path, start):
+    pod = start(qwen3)
+    (worker,) = children(pod.loop_pid)
+    os.kill(worker, signal.SIGKILL)
+    assert pod.process.wait(40) == 1
+    lines = pod.process.stderr.read().splitlines()
+    assert any("process 1 of the model ended with exit code -9" in line for line in lines)
+    assert lines[-1].startswith("engine: ")
+
+
+def test_the_parts_make_up_the_whole(model: Path):
+    config, whole = load_config(model), load_model(model).checkpoint_views()
+    parts = [ShardedDecoder(config, torch.float32, rank, 2) for rank in range(2)]
+    for part in parts:
+        load_part(part, model)
+    first, second = (part.checkpoint_views() for part in parts)
+    for name, tensor in whole.items():
+        if name == "lm_head.weight" or name.endswith(ONCE):
+            assert torch.equal(first[name], tensor)
+            assert name not in second
+            continue
+        halved = [axis for axis in range(tensor.dim()) if first[name].shape[axis] < tensor.shape[axis]]
+        joined = torch.cat([first[name], second[name]], halved[0]) if halved else second[name]
+        assert torch.equal(joined, tensor), name
+        assert bool(halved) == name.endswith(SHARED)
+
+
+@pytest.mark.parametrize(("size", "what"), [(4, "2 key-value heads"), (3, "4 attention heads")])
+def test_heads_that_cannot_be_shared_are_refused(qwen3: Path, size: int, what: str):
+    with pytest.raises(ModelError, match=f"{what} cannot be shared evenly by {size} processes"):
+        build_loop(EngineSettings(model=str(qwen3), name="t", tensor_parallel=size))
+    assert not children(os.getpid())
+
+
+def test_another_models_weights_are_refused(qwen3: Path, tmp_path: Path):
+    other = make_checkpoint(tmp_path, "qwen3", intermediate_size=128)
+    decoder = ShardedDecoder(load_config(qwen3), torch.float32, 1, 2)
+    with pytest.raises(ModelError, match=r"has shape \[128, 64\], not \[96, 64\]"):
+        load_part(decoder, other)
+
+
+def test_what_keeps_a_worker_from_loading_is_told(tmp_path: Path):
+    result = subprocess.run([sys.executable, "-c", JOIN, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert result.stderr.splitlines()[-1].startswith("engine.models.errors.ModelError: There is no config.json")
+
+
+JOIN = """
+import sys, torch
+from engine.distributed.leader import Workers
+from engine.settings import EngineSettings
+Workers(EngineSettings(model=sys.argv[1], name="t", tensor_parallel=2)).join(torch.device("cpu"))
+"""
+"""Rank 0, which finds nothing wrong itself."""
+
+
+def test_a_decoder_needs_no_group(qwen3: Path):
+    decoder = load_model(qwen3)
+    assert type(decoder) is Decoder
+    hidden = decoder(torch.tensor([3, 4]), torch.tensor([0, 1]), lambda layer, q, k, v: q)
+    assert hidden.requires_grad

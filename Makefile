@@ -34,10 +34,10 @@ serve: $(READY) ## Serve the demo model, or MODEL=directory-or-hub-id, at HOST= 
 	@$(BIN)/yardstick serve $(SERVE)
 
 test: $(READY) ## Run the quick tests
-	@PYTHON=$(BIN)/python scripts/test.sh "not slow and not gpu and not cluster and not soak$(WITHOUT)"
+	@PYTHON=$(BIN)/python scripts/test.sh "not slow and not gpu and not cluster$(WITHOUT)"
 	$(if $(HAS_REDIS),,@echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
 test-all: $(READY) ## Run all tests that need neither a GPU nor a cluster
-	@PYTHON=$(BIN)/python scripts/test.sh "not gpu and not cluster and not soak"
+	@PYTHON=$(BIN)/python scripts/test.sh "not gpu and not cluster"
 soak: $(READY) ## Run hostile clients beside well-behaved ones for SOAK_SECONDS=600
 	@SOAK_SECONDS=$(or $(SOAK_SECONDS),600) $(BIN)/python -m pytest -q -s tests/attacks/test_soak.py
 test-cluster: $(READY) ## Run the tests that need a cluster, as CI does, on the one that KUBECONFIG names

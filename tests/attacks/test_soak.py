@@ -1,6 +1,7 @@
 """A soak: well-behaved clients beside hostile ones, while engines are stopped and killed.
 
-``SOAK_SECONDS`` chooses how long the hostile part lasts; an hour is ``SOAK_SECONDS=3600 pytest tests/attacks/test_soak.py``.
+``SOAK_SECONDS`` chooses how long the hostile part lasts; an hour is ``make soak SOAK_SECONDS=3600``. The default is for CI, which asks for
+right answers and bounded memory. The bound of latency holds for longer soaks only, because a short one gives no P99.
 Well-behaved clients keep the engines busy by themselves in the quiet part too, so the comparison shows what hostile clients add.
 """
 
@@ -28,15 +29,17 @@ from tests.attacks.watch import Watch, tree_mib
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "90"))
+LATENCY_SECONDS = 300.0
+"""Shortest soak that checks latencies."""
 QUIET_SECONDS = max(20.0, SECONDS / 10)
-INCIDENT_SECONDS = 60.0
+INCIDENT_SECONDS = min(60.0, SECONDS / 3)
 """Time between two engines that are stopped or killed."""
 SLACK_SECONDS = 0.05
 """Added to the bound of latency: what two shared cores add by themselves."""
 MEMORY_MIB = 150
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(int(SECONDS + QUIET_SECONDS + 300))]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(SECONDS + QUIET_SECONDS + 300))]
 
 BODY = {"query": [9] * 30, "items": [[item, 7, 8, 9, 10, 11] for item in range(3, 13)], "label_token_ids": [3, 4]}
 TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 0, "stream": True}
@@ -232,7 +235,8 @@ def test_soak(deployment: Deployment) -> None:
     assert not failures, failures[:5]
     assert not summary["faults"]
     for kind in ("score", "stream"):
-        assert report[f"{kind} P99"] <= 2 * report[f"{kind} P99 quiet"] + SLACK_SECONDS
+        if SECONDS >= LATENCY_SECONDS:
+            assert report[f"{kind} P99"] <= 2 * report[f"{kind} P99 quiet"] + SLACK_SECONDS
         assert report[f"{kind} longest with incidents"] <= 10
     time.sleep(10)
     assert tree_mib(gateway.process.pid) - idle < MEMORY_MIB

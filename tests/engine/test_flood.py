@@ -18,10 +18,10 @@ from engine import wire
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 MODEL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
-ROUNDS, REQUESTS = 12, 10
+ROUNDS, REQUESTS = 6, 10
 """Each measurement is cut into rounds that alternate with those of the other, because other programs share the machine."""
 
 

@@ -21,7 +21,7 @@ from tests.processes import Pod
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 MODEL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
-ROUNDS, REQUESTS = 6, 10
+ROUNDS, REQUESTS = 5, 10
 """Each measurement is cut into rounds that alternate with those of the other, because other programs share the machine."""
 
 
@@ -107,10 +107,9 @@ def measure(pod: Pod, *floods: int, tenant: str = "flood") -> list[float]:
     return [float(np.percentile(each, 99)) for each in seconds]
 
 
-@pytest.mark.parametrize("at_once", [64, 256])
-def test_a_flood_raises_the_p99_of_others_by_a_fifth_at_most(pod: Pod, at_once: int) -> None:
-    busy, flooded = measure(pod, 3, at_once)
-    print(f"\nP99 beside 3 requests {busy:.3f} s, beside {at_once} {flooded:.3f} s: {flooded / busy:.2f}")
+def test_a_flood_raises_the_p99_of_others_by_a_fifth_at_most(pod: Pod) -> None:
+    busy, flooded = measure(pod, 3, 256)
+    print(f"\nP99 beside 3 requests {busy:.3f} s, beside 256 {flooded:.3f} s: {flooded / busy:.2f}")
     assert flooded <= 1.2 * busy
 
 

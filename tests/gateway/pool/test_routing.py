@@ -265,7 +265,7 @@ def test_engines_are_told_who_asks(start: Start, tmp_path: Path) -> None:
     client = start(engine, engine_token_file=file)
     body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
     assert client.post("/v1/score", json=body).status_code == 200
-    engine.serving.bearer = "second"
+    engine.token = "second"
     refused = client.post("/v1/score", json={**body, "items": [[3]]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
     (tmp_path / "new").write_text("second")

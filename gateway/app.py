@@ -17,14 +17,14 @@ from gateway.auth import RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
+from gateway.context import RequestContext, answer_request
 from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
 from gateway.edge.protocol import protocol_factory
 from gateway.edge.refusal import answer_refusal
 from gateway.errors import ClientGone, GatewayError, from_status
-from gateway.exchange import Exchange, exchange
 from gateway.keyring import KeyRing
-from gateway.length.valuer import Valuer
+from gateway.lenvm.valuer import Valuer
 from gateway.lifecycle import Lifecycle
 from gateway.limits.admission import Admission
 from gateway.limits.base import Limiter
@@ -191,7 +191,7 @@ def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry
 
 
 class Gateway(Litestar):
-    """Every request is an exchange, also one that no route takes."""
+    """Every request has a :class:`RequestContext`, also one that no route takes."""
 
     def __init__(
         self,
@@ -221,11 +221,11 @@ class Gateway(Litestar):
         app = super().__call__ if refusal is None else answer_refusal(refusal)
         if scope["method"] == "HEAD":  # the server sends no body where its own scope says HEAD
             scope = scope | {"method": "GET"}
-        await exchange(app, self._telemetry, self._lifecycle, self._log, scope, receive, send)
+        await answer_request(app, self._telemetry, self._lifecycle, self._log, scope, receive, send)
 
 
 def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
-    Exchange.of(request).failed(error)
+    RequestContext.of(request).failed(error)
     return Response(error.body, status_code=error.status, headers=error.headers)
 
 
@@ -242,5 +242,5 @@ def _answer_refusal(request: Request[Any, Any, Any], error: HTTPException) -> Re
 
 
 def _answer_fault(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    logger.error("request %s failed", Exchange.of(request).id.decode(), exc_info=error)
+    logger.error("request %s failed", RequestContext.of(request).id.decode(), exc_info=error)
     return _answer_error(request, from_status(500, ""))

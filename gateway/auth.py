@@ -23,9 +23,9 @@ from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.context import RequestContext
 from gateway.edge.cycle import Incoming
 from gateway.errors import KeyExpired, Unauthorized
-from gateway.exchange import Exchange
 from gateway.limits.base import Limits
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ _entry = msgspec.json.Decoder(ApiKey)
 
 
 class RequireKey(ASGIMiddleware):
-    """Refuses requests without a valid key, and leaves the key in the exchange. (As a guard of the framework it would cost three
+    """Refuses requests without a valid key, and leaves the key in the request's context. (As a guard of the framework it would cost three
     times as much.)"""
 
     scopes = (ScopeType.HTTP,)
@@ -183,5 +183,5 @@ class RequireKey(ASGIMiddleware):
             raise Unauthorized("No valid API key was sent; send one as `Authorization: Bearer KEY`.")
         if key.expires is not None and key.expires_at <= time.time():
             raise KeyExpired(f"This API key expired on {key.expires.isoformat()}; ask for a new one.")
-        Exchange.in_scope(scope).key = key
+        RequestContext.in_scope(scope).key = key
         await next_app(scope, receive, send)

@@ -20,8 +20,8 @@ from litestar import Request
 from litestar.response.base import ASGIResponse, Response
 from litestar.types import Receive, Send
 
+from gateway.context import RequestContext
 from gateway.errors import ClientGone, GatewayError, InternalError, ShuttingDown
-from gateway.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -81,17 +81,17 @@ class Streams:
             await _abandon(first)
             await events.aclose()
             raise
-        return EventStream(self, Exchange.of(request), first, events)
+        return EventStream(self, RequestContext.of(request), first, events)
 
 
 class EventStream(Response[Any]):
     """An answer of events: ``first``, which may be outstanding, and ``rest``."""
 
     def __init__(
-        self, streams: Streams, exchange: Exchange, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None]
+        self, streams: Streams, context: RequestContext, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None]
     ) -> None:
         super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._parts = (streams, exchange, first, rest)
+        self._parts = (streams, context, first, rest)
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
         """What the web framework sends."""
@@ -104,7 +104,7 @@ class _ASGIEventStream(ASGIResponse):
     def __init__(
         self,
         streams: Streams,
-        exchange: Exchange,
+        context: RequestContext,
         first: asyncio.Future[bytes],
         rest: AsyncGenerator[bytes, None],
         *,
@@ -112,7 +112,7 @@ class _ASGIEventStream(ASGIResponse):
     ) -> None:
         super().__init__(media_type="text/event-stream", headers=headers)
         self._streams = streams
-        self._exchange = exchange
+        self._context = context
         self._first = first
         self._rest = rest
 
@@ -128,7 +128,7 @@ class _ASGIEventStream(ASGIResponse):
                     line.stop()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
-            self._exchange.outcome = "client_gone"
+            self._context.outcome = "client_gone"
 
     async def _send_events(self, line: _Line) -> None:
         """Send the events; an error instead of one is the last event."""
@@ -141,7 +141,7 @@ class _ASGIEventStream(ASGIResponse):
         except GatewayError as error:
             await self._send_error(line, error)
         except asyncio.CancelledError:
-            if not self._exchange.cut_off():
+            if not self._context.cut_off():
                 raise
             await self._send_error(line, ShuttingDown())
         except Exception:
@@ -149,7 +149,7 @@ class _ASGIEventStream(ASGIResponse):
             await self._send_error(line, InternalError("Something failed inside the server."))
 
     async def _send_error(self, line: _Line, error: GatewayError) -> None:
-        self._exchange.failed(error)
+        self._context.failed(error)
         await line.send(sse(error.body))
 
 

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from gateway.exchange import Account
+    from gateway.context import Account
 
 # The start time of each series, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -9,20 +9,20 @@ from litestar.connection import ASGIConnection
 from engine import wire
 from gateway.auth import PRIORITY_RANGE
 from gateway.cache.policy import CachePolicy
+from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
-from gateway.exchange import Exchange
 
 
 def caller_of(connection: ASGIConnection, *, cache_salt: str | None = None) -> wire.Caller:  # type: ignore[type-arg]
     """The caller named in messages to engines. ``cache_salt`` is the client's own. ``Cache-Control: no-store`` keeps the prompt out
     of engines' prefix caches."""
-    exchange = Exchange.of(connection)
+    context = RequestContext.of(connection)
     keeps = CachePolicy.of(connection).write
-    key = exchange.key
+    key = context.key
     if key is None:
-        return wire.Caller(exchange.id.decode(), cache_salt=salt_of(b"", cache_salt), keep_prefix=keeps)
+        return wire.Caller(context.id.decode(), cache_salt=salt_of(b"", cache_salt), keep_prefix=keeps)
     salt = key.cache_salt if cache_salt is None else salt_of(key.cache_group, cache_salt)
-    return wire.Caller(exchange.id.decode(), key.id, key.weight, salt, keeps)
+    return wire.Caller(context.id.decode(), key.id, key.weight, salt, keeps)
 
 
 def salt_of(group: bytes, cache_salt: str | None) -> str:
@@ -39,7 +39,7 @@ def priority_of(connection: ASGIConnection, priority: int | None) -> int:  # typ
 
     Raises :class:`InvalidRequest` for a priority outside the range.
     """
-    key = Exchange.of(connection).key
+    key = RequestContext.of(connection).key
     least, most = PRIORITY_RANGE if key is None else (key.priority_min, key.priority_max)
     if priority is None:
         return min(max(0, least), most)

@@ -81,13 +81,13 @@ class Child:
         code = self._process.returncode
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    def stop(self, patience: float) -> None:
-        """Ask it to end; after ``patience`` seconds, end it."""
+    def stop(self, seconds: float) -> None:
+        """Ask it to end; after ``seconds``, end it."""
         if not self.running:
             return
         self._process.terminate()
         try:
-            self._process.wait(patience)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill()
 

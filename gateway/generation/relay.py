@@ -15,7 +15,7 @@ import msgspec
 from engine import wire
 from gateway.errors import EngineLost, GatewayError
 from gateway.generation.merge import merged
-from gateway.pool.dispatch import Dispatcher, Tries, rest_of
+from gateway.pool.dispatch import Attempts, Dispatcher, rest_of
 from gateway.pool.replica import ServedModel
 
 
@@ -28,7 +28,7 @@ class Relay:
         self._request = request
         self._open: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         """The output so far of the sequences that have not ended."""
-        self._tries = dispatcher.tries()
+        self._tries = dispatcher.attempts()
 
     @property
     def sent(self) -> bool:
@@ -38,36 +38,36 @@ class Relay:
     async def deltas(self) -> AsyncGenerator[list[wire.Delta], None]:
         """As many at a time as arrive, without a gap or a repeat, until every sequence has ended. Close the iterator to abort.
         Raises :class:`GatewayError` where no other replica can go on."""
-        tries = self._tries
+        attempts = self._tries
         try:
-            async with aclosing(self._follow(self._request, tries)) as batches:
+            async with aclosing(self._follow(self._request, attempts)) as batches:
                 async for batch in batches:
                     yield batch
             return
         except GatewayError as error:
-            self._dispatcher.check_retry(error, self._model, tries)
-        runs = [self._resumed(index, Tries(tries.patience, list(tries.replicas))) for index in list(self._open)]
+            self._dispatcher.check_retry(error, self._model, attempts)
+        runs = [self._resumed(index, Attempts(attempts.wait_seconds, list(attempts.replicas))) for index in list(self._open)]
         async with aclosing(merged(runs)) as batches:
             async for batch in batches:
                 yield batch
 
-    async def _resumed(self, index: int, tries: Tries) -> AsyncGenerator[list[wire.Delta], None]:
+    async def _resumed(self, index: int, attempts: Attempts) -> AsyncGenerator[list[wire.Delta], None]:
         """The rest of one sequence."""
         while index in self._open:
             self._dispatcher.resumed()
             rest = rest_of(self._request, self._open[index], index)
             try:
-                async with aclosing(self._follow(rest, tries, index)) as batches:
+                async with aclosing(self._follow(rest, attempts, index)) as batches:
                     async for batch in batches:
                         yield batch
             except GatewayError as error:
-                self._dispatcher.check_retry(error, self._model, tries)
+                self._dispatcher.check_retry(error, self._model, attempts)
 
     async def _follow(
-        self, request: wire.Generate, tries: Tries, index: int | None = None
+        self, request: wire.Generate, attempts: Attempts, index: int | None = None
     ) -> AsyncGenerator[list[wire.Delta], None]:
         """The deltas of ``request``, which is for the whole, or for the rest of the sequence ``index``."""
-        async with aclosing(self._dispatcher.generate(self._model, request, tries)) as batches:
+        async with aclosing(self._dispatcher.generate(self._model, request, attempts)) as batches:
             async for batch in batches:
                 if index is not None:  # its prompt was counted when it began
                     batch = [msgspec.structs.replace(delta, index=index, cached_tokens=0) for delta in batch]

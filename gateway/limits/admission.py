@@ -8,9 +8,9 @@ from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.context import RequestContext
 from gateway.edge.body import BodyReader
 from gateway.errors import Overloaded
-from gateway.exchange import Exchange
 from gateway.limits.fair import FairRoom
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
@@ -36,7 +36,7 @@ class Admission(ASGIMiddleware):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Count the request until its answer is sent. Raises what :meth:`BodyReader.read` raises, and :class:`Overloaded`."""
-        key = Exchange.in_scope(scope).key
+        key = RequestContext.in_scope(scope).key
         tenant, weight = (None, 1.0) if key is None else (key.id, key.weight)
         hold = self._bodies.hold(tenant, weight)
         try:

@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 
 NOTHING = Cost(0, 0, 0)
 CLIENT_GONE = 499
-"""Status of an exchange whose client left before an answer began."""
+"""Status of a request whose client left before an answer began."""
 
 
 class Level(NamedTuple):

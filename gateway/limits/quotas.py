@@ -7,8 +7,8 @@ from functools import partial
 
 from litestar.connection import ASGIConnection
 
+from gateway.context import RequestContext, new_id
 from gateway.errors import RateLimited
-from gateway.exchange import Exchange, new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, used
 from gateway.telemetry import Telemetry
 
@@ -23,26 +23,26 @@ class Quotas:
     async def charge(self, connection: ASGIConnection, *, tokens: int, items: int = 0) -> Lease | None:  # type: ignore[type-arg]
         """Take one request with ``tokens`` of prompts and, at most, answers.
 
-        The lease is settled when the exchange ends (:func:`gateway.limits.base.used`); record in it what was sent to engines and
+        The lease is settled when the request ends (:func:`gateway.limits.base.used`); record in it what was sent to engines and
         the tokens that were used. None where the key has no limits. Raises :class:`RateLimited`.
         """
-        exchange = Exchange.of(connection)
-        key = exchange.key
+        context = RequestContext.of(connection)
+        key = context.key
         if key is None or not key.limits.any:
             return None
         lease = Lease(key.id, new_id(), key.limits, Cost(1, tokens, items))
         verdict = await self._limiter.take(lease)
-        exchange.headers += _headers(verdict)
+        context.headers += _headers(verdict)
         if verdict.denied is not None:
             self._telemetry.limited(key.name, verdict.denied)
             raise RateLimited(_complaint(key.name, lease, verdict), retry_after=verdict.wait)
-        exchange.at_end.append(partial(self._end, exchange, lease))
+        context.at_end.append(partial(self._end, context, lease))
         return lease
 
-    def _end(self, exchange: Exchange, lease: Lease) -> None:
+    def _end(self, context: RequestContext, lease: Lease) -> None:
         """Settle ``lease``, exactly once."""
         if lease.charged is None:
-            lease.charged = used(lease, exchange.status)
+            lease.charged = used(lease, context.status)
             self._limiter.end(lease)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from gateway.logs.writer import LineWriter
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from gateway.context import RequestContext
 
 Format = Literal["text", "json", "off"]
 
@@ -76,27 +76,27 @@ class AccessLog:
         self._render: Callable[[AccessLine], bytes] = as_json if format == "json" else as_text
         self._skipped = frozenset() if probes else PROBES
 
-    def ended(self, exchange: Exchange, endpoint: str, seconds: float) -> None:
+    def ended(self, context: RequestContext, endpoint: str, seconds: float) -> None:
         """Log a request. Called once for each, after ``seconds``, on the event loop: costs 2 µs."""
         if endpoint in self._skipped:
             return
-        account = exchange.account
+        account = context.account
         line = AccessLine(
             datetime.fromtimestamp(time.time(), UTC),
-            exchange.id.decode(),
-            None if exchange.key is None else exchange.key.name,
+            context.id.decode(),
+            None if context.key is None else context.key.name,
             account.model,
             endpoint,
-            exchange.status,
-            outcome_of(exchange),
-            exchange.error,
+            context.status,
+            outcome_of(context),
+            context.error,
             account.prompt_tokens,
             account.cached_tokens,
             account.completion_tokens,
             account.items,
             account.cache_hits,
             account.queue_seconds,
-            None if exchange.first_byte is None else exchange.first_byte - exchange.began,
+            None if context.first_byte is None else context.first_byte - context.began,
             seconds,
         )
         self._writer.put(partial(self._render, line))
@@ -125,17 +125,17 @@ class AccessLog:
         self._writer.put(partial(self._render, line))
 
 
-def outcome_of(exchange: Exchange) -> str:
+def outcome_of(context: RequestContext) -> str:
     """How the request ended."""
-    if exchange.outcome == "error" and exchange.status < 400:
+    if context.outcome == "error" and context.status < 400:
         return "broken_stream"
-    if exchange.outcome != "ok":
-        return exchange.outcome
-    if exchange.status < 400:
+    if context.outcome != "ok":
+        return context.outcome
+    if context.status < 400:
         return "ok"
-    if exchange.status == 499:
+    if context.status == 499:
         return "client_gone"
-    return "refused" if exchange.status < 500 else "error"
+    return "refused" if context.status < 500 else "error"
 
 
 def as_json(line: AccessLine) -> bytes:

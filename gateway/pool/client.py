@@ -17,8 +17,8 @@ import msgspec
 from yarl import URL
 
 from engine import wire
+from gateway.context import new_id
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady, from_engine
-from gateway.exchange import new_id
 
 logger = logging.getLogger(__name__)
 

@@ -33,11 +33,11 @@ _FAULTS = (EngineLost, EngineSilent, InternalError)
 
 
 @dataclass
-class Tries:
+class Attempts:
     """Where a request has been sent, and how long it may still wait for a replica."""
 
-    patience: float
-    """Seconds."""
+    wait_seconds: float
+    """Time that it may still wait, in seconds."""
     replicas: list[Replica] = field(default_factory=list)
     """Not to be asked again."""
     sent: bool = False
@@ -61,9 +61,9 @@ class Dispatcher:
         self._room = WaitingRoom(max_waiting)
         telemetry.waiting.set_function(lambda: self._room.waiting)
 
-    def tries(self) -> Tries:
+    def attempts(self) -> Attempts:
         """For a request that begins."""
-        return Tries(self._wait_seconds)
+        return Attempts(self._wait_seconds)
 
     async def call(
         self,
@@ -79,27 +79,29 @@ class Dispatcher:
         ``tokens`` is what the request costs; requests of one ``affinity`` (at most 64 bytes) go to one replica while it has not too
         much to do.
         """
-        tries = self.tries()
+        attempts = self.attempts()
         while True:
-            replica = await self._choose(model, tokens, affinity, tries, caller)
+            replica = await self._choose(model, tokens, affinity, attempts, caller)
             try:
                 with replica.busy(tokens), replica.wait():
                     answer = await ask(replica.client)
             except GatewayError as error:
                 self._judge(error, replica)
-                self.check_retry(error, model, tries)
+                self.check_retry(error, model, attempts)
             else:
                 replica.health.succeeded()
                 return answer
 
-    async def generate(self, model: ServedModel, generate: wire.Generate, tries: Tries) -> AsyncGenerator[list[wire.Delta], None]:
+    async def generate(
+        self, model: ServedModel, generate: wire.Generate, attempts: Attempts
+    ) -> AsyncGenerator[list[wire.Delta], None]:
         """Batches of deltas. Close the iterator to abort. A failure after the first is raised; :mod:`gateway.generation.relay`
         goes on from there."""
         sampling = generate.sampling
         tokens = len(generate.prompt) + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
         while True:
-            replica = await self._choose(model, tokens, None, tries, generate.caller)
-            started, tries.sent = False, True
+            replica = await self._choose(model, tokens, None, attempts, generate.caller)
+            started, attempts.sent = False, True
             try:
                 with replica.busy(tokens):
                     async with aclosing(replica.client.generate(generate)) as batches:
@@ -108,46 +110,48 @@ class Dispatcher:
                             if not started:
                                 started = True
                                 replica.health.succeeded()
-                                tries.progressed(replica)
+                                attempts.progressed(replica)
                             yield batch
                 return
             except GatewayError as error:
                 self._judge(error, replica)
                 if started:
                     raise
-                self.check_retry(error, model, tries)
+                self.check_retry(error, model, attempts)
 
     def resumed(self) -> None:
         """A sequence is about to go on at another replica."""
         self._telemetry.resumptions.inc()
 
-    def check_retry(self, error: GatewayError, model: ServedModel, tries: Tries) -> None:
+    def check_retry(self, error: GatewayError, model: ServedModel, attempts: Attempts) -> None:
         """Return where another replica should be asked, or waited for; raise ``error`` where not."""
         ready = model.ready
-        if not error.retryable or (ready and all(replica in tries.replicas for replica in ready)):
+        if not error.retryable or (ready and all(replica in attempts.replicas for replica in ready)):
             raise error
         if not ready:
-            if tries.patience <= 0:
+            if attempts.wait_seconds <= 0:
                 raise error
-            tries.replicas.clear()
+            attempts.replicas.clear()
         self._telemetry.retried(error.code or error.type)
 
-    async def _choose(self, model: ServedModel, tokens: int, affinity: bytes | None, tries: Tries, caller: wire.Caller) -> Replica:
+    async def _choose(
+        self, model: ServedModel, tokens: int, affinity: bytes | None, attempts: Attempts, caller: wire.Caller
+    ) -> Replica:
         """Waits only where no replica takes requests. Raises :class:`NotReady`."""
         if not model.ready:
-            await self._wait(model, tries, caller)
-        replica = model.choose(tokens, affinity, tries.replicas)
-        tries.replicas.append(replica)
+            await self._wait(model, attempts, caller)
+        replica = model.choose(tokens, affinity, attempts.replicas)
+        attempts.replicas.append(replica)
         return replica
 
-    async def _wait(self, model: ServedModel, tries: Tries, caller: wire.Caller) -> None:
-        if tries.patience <= 0:
+    async def _wait(self, model: ServedModel, attempts: Attempts, caller: wire.Caller) -> None:
+        if attempts.wait_seconds <= 0:
             return
         began = time.monotonic()
         try:
-            await self._room.wait(lambda: model.wait_ready(tries.patience), caller)
+            await self._room.wait(lambda: model.wait_ready(attempts.wait_seconds), caller)
         finally:
-            tries.patience -= time.monotonic() - began
+            attempts.wait_seconds -= time.monotonic() - began
 
     def _judge(self, error: GatewayError, replica: Replica) -> None:
         """A pod that cannot be reached is not chosen again before the pool has seen it ready."""

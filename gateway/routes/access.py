@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from litestar.connection import ASGIConnection
 
+from gateway.context import RequestContext
 from gateway.errors import InvalidRequest, ModelNotFound
-from gateway.exchange import Exchange
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 
@@ -18,12 +18,12 @@ def visible_models(connection: ASGIConnection, pool: Pool) -> list[ServedModel]:
 
 def requested_model(connection: ASGIConnection, pool: Pool, name: str | None) -> ServedModel:  # type: ignore[type-arg]
     """The model called ``name``; None means the only one that the client may use. One that it may not use does not exist for it.
-    The exchange's account names it from then on.
+    The account of the request's context names it from then on.
 
     Raises :class:`ModelNotFound`, :class:`InvalidRequest`, :class:`NotReady`.
     """
     model = _requested_model(connection, pool, name)
-    Exchange.of(connection).account.model = model.name
+    RequestContext.of(connection).account.model = model.name
     return model
 
 
@@ -44,7 +44,7 @@ def _requested_model(connection: ASGIConnection, pool: Pool, name: str | None) -
 
 
 def _allowed(connection: ASGIConnection) -> list[str] | None:  # type: ignore[type-arg]
-    key = Exchange.of(connection).key
+    key = RequestContext.of(connection).key
     return None if key is None else key.models
 
 

@@ -15,8 +15,8 @@ from gateway.breathing import Breath
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece, Token
-from gateway.length.guidance import gamma_of_values, guidance_of
-from gateway.length.remaining import remaining_tokens
+from gateway.lenvm.guidance import gamma_of_values, guidance_of
+from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model

@@ -12,7 +12,7 @@ import msgspec
 from litestar import Request, Response
 
 from gateway.breathing import Breath
-from gateway.exchange import Account, Exchange
+from gateway.context import Account, RequestContext
 from gateway.generation.generation import Generation, run_all
 from gateway.generation.sequence import Piece, Token
 from gateway.limits.base import NOTHING, Cost, Lease
@@ -67,7 +67,7 @@ class Generator:
         self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, *, stream: bool, includes_usage: bool
     ) -> Response[Any]:
         """Raises :class:`GatewayError` for what goes wrong before the first event."""
-        account = Exchange.of(request).account
+        account = RequestContext.of(request).account
         account.prompt_tokens = sum(len(generation.request.prompt) for generation in generations)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if stream:

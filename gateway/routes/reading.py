@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from litestar import Request
 
+from gateway.context import RequestContext
 from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
-from gateway.exchange import Exchange
 from gateway.pool.replica import ServedModel
 from gateway.routes.body import Body
 from gateway.schemas.parameters import Parameters
@@ -74,7 +74,7 @@ class Reader:
         whole = body.joined()
         fields, ignored = endpoint.decode(whole)
         if ignored:
-            Exchange.of(request).name_ignored(ignored)
+            RequestContext.of(request).name_ignored(ignored)
         return _Short(self, request, endpoint, fields, whole)
 
     @asynccontextmanager
@@ -195,7 +195,7 @@ class _Long(Reading[T]):
         except NotReady:
             decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
         assert isinstance(decoded, Decoded)
-        Exchange.of(self.request).name_ignored(decoded.ignored)
+        RequestContext.of(self.request).name_ignored(decoded.ignored)
         self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
 
     async def read(self, served: ServedModel) -> Prepared:
@@ -214,7 +214,7 @@ class _Long(Reading[T]):
 
 def _tenant(request: Request[Any, Any, Any]) -> tuple[str, float]:
     """The flow in the fair queue and its weight: the API key, or the connection where no keys are asked for."""
-    key = Exchange.of(request).key
+    key = RequestContext.of(request).key
     if key is not None:
         return key.id, key.weight
     return str(request.scope.get("client")), 1.0

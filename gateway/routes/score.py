@@ -13,8 +13,8 @@ from litestar.params import JSONBody
 
 from gateway.cache.base import Logprobs
 from gateway.cache.policy import CachePolicy
+from gateway.context import RequestContext, new_id
 from gateway.errors import InvalidRequest
-from gateway.exchange import Exchange, new_id
 from gateway.limits.quotas import Quotas
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -56,7 +56,7 @@ def score_route(pool: Pool, reader: Reader, scorer: Scorer, quotas: Quotas, tele
             caller = caller_of(request, cache_salt=fields.cache_salt)
             prompts = Prompts(prepared.prefix, prepared.rows, prepared.labels, priority, caller)
             tokens, items = prepared.tokens, len(prepared.rows)
-            account = Exchange.of(request).account
+            account = RequestContext.of(request).account
             account.prompt_tokens, account.items = tokens, items
             lease = await quotas.charge(request, tokens=tokens, items=items)
             scores = await scorer.score(model, prompts, policy, lease)

@@ -166,9 +166,9 @@ class EndpointSlices:
     async def _watch(self, client: httpx.AsyncClient, url: str, selector: dict[str, str]) -> AsyncGenerator[None, None]:
         options = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(self._watch_seconds)}
         params = selector | options | {"resourceVersion": self._version or ""}
-        patience = httpx.Timeout(self._silence_seconds, read=self._watch_seconds + self._silence_seconds)
+        timeouts = httpx.Timeout(self._silence_seconds, read=self._watch_seconds + self._silence_seconds)
         began = time.monotonic()
-        async with client.stream("GET", url, params=params, timeout=patience) as response:
+        async with client.stream("GET", url, params=params, timeout=timeouts) as response:
             if response.status_code != 200:
                 await response.aread()
                 raise _refusal(response)

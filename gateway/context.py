@@ -1,4 +1,4 @@
-"""One request and its answer, from the first byte to the last: its id, its extra headers, its time."""
+"""What the gateway knows of a request from its first byte to the last of its answer: id, key, extra headers, costs, times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["ok", "client_gone", "error", "shutdown"]
 
-_KEY = "yardstick.exchange"
+_KEY = "yardstick.context"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _SANE_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 MAX_NAMES = 32
@@ -51,7 +51,7 @@ class Account:
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestContext:
     """What is known about the request being answered."""
 
     id: bytes
@@ -82,15 +82,15 @@ class Exchange:
         return True
 
     @staticmethod
-    def of(connection: ASGIConnection) -> Exchange:  # type: ignore[type-arg]
-        """The exchange that ``connection`` belongs to."""
-        return Exchange.in_scope(connection.scope)
+    def of(connection: ASGIConnection) -> RequestContext:  # type: ignore[type-arg]
+        """The context of the request of ``connection``."""
+        return RequestContext.in_scope(connection.scope)
 
     @staticmethod
-    def in_scope(scope: Scope) -> Exchange:
-        """The exchange that ``scope`` belongs to."""
-        exchange: Exchange = scope[_KEY]  # type: ignore[literal-required]
-        return exchange
+    def in_scope(scope: Scope) -> RequestContext:
+        """The context of the request that ``scope`` describes."""
+        context: RequestContext = scope[_KEY]  # type: ignore[literal-required]
+        return context
 
     @property
     def broke(self) -> bool:
@@ -112,42 +112,42 @@ class Exchange:
             self.headers.append((b"x-yardstick-ignored", ", ".join(names).encode()))
 
 
-async def exchange(
+async def answer_request(
     app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, log: AccessLog | None, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer, count it and log it."""
     given = Incoming.of(scope).headers.get(b"x-request-id", b"")
-    state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
-    scope[_KEY] = state  # type: ignore[literal-required]
+    context = RequestContext(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
+    scope[_KEY] = context  # type: ignore[literal-required]
 
     async def send_marked(message: Message) -> None:
         if message["type"] == "http.response.start":
-            state.status = message["status"]
-            state.first_byte = time.perf_counter()
+            context.status = message["status"]
+            context.first_byte = time.perf_counter()
             last = [(b"connection", b"close")] if lifecycle.draining else []
-            message["headers"] = [*message["headers"], (b"x-request-id", state.id), *state.headers, *last]
+            message["headers"] = [*message["headers"], (b"x-request-id", context.id), *context.headers, *last]
         await send(message)
 
     telemetry.in_flight += 1
     try:
         await app(scope, receive, send_marked)
     except asyncio.CancelledError:
-        if state.first_byte is not None or not state.cut_off():
-            state.outcome = "shutdown"
+        if context.first_byte is not None or not context.cut_off():
+            context.outcome = "shutdown"
             raise
-        state.failed(error := ShuttingDown())
+        context.failed(error := ShuttingDown())
         await _answer(error, send_marked)
     finally:
         telemetry.in_flight -= 1
-        for call in state.at_end:
+        for call in context.at_end:
             call()
         now = time.perf_counter()
         route = scope.get("path_template", "none")
-        telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)
-        if state.broke:
-            telemetry.broke(state.error or state.outcome)
+        telemetry.answered(route, context.status, (context.first_byte or now) - context.began, now - context.began)
+        if context.broke:
+            telemetry.broke(context.error or context.outcome)
         if log is not None:
-            log.ended(state, route, now - state.began)
+            log.ended(context, route, now - context.began)
 
 
 async def _answer(error: GatewayError, send: Send) -> None:

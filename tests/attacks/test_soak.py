@@ -1,7 +1,7 @@
 """A soak: well-behaved clients beside hostile ones, while engines are stopped and killed.
 
-``SOAK_SECONDS`` chooses how long the hostile part lasts; an hour is ``make soak SOAK_SECONDS=3600``. The default is for CI, which asks for
-right answers and bounded memory. The bound of latency holds for longer soaks only, because a short one gives no P99.
+``SOAK_SECONDS`` chooses how long the hostile part lasts; an hour is ``make soak SOAK_SECONDS=3600``. The default is for CI, which
+asks for right answers and bounded memory. The bound of latency holds for longer soaks only, because a short one gives no P99.
 Well-behaved clients keep the engines busy by themselves in the quiet part too, so the comparison shows what hostile clients add.
 """
 

@@ -160,8 +160,10 @@ _entry = msgspec.json.Decoder(ApiKey)
 
 
 class RequireKey(ASGIMiddleware):
-    """Refuses requests without a valid key, and leaves the key in the request's context. (As a guard of the framework it would cost three
-    times as much.)"""
+    """Refuses requests without a valid key, and puts the key into the request's context.
+
+    A guard of the framework would take three times as much CPU.
+    """
 
     scopes = (ScopeType.HTTP,)
 

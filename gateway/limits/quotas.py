@@ -1,4 +1,4 @@
-"""Charges a request to its key, and tells the client where it stands."""
+"""Charges requests to keys and reports the state of the limits to clients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from gateway.telemetry import Telemetry
 
 
 class Quotas:
-    """The limits of keys, as routes see them."""
+    """The limits of keys, as an interface for routes."""
 
     def __init__(self, limiter: Limiter, telemetry: Telemetry) -> None:
         self._limiter = limiter
         self._telemetry = telemetry
 
     async def charge(self, connection: ASGIConnection, *, tokens: int, items: int = 0) -> Lease | None:  # type: ignore[type-arg]
-        """Take one request with ``tokens`` of prompts and, at most, answers.
+        """Take one request with ``tokens``: those of its prompts plus the most that its answers may have.
 
-        The lease is settled when the request ends (:func:`gateway.limits.base.used`); record in it what was sent to engines and
-        the tokens that were used. None where the key has no limits. Raises :class:`RateLimited`.
+        The lease is settled when the request ends (:func:`gateway.limits.base.used`). The caller records in it the messages to
+        engines and the used tokens. Returns None if the key has no limits. Raises :class:`RateLimited`.
         """
         context = RequestContext.of(connection)
         key = context.key
@@ -47,7 +47,7 @@ class Quotas:
 
 
 def _headers(verdict: Verdict) -> list[tuple[bytes, bytes]]:
-    """As OpenAI's, with items as a third rate; times like ``6m0s`` and ``12ms``."""
+    """Return OpenAI's rate limit headers, with items as a third rate. Times look like ``6m0s`` and ``12ms``."""
     headers = []
     for name, level in zip(RATES, verdict.levels, strict=True):
         if level is not None:
@@ -57,7 +57,7 @@ def _headers(verdict: Verdict) -> list[tuple[bytes, bytes]]:
 
 
 def duration(seconds: float) -> str:
-    """``0s``, ``12ms``, ``1.5s``, ``6m0s``; rounded up to milliseconds."""
+    """Format a duration like ``0s``, ``12ms``, ``1.5s`` or ``6m0s``, rounded up to milliseconds."""
     milliseconds = math.ceil(seconds * 1000 - 1e-6)
     if 0 < milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -1,1 +1,1 @@
-"""The length model's half of the API: steering how long a text gets, and telling how long it may still be."""
+"""The length model in the API: guidance of the length of a text, and estimates of its remaining length."""

@@ -26,11 +26,11 @@ from gateway.telemetry import Telemetry
 from gateway.tenancy import caller_of, priority_of
 
 LARGE_TEXTS = 500
-"""Of an answer that is made in slices: a millisecond."""
+"""Number of texts above which the response is built in slices; this many take about a millisecond."""
 
 
 def length_route(pool: Pool, reader: Reader, valuer: Valuer, quotas: Quotas, telemetry: Telemetry) -> HTTPRouteHandler:
-    """The endpoint."""
+    """Create the route."""
 
     @post_json("/v1/length", LengthRequest, "length")
     async def length(request: Request[Any, Any, Any], data: JSONBody[Body[LengthRequest]]) -> Response[LengthResponse]:

@@ -1,4 +1,4 @@
-"""What the gateway knows of a request from its first byte to the last of its answer: id, key, extra headers, costs, times."""
+"""The state of one request from its first byte to the end of its response: id, key, extra headers, costs, times."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MAX_NAMES = 32
 
 
 def new_id() -> str:
-    """128 random bits. They name things and guard nothing, so the operating system need not be asked for them."""
+    """Return 128 random bits in hexadecimal. Ids protect nothing, so they need no randomness from the operating system."""
     return f"{random.getrandbits(128):032x}"
 
 
 @dataclass(slots=True)
 class Account:
-    """What a request cost and what it got, for its line in the access log. Routes fill it in as they learn it."""
+    """Costs of a request, for the access log. Routes fill in the fields as they become known."""
 
     model: str | None = None
     items: int = 0
@@ -47,34 +47,34 @@ class Account:
     cached_tokens: int = 0
     completion_tokens: int = 0
     queue_seconds: float = 0.0
-    """Longest time that a part of the request waited in the queue of an engine."""
+    """Longest time that a part of the request waited in an engine's queue."""
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """What is known about the request being answered."""
+    """State of the request in progress."""
 
     id: bytes
     began: float = field(default_factory=time.perf_counter)
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """Of the answer, whatever it will be."""
+    """Headers to add to the response, whatever its status."""
     status: int = 499
-    """Until the answer begins, it is that of a client that left."""
+    """Status of the response; 499 (client left) until it begins."""
     first_byte: float | None = None
     key: ApiKey | None = None
-    """Whose request it is, where keys are asked for."""
+    """The client's key, on a server with keys."""
     account: Account = field(default_factory=Account)
     outcome: Outcome = "ok"
-    """How a stream ended after it had begun. The status says it for other answers, unless this is "shutdown"."""
+    """How a stream ended after its beginning. For other responses the status tells this, unless the outcome is "shutdown"."""
     error: str | None = None
-    """Code of the error that was answered, or its type where it has no code."""
+    """Code of the error in the response, or its type if it has no code."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the answer is sent or given up."""
+    """Functions to call when the response is sent or abandoned."""
 
     def cut_off(self) -> bool:
-        """To be asked by the request's task when it is cancelled: whether that is because the grace period is over. If so, the task
-        goes on, to say so to the client."""
+        """Return whether the current task was cancelled because the grace period is over; the task calls this when it is cancelled.
+        If so, the cancellation is undone, so that the task can send an error to the client."""
         task = asyncio.current_task()
         if not self.lifecycle.ended or task is None:
             return False
@@ -83,22 +83,22 @@ class RequestContext:
 
     @staticmethod
     def of(connection: ASGIConnection) -> RequestContext:  # type: ignore[type-arg]
-        """The context of the request of ``connection``."""
+        """Return the context of the request of ``connection``."""
         return RequestContext.in_scope(connection.scope)
 
     @staticmethod
     def in_scope(scope: Scope) -> RequestContext:
-        """The context of the request that ``scope`` describes."""
+        """Return the context of the request of ``scope``."""
         context: RequestContext = scope[_KEY]  # type: ignore[literal-required]
         return context
 
     @property
     def broke(self) -> bool:
-        """Whether a stream ended with an error although its status is that of a success."""
+        """Whether a stream ended with an error after a successful status."""
         return self.status < 400 and self.outcome in ("error", "shutdown")
 
     def failed(self, error: Exception) -> None:
-        """Note an error that is answered, or that ends an answer which has begun."""
+        """Record an error that is sent to the client, as the response or within a response that has begun."""
         self.error = (error.code or error.type) if isinstance(error, GatewayError) else InternalError.code
         if isinstance(error, ShuttingDown):
             self.outcome = "shutdown"
@@ -106,7 +106,7 @@ class RequestContext:
             self.outcome = "error"
 
     def name_ignored(self, fields: list[str]) -> None:
-        """Tell the client which fields of its request had no effect."""
+        """Add a response header with the request fields that had no effect."""
         names = [name if _SANE_NAME.fullmatch(name) else "?" for name in fields[:MAX_NAMES]]
         if names:
             self.headers.append((b"x-yardstick-ignored", ", ".join(names).encode()))
@@ -115,7 +115,7 @@ class RequestContext:
 async def answer_request(
     app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, log: AccessLog | None, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer, count it and log it."""
+    """Run ``app`` for one HTTP request, add ``x-request-id`` to its response, count it and log it."""
     given = Incoming.of(scope).headers.get(b"x-request-id", b"")
     context = RequestContext(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
     scope[_KEY] = context  # type: ignore[literal-required]
@@ -151,7 +151,7 @@ async def answer_request(
 
 
 async def _answer(error: GatewayError, send: Send) -> None:
-    """Answer a request that nothing has been sent for."""
+    """Send ``error`` as the response to a request without one."""
     body = msgspec.json.encode(error.body)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]

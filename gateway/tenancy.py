@@ -1,4 +1,4 @@
-"""Who a request belongs to, as engines and caches see it."""
+"""Identity of a request's caller for engines and caches: tenant, weight, cache salt, priority."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gateway.errors import InvalidRequest
 
 
 def caller_of(connection: ASGIConnection, *, cache_salt: str | None = None) -> wire.Caller:  # type: ignore[type-arg]
-    """The caller named in messages to engines. ``cache_salt`` is the client's own. ``Cache-Control: no-store`` keeps the prompt out
-    of engines' prefix caches."""
+    """Return the caller for messages to engines. ``cache_salt`` is the client's own. ``Cache-Control: no-store`` keeps the prompt
+    out of engines' prefix caches."""
     context = RequestContext.of(connection)
     keeps = CachePolicy.of(connection).write
     key = context.key
@@ -26,8 +26,8 @@ def caller_of(connection: ASGIConnection, *, cache_salt: str | None = None) -> w
 
 
 def salt_of(group: bytes, cache_salt: str | None) -> str:
-    """The namespace of ``cache_salt`` within a trust group, in hexadecimal: no two pairs have the same one, and no choice of
-    ``cache_salt`` leads into another group. Empty for the shared group without a ``cache_salt``."""
+    """Return the namespace of ``cache_salt`` within a trust group, in hexadecimal. It is unique for each pair, so no choice of
+    ``cache_salt`` reaches another group. It is empty for the shared group without a ``cache_salt``."""
     if cache_salt is None:
         return group.hex()
     # The key has a fixed length, and unsalted names are digests with another `person` (see ApiKey.cache_group).
@@ -35,7 +35,7 @@ def salt_of(group: bytes, cache_salt: str | None) -> str:
 
 
 def priority_of(connection: ASGIConnection, priority: int | None) -> int:  # type: ignore[type-arg]
-    """The priority of a request that asks for ``priority``; unless given, 0 or what is nearest to 0 in the key's range.
+    """Return the priority of a request that asks for ``priority``. The default is 0, or the number nearest to 0 in the key's range.
 
     Raises :class:`InvalidRequest` for a priority outside the range.
     """

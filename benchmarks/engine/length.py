@@ -1,4 +1,4 @@
-"""``python -m benchmarks length``: what guidance costs beside plain generation, and what it does; one line of JSON last."""
+"""``python -m benchmarks length``: measures the cost and the effect of length guidance; the last line is JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What scoring must compute and move, from the model's shape alone, and what this machine can do, measured on the spot.
+"""Computes what scoring must compute and move, from the model's shape, and measures the limits of this machine.
 
-Per cent of a limit say how far there is to go; they compare with nothing but themselves, on whatever machine they are taken.
+Percentages of a limit show the remaining potential on one machine; they are not comparable between machines.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ COPIED_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 
 @dataclass(frozen=True)
 class Work:
-    """What passes through the model, whatever the model."""
+    """Amount of work for a model, independent of its shape."""
 
     tokens: int
-    """Through the layers."""
+    """Tokens through the layers."""
     pairs: int
-    """Of a query and a key that it sees, a head and a layer."""
+    """Pairs of a query and a key that it attends to, per head and layer."""
     rows: int
-    """Through the head."""
+    """Rows through the head."""
     context: int
-    """Keys that attention must read, a head and a layer, each once for every prompt that has it."""
+    """Keys that attention must read, per head and layer, once for every prompt that has them."""
 
     @classmethod
     def shared(cls, workload: Workload) -> Work:

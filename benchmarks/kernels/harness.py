@@ -1,4 +1,4 @@
-"""How long a kernel takes on this GPU, and how near it comes to what the GPU can do, both measured in the same run.
+"""Measures a kernel's time on this GPU and its share of the GPU's peak, both in the same run.
 
 A benchmark is a module beside this one with ``rows(gpu: Gpu) -> Iterator[Row]``, which ``python -m benchmarks kernels`` finds.
 """
@@ -20,7 +20,7 @@ PRODUCT_SIZE = 8192
 
 
 class NoGpuError(RuntimeError):
-    """There is nothing here to measure on."""
+    """There is no GPU to measure on."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class RequestContext:
     """The client's key, on a server with keys."""
     account: Account = field(default_factory=Account)
     outcome: Outcome = "ok"
-    """How a stream ended after its beginning. For other responses the status tells this, unless the outcome is "shutdown"."""
+    """Outcome of a stream after its beginning. For other responses the status tells this, unless the outcome is "shutdown"."""
     error: str | None = None
     """Code of the error in the response, or its type if it has no code."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)

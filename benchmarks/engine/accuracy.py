@@ -80,7 +80,7 @@ class Answers:
     probabilities: Tensor
     """[items]: probability of the first label, scaled to a sum of 1 over the two."""
     alone: Tensor
-    """The same probability of the first items, each scored in its own step."""
+    """These probabilities for the first items, each scored in its own step."""
     texts: list[list[int]]
     """Greedy texts."""
 

@@ -45,11 +45,11 @@ class Options:
     """Directory or hub id; None: random weights of ``shape``."""
     dtype: str = "float32"
     quantize: str | None = None
-    """Of the engine; transformers computes in ``dtype``."""
+    """Quantisation of the engine; transformers computes in ``dtype``."""
     repeats: int = 15
     quick: bool = False
     url: str | None = None
-    """Of a running gateway that serves the model; None: start one."""
+    """URL of a running gateway that serves the model; None: start one."""
     rates: tuple[float, ...] = ()
     seconds: float = 30.0
     engine_flags: tuple[str, ...] = ()

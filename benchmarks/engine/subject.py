@@ -49,7 +49,7 @@ class Subject:
 
     @property
     def format(self) -> str:
-        """As tables name it."""
+        """Number format, as named in tables."""
         return self.dtype if self.quantize is None else f"{self.dtype}, {self.quantize.upper()}"
 
     def load(self) -> Decoder:

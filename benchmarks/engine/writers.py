@@ -96,7 +96,7 @@ class Writer:
         return seconds * len(requests) / tokens
 
     def _run(self, requests: Sequence[wire.Generate]) -> tuple[dict[str, list[wire.Delta]], float, int]:
-        """What each sent, the seconds since all had begun, and the tokens that came in these."""
+        """Return the deltas of each request, the seconds since all had begun, and the tokens received in that time."""
         replies: dict[str, list[wire.Delta]] = {request.id: [] for request in requests}
         for request in requests:
             self.loop.submit(request)

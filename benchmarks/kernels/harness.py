@@ -33,9 +33,9 @@ class Row:
     """The median of :data:`REPEATS` runs."""
     rate: float
     unit: str
-    """Of the rate: GB/s or TFLOP/s, counting only what the operation must move or compute."""
+    """Unit of the rate: GB/s or TFLOP/s, counting only what the operation must move or compute."""
     percent: float
-    """Of the peak measured in the same run."""
+    """Percentage of the peak measured in the same run."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class GenerationRequest(Parameters, kw_only=True):
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     seed: int | None = None
-    """The same seed, prompt and settings give the same tokens. The default is a random seed."""
+    """Seed of the draws: equal seed, prompt and settings give equal tokens. The default is a random seed."""
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     """1, the default, draws from the model's own probabilities; 0 always takes the most probable token."""
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None

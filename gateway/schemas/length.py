@@ -21,7 +21,7 @@ class LengthRequest(Parameters, kw_only=True):
 
     endpoint: ClassVar[Endpoint] = "length"
     input: Texts | None = None
-    """Whole texts so far, prompt and answer: a text, several texts, one list of token ids, or several such lists."""
+    """Complete texts so far, prompt and answer: a text, several texts, one list of token ids, or several such lists."""
     prompt: Texts | None = None
     """Texts like `input`; with `partial`, the one prompt, as text or token ids, of all partial answers."""
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)] | None = None

@@ -1,4 +1,4 @@
-"""What a key may ask of engines: its priorities and its weight; and its share of the places where requests wait."""
+"""Priorities and weight of a key at engines, and its share of the places for waiting requests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The gateway: text, JSON and HTTP on one side, token ids to engine pods on the other. It needs no torch."""
+"""The gateway: serves the HTTP API and converts between text and the token ids that engines process. It needs no torch."""

@@ -1,4 +1,4 @@
-"""``python -m gateway``: the gateway as a process of its own."""
+"""``python -m gateway``: runs the gateway as a process."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from gateway.settings import Settings, SettingsError, load_settings
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 1.0
-"""Of the grace period, time for errors to reach the clients of requests that did not end in it."""
+"""Part of the grace period in which errors are sent to the clients of requests that did not finish."""
 _SEND_BUFFER = 256 * 1024
-"""Bytes that the kernel holds for a client that does not read; unset, it lets them grow to megabytes."""
+"""Size of the kernel's send buffer of a connection. By default it grows to megabytes for a client that does not read."""
 _OTHER_FILES = 2048
-"""Open files besides connections of clients: connections to engines and Redis above all."""
+"""Open files other than connections of clients, mainly connections to engines and Redis."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM. Returns the process's exit status: 1, after one line on stderr, where it cannot start."""
+    """Serve until SIGINT or SIGTERM. Returns the exit status: 1, after one line on stderr, if the gateway cannot start."""
     parser = argparse.ArgumentParser(prog="gateway", description="Serve the OpenAI-compatible API in front of engines.")
     parser.add_argument(
         "--engine",
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with LineWriter(sys.stderr.fileno()) as log:
             format = "%(asctime)s %(levelname)s %(name)s: %(message)s"
             logging.basicConfig(level=logging.INFO, format=format, handlers=[LogHandler(log)], force=True)
-            logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every call of the Kubernetes API
+            logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every call of the Kubernetes API
             return serve(settings, log)
     except SettingsError as error:
         print(f"gateway: {error}", file=sys.stderr)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(settings: Settings, log: LineWriter) -> int:
-    """Serve with ``settings``; returns the exit status. Raises :class:`SettingsError`."""
+    """Serve with ``settings`` and return the exit status. Raises :class:`SettingsError`."""
     return_freed_memory()
     lifecycle = Lifecycle()
     serve_on_seconds = max(1.0, settings.grace_seconds - settings.drain_seconds)
@@ -71,7 +71,7 @@ def serve(settings: Settings, log: LineWriter) -> int:
         app,
         loop="uvloop",
         http=app.protocol,  # type: ignore[arg-type]
-        proxy_headers=False,  # nobody asks where a client is
+        proxy_headers=False,  # no code uses the client's address from proxies
         lifespan="on",
         access_log=False,
         log_config=None,
@@ -85,16 +85,17 @@ def serve(settings: Settings, log: LineWriter) -> int:
         bound_connections(listener, settings.write_seconds)
         host, port = listener.getsockname()[:2]
         logger.info("listening at http://%s:%s", f"[{host}]" if ":" in host else host, port)
-        with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly end
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly shutdown
             server.run(sockets=[listener])
     return 0 if server.started else 1
 
 
 class _Server(uvicorn.Server):
-    """Between SIGTERM and its end it is not ready and serves on for a while; SIGINT, or a second signal, skips that while.
+    """uvicorn's server with a drain phase. After SIGTERM it is not ready but still serves for ``drain_seconds``; SIGINT, or a
+    second signal, skips this phase.
 
-    Then open requests have ``serve_on_seconds``. After that they are cancelled and tell their clients so, a moment before uvicorn
-    would close their connections.
+    After it, open requests have ``serve_on_seconds`` to finish. Then they are cancelled and send an error to their clients, shortly
+    before uvicorn closes their connections.
     """
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float, serve_on_seconds: float) -> None:
@@ -105,13 +106,13 @@ class _Server(uvicorn.Server):
         self._leave_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve. What is in memory by then stays: no later search for garbage goes through it, which takes 50 ms."""
+        """Start to serve. Freezes the objects created so far, because a garbage collection over them takes 50 ms."""
         await super().startup(sockets)
         gc.collect()
         gc.freeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came."""
+        """Start the drain phase at the first SIGTERM; otherwise end it."""
         if sig == signal.SIGTERM and not self._lifecycle.draining:
             self._lifecycle.draining = True
             self._leave_at = time.monotonic() + self._drain_seconds
@@ -119,7 +120,7 @@ class _Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve what is open to its end, or to the end of the grace period."""
+        """Let open requests finish, and cancel them at the end of the grace period."""
         ending = asyncio.get_running_loop().call_later(self._serve_on_seconds, self._end_requests)
         await super().shutdown(sockets)
         ending.cancel()
@@ -130,14 +131,14 @@ class _Server(uvicorn.Server):
             task.cancel()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end; called ten times a second."""
+        """Return whether to shut down. uvicorn calls this ten times per second."""
         if self._leave_at is not None and time.monotonic() >= self._leave_at:
             self.should_exit = True
         return await super().on_tick(counter)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises :class:`SettingsError`."""
+    """Return a listening socket. Raises :class:`SettingsError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -147,11 +148,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bound_connections(listener: socket.socket, write_seconds: float) -> None:
-    """Let the kernel end connections whose peer has vanished, and hold little for each. Accepted sockets inherit these options from
-    ``listener`` on Linux."""
+    """Let the kernel close connections whose peer has vanished, and limit its buffers. On Linux, accepted sockets inherit these
+    options from ``listener``."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # the protocol ends connections of clients that do not read; the kernel knows of the last bytes, which it holds itself
+    # the protocol closes connections of clients that do not read, except for the last bytes, which only the kernel holds
     options = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": math.ceil(2000 * write_seconds)}
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:
@@ -159,7 +160,7 @@ def bound_connections(listener: socket.socket, write_seconds: float) -> None:
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Allow as many open files as ``connections`` need, or as many as the system lets us."""
+    """Raise the limit on open files to what ``connections`` need, or as far as the system allows."""
     needed = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

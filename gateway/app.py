@@ -1,4 +1,4 @@
-"""The composition root: settings to an application. Nothing here does work of its own."""
+"""The composition root: creates the application from the settings. It has no logic of its own."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gateway.auth import RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
+from gateway.context import RequestContext, answer_request
 from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
 from gateway.edge.protocol import protocol_factory
 from gateway.edge.refusal import answer_refusal
 from gateway.errors import ClientGone, GatewayError, from_status
-from gateway.exchange import Exchange, exchange
 from gateway.keyring import KeyRing
-from gateway.length.valuer import Valuer
+from gateway.lenvm.valuer import Valuer
 from gateway.lifecycle import Lifecycle
 from gateway.limits.admission import Admission
 from gateway.limits.base import Limiter
@@ -59,16 +59,16 @@ from gateway.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 1.0
-"""After which the event loop is expected to serve without delay."""
+"""Time after the start from which the watchdog measures delays of the event loop."""
 _LEFT = "client disconnected prematurely"
-"""What the framework says when a request is broken off."""
+"""The framework's message for a request whose client disconnects."""
 
 
 def create_app(
     settings: Settings, *, cache: ResultCache | None = None, lifecycle: Lifecycle | None = None, log: LineWriter | None = None
 ) -> Gateway:
-    """The gateway. ``cache`` None: the embedded one. ``log`` None: no access log. Raises :class:`SettingsError` for a bad file of
-    keys."""
+    """Create the gateway. ``cache`` None: Redis if it is configured, else the in-process cache. ``log`` None: no access log. Raises
+    :class:`SettingsError` for an invalid key file or a missing engine token."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry()
     connections = Connections()
@@ -149,7 +149,7 @@ def create_app(
 
 
 def _key_ring(settings: Settings, file: Path) -> KeyRing:
-    """Raises :class:`SettingsError`."""
+    """Create the key ring. Raises :class:`SettingsError`."""
     return KeyRing(file, stale_seconds=settings.api_keys_stale_seconds, isolation=settings.cache_isolation)
 
 
@@ -163,7 +163,8 @@ def _bounds(settings: Settings) -> Bounds:
 
 
 def _connector(settings: Settings, connections: Connections) -> Callable[[str, str], Replica]:
-    """Makes the replica at a URL that an entry led to. Raises :class:`SettingsError` where the engines' token is missing."""
+    """Return a function that creates the replica for a URL and the entry that listed it. Raises :class:`SettingsError` if the
+    engine token is missing."""
     token = _read_token(settings.engine_token_file) if settings.engine_token_file else None
 
     def connect(url: str, entry: str) -> Replica:
@@ -176,7 +177,7 @@ def _connector(settings: Settings, connections: Connections) -> Callable[[str, s
 
 
 def _read_token(file: Path) -> EngineToken:
-    """Raises :class:`SettingsError`."""
+    """Read the engine token. Raises :class:`SettingsError`."""
     try:
         return EngineToken(file)
     except (OSError, ValueError) as error:
@@ -191,7 +192,7 @@ def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry
 
 
 class Gateway(Litestar):
-    """Every request is an exchange, also one that no route takes."""
+    """The ASGI application. Every request gets a :class:`RequestContext`, including one that matches no route."""
 
     def __init__(
         self,
@@ -203,8 +204,8 @@ class Gateway(Litestar):
         check: Callable[[HTTPScope], GatewayError | None],
         **options: Any,
     ) -> None:
-        """``protocol`` makes a connection's protocol, for ``uvicorn.Config(http=…)``; ``check`` says why a request is refused;
-        ``log`` None: requests are not logged."""
+        """``protocol``: protocol factory for ``uvicorn.Config(http=…)``. ``check``: returns the error for a request that is
+        refused. ``log``: None means that requests are not logged."""
         super().__init__(**options)
         self.protocol = protocol
         self._telemetry = telemetry
@@ -213,24 +214,24 @@ class Gateway(Litestar):
         self._check = check
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """The ASGI application."""
+        """Handle one ASGI scope."""
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
         refusal = self._check(scope)
         app = super().__call__ if refusal is None else answer_refusal(refusal)
-        if scope["method"] == "HEAD":  # the server sends no body where its own scope says HEAD
+        if scope["method"] == "HEAD":  # the server omits the body, because its own copy of the scope says HEAD
             scope = scope | {"method": "GET"}
-        await exchange(app, self._telemetry, self._lifecycle, self._log, scope, receive, send)
+        await answer_request(app, self._telemetry, self._lifecycle, self._log, scope, receive, send)
 
 
 def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
-    Exchange.of(request).failed(error)
+    RequestContext.of(request).failed(error)
     return Response(error.body, status_code=error.status, headers=error.headers)
 
 
 def _answer_refusal(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
-    """The framework's own refusals. Of bodies it refuses only an empty one; ``routes/body.py`` reads the others."""
+    """Convert the framework's own errors. It refuses only empty bodies; ``routes/body.py`` handles all others."""
     detail = "The request body is empty; send a JSON object." if isinstance(error, ValidationException) else error.detail
     if error.detail == _LEFT:
         return _answer_error(request, ClientGone("The client left before its request was read."))
@@ -242,5 +243,5 @@ def _answer_refusal(request: Request[Any, Any, Any], error: HTTPException) -> Re
 
 
 def _answer_fault(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    logger.error("request %s failed", Exchange.of(request).id.decode(), exc_info=error)
+    logger.error("request %s failed", RequestContext.of(request).id.decode(), exc_info=error)
     return _answer_error(request, from_status(500, ""))

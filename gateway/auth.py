@@ -6,8 +6,8 @@ The file is JSON; every field but ``name`` and ``sha256`` is optional::
                "tokens_per_minute": 1000000, "items_per_minute": 20000, "concurrency": 8, "expires": "2027-01-31T00:00:00Z",
                "group": "search", "weight": 2.0, "priority_min": -10, "priority_max": 10}]}
 
-Keys are random and long, so a plain hash is enough; ``printf %s "$KEY" | sha256sum`` makes one. A key is looked up by its digest,
-so the time of a look-up depends on the digest of what was sent and tells nothing about the keys in the file.
+Keys are random and long, so a plain hash is sufficient; ``printf %s "$KEY" | sha256sum`` computes one. A key is looked up by its
+digest, so the time of a lookup depends only on the digest of the sent key and reveals nothing about the keys in the file.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.context import RequestContext
 from gateway.edge.cycle import Incoming
 from gateway.errors import KeyExpired, Unauthorized
-from gateway.exchange import Exchange
 from gateway.limits.base import Limits
 
 if TYPE_CHECKING:
     from gateway.keyring import KeyRing
 
 MAX_HEADER_BYTES = 1024
-"""Longest ``Authorization`` header that is looked at; keys of ``yardstick keys new`` make one of 53 bytes."""
+"""Longest ``Authorization`` header that is accepted; a key of ``yardstick keys new`` gives a header of 53 bytes."""
 SHARED_GROUP = ""
-"""Trust group of every request when ``cache_isolation`` is "none". No entry of a file can name it."""
+"""Trust group of every request if ``cache_isolation`` is "none". No entry of a file can name it."""
 PRIORITY_RANGE = (-100, 100)
-"""Priorities that a request may ask for unless its key says otherwise."""
+"""Allowed range of ``priority`` in requests, unless the key has its own range."""
 EMPTY_KEY = hashlib.sha256(b"").hexdigest()
 ENTRIES_A_TURN = 128
-"""Entries of a key file that are decoded before other threads run: less than a millisecond."""
+"""Entries of a key file that are decoded before a pause for other threads; they take less than a millisecond."""
 PAUSE_SECONDS = 0.0005
-"""Time for other threads. Giving the lock away without a pause would return it at once."""
+"""Length of the pause. Without it, this thread would get the interpreter's lock back at once."""
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """One key."""
+    """One entry of the key file."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    """For people: who uses it. Unique in its file."""
+    """Name of the key's user, for people. Unique in its file."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
     """Hexadecimal SHA-256 of the key."""
     models: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
-    """The only models that it may use."""
+    """The only models that the key may use; None for all."""
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
-    """Of prompts and completions together."""
+    """Limit on tokens of prompts and completions together."""
     items_per_minute: Limit | None = None
-    """Scored items."""
+    """Limit on scored items."""
     concurrency: Limit | None = None
-    """Requests at a time."""
+    """Limit on requests in progress."""
     expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     """Expiry time."""
     group: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
-    """Trust group: keys of one group share cached results and prefixes. None: a group of its own."""
+    """Trust group: keys of one group share cached results and prefixes. None: the key shares with no other key."""
     weight: Annotated[float, msgspec.Meta(ge=0.1, le=100)] = 1.0
-    """Share of busy engines, of text workers and of places for requests, relative to other keys."""
+    """Share of busy engines, text workers and places for requests, relative to other keys."""
     priority_min: Priority = PRIORITY_RANGE[0]
-    """Lowest ``priority`` that a request may ask for; lower runs earlier."""
+    """Lowest ``priority`` that a request may use; requests with lower numbers run earlier."""
     priority_max: Priority = PRIORITY_RANGE[1]
 
     def __post_init__(self) -> None:
@@ -79,22 +79,22 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @cached_property
     def id(self) -> str:
-        """Its name in Redis and at engines; tells nothing about the key."""
+        """Name of the key in Redis and at engines; it does not reveal the key."""
         return self.sha256[:16].lower()
 
     @cached_property
     def limits(self) -> Limits:
-        """Everything that is counted."""
+        """All limits of the key."""
         return Limits((self.requests_per_minute, self.tokens_per_minute, self.items_per_minute), self.concurrency)
 
     @cached_property
     def expires_at(self) -> float:
-        """Seconds since 1970; infinite for a key that never expires."""
+        """Expiry time in seconds since 1970; infinite for a key without one."""
         return float("inf") if self.expires is None else self.expires.timestamp()
 
     @cached_property
     def cache_group(self) -> bytes:
-        """Digest of the trust group, empty for the shared one. Names of groups and digests of keys do not leave the gateway."""
+        """Digest of the trust group, empty for the shared one. Group names and key digests do not leave the gateway."""
         if self.group == SHARED_GROUP:
             return b""
         kind, name = ("key", self.sha256.lower()) if self.group is None else ("group", self.group)
@@ -102,12 +102,12 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @cached_property
     def cache_salt(self) -> str:
-        """The salt of requests that send no ``cache_salt`` of their own."""
+        """Salt of requests without a ``cache_salt`` of their own."""
         return self.cache_group.hex()
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the file. Without entries, no key is valid."""
+    """Content of the key file. Without entries, no key is valid."""
 
     keys: list[ApiKey]
 
@@ -117,9 +117,9 @@ class _Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_keys(content: bytes) -> list[ApiKey]:
-    """The entries of a key file. Raises :class:`ValueError`, whose message names the entry.
+    """Return the entries of a key file. Raises :class:`ValueError` with a message that names the entry.
 
-    Entries are decoded one by one, with pauses: decoding holds the interpreter's lock, which the event loop needs too.
+    Entries are decoded one by one, with pauses, because decoding holds the interpreter's lock, which the event loop needs too.
     """
     keys: list[ApiKey] = []
     names: set[str] = set()
@@ -160,8 +160,10 @@ _entry = msgspec.json.Decoder(ApiKey)
 
 
 class RequireKey(ASGIMiddleware):
-    """Refuses requests without a valid key, and leaves the key in the exchange. (As a guard of the framework it would cost three
-    times as much.)"""
+    """Refuses requests without a valid key, and stores the key in the request's context.
+
+    A guard of the framework would need three times the CPU time.
+    """
 
     scopes = (ScopeType.HTTP,)
 
@@ -169,11 +171,11 @@ class RequireKey(ASGIMiddleware):
         self._ring = ring
 
     def __deepcopy__(self, _: object) -> Self:
-        """The framework copies routers with everything in them, but the keys must stay shared."""
+        """Return this object: the framework copies routers and their contents, but the keys must stay shared."""
         return self
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """Pass on a request whose key is valid. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""
+        """Pass a request with a valid key on. Raises :class:`Unauthorized`, :class:`gateway.errors.KeysUnavailable`."""
         given = Incoming.of(scope).headers.get(b"authorization", b"")
         if len(given) > MAX_HEADER_BYTES:
             raise Unauthorized(f"The `Authorization` header is longer than {MAX_HEADER_BYTES} bytes; no API key is that long.")
@@ -183,5 +185,5 @@ class RequireKey(ASGIMiddleware):
             raise Unauthorized("No valid API key was sent; send one as `Authorization: Bearer KEY`.")
         if key.expires is not None and key.expires_at <= time.time():
             raise KeyExpired(f"This API key expired on {key.expires.isoformat()}; ask for a new one.")
-        Exchange.in_scope(scope).key = key
+        RequestContext.in_scope(scope).key = key
         await next_app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Long loops in slices, so that the event loop serves others in between."""
+"""Divides long loops into slices, so that the event loop serves other requests in between."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ TOKENS_AT_ONCE = 1 << 16
 
 
 class Breath:
-    """Tells a loop when it has run long enough: ``if breath.due: await breath.take()``."""
+    """Limits how long a loop runs without a pause: ``if breath.due: await breath.take()``."""
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + SLICE_SECONDS
 
     @property
     def due(self) -> bool:
-        """Whether the loop should let others run."""
+        """Whether the loop should pause."""
         return time.perf_counter() > self._until
 
     async def take(self) -> None:
-        """Let others run."""
+        """Let the event loop run other tasks."""
         await asyncio.sleep(0)
         self._until = time.perf_counter() + SLICE_SECONDS
 
 
 class Pace:
-    """Spreads what many tasks are ready to do over several turns of the event loop: in each turn, they run for about a millisecond
-    together."""
+    """Spreads the work of many ready tasks over several event loop iterations: in each iteration they run for about a millisecond
+    in total."""
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + SLICE_SECONDS
         self._renewing = False
 
     async def step(self) -> None:
-        """Wait for a turn with time left."""
+        """Wait for an iteration with time left."""
         while time.perf_counter() > self._until:
             if not self._renewing:
                 self._renewing = True
@@ -54,7 +54,7 @@ class Pace:
 
 
 def slices(rows: Sequence[Sequence[T]]) -> Iterator[tuple[int, int]]:
-    """Begin and end of runs of ``rows``, each of which is about a millisecond of work."""
+    """Yield begin and end of runs of ``rows``; each run is about a millisecond of work."""
     if len(rows) <= FEW_ROWS and sum(map(len, rows)) <= TOKENS_AT_ONCE:
         yield 0, len(rows)
         return

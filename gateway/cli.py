@@ -1,4 +1,4 @@
-"""``yardstick``: one command for everything. Only what a subcommand needs is imported, when it runs, so that help is quick."""
+"""The command ``yardstick``. Each subcommand imports its modules when it runs, so that help is fast."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Dtype(StrEnum):
 
 
 class Quantize(StrEnum):
-    """Number formats of matrix products, below the model's own."""
+    """Number formats of matrix products with less precision than the model's own."""
 
     FP8 = "fp8"
 
 
 class Format(StrEnum):
-    """How ``yardstick score`` writes its results."""
+    """Output formats of ``yardstick score``."""
 
     TABLE = "table"
     JSON = "json"
@@ -50,7 +50,7 @@ class Format(StrEnum):
 
 
 def main() -> None:
-    """The entry point: runs a subcommand; what it cannot do is one line and exit code 1."""
+    """Run a subcommand. An error of a subcommand prints one line and exits with code 1."""
     try:
         app()
     except CommandError as error:
@@ -72,8 +72,8 @@ def serve(
     max_total_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
 ) -> None:
-    """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME; options
-    win."""
+    """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
+    options override them."""
     from gateway.commands.serve import ServeOptions, serve
 
     formats = (dtype.value if dtype else None, quantize.value if quantize else None)
@@ -106,7 +106,7 @@ def bench(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
-    """Put a running server under load, and report how it bears it."""
+    """Load-test a running server and report the results."""
     from gateway.commands.launch import become
 
     become("loadgen", context.args)
@@ -128,7 +128,7 @@ def score(
     format: Annotated[Format, typer.Option(help="How to write the results.")] = Format.TABLE,
     output: Annotated[Path | None, typer.Option(help="File to write to, instead of standard output.")] = None,
 ) -> None:
-    """Score items against a query on a running server. An item's prompt is query, item and suffix, joined as they are."""
+    """Score items against a query on a running server. An item's prompt is query, item and suffix, joined without separators."""
     from gateway.commands.results import write
     from gateway.commands.score import ScoreJob, run
 
@@ -153,8 +153,8 @@ def new_key(
     priority_min: Annotated[int | None, typer.Option(help="Lowest priority that requests may ask for; -100.")] = None,
     priority_max: Annotated[int | None, typer.Option(help="Highest priority that requests may ask for; 100.")] = None,
 ) -> None:
-    """Make an API key: it is printed once, and the file keeps its hash only. A gateway that serves with the file takes it at
-    once."""
+    """Create an API key. The key is printed once, and the file stores only its hash. A gateway that serves with this file accepts
+    the key at once."""
     from gateway.commands.keys import new
 
     fields = {

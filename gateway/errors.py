@@ -1,36 +1,36 @@
-"""What can go wrong, and the one map from it to OpenAI's error bodies and HTTP status codes.
+"""All errors that a client may see, with OpenAI's error bodies and HTTP status codes.
 
 ::
 
     GatewayError
-    ├── InvalidRequest          400  what the client sent cannot be answered; ``param`` says where
+    ├── InvalidRequest          400  the request is invalid; ``param`` names the field
     │   └── ContextExceeded     400  a prompt is longer than the model's context
     ├── Unauthorized            401  an API key is missing or unknown
-    │   └── KeyExpired          401  an API key was good until now
-    ├── Forbidden               403  a web page of another origin sent this to a server without keys
+    │   └── KeyExpired          401  an API key has expired
+    ├── Forbidden               403  a web page of another origin sent a request to a server without keys
     ├── NotFound                404  no such path
     │   └── ModelNotFound       404  no engine serves this model
     ├── MethodNotAllowed        405
     ├── RequestTimeout          408  headers or body did not arrive in time
     ├── BodyTooLarge            413
     ├── UnsupportedMediaType    415  the body is not JSON
-    │   └── UnsupportedEncoding 415  the body has a content coding that is not read here
+    │   └── UnsupportedEncoding 415  the body has a content coding that is not supported
     ├── Misdirected             421  the Host header names another server
     ├── HeadersTooLarge         431
     ├── Overloaded              429  gateway or engine is full; comes with Retry-After
-    ├── RateLimited             429  a key has used up one of its limits; comes with Retry-After where waiting helps
-    ├── ClientGone              499  nobody reads the answer
-    ├── InternalError           500  a fault of ours or of the engine's
-    ├── EngineLost              502  the engine went away, or spoke nonsense, in the middle of a request
+    ├── RateLimited             429  a limit of the key is reached; comes with Retry-After if waiting helps
+    ├── ClientGone              499  the client has left
+    ├── InternalError           500  a bug in the gateway or the engine
+    ├── EngineLost              502  the engine disconnected, or sent invalid data, during a request
     ├── NotReady                503  no replica of the model is ready; comes with Retry-After
-    │   └── UnusableModel       503  an engine serves a model whose text side cannot be read
+    │   └── UnusableModel       503  an engine serves a model whose tokeniser or template cannot be used
     ├── KeysUnavailable         503  the key file cannot be read, so no key can be accepted; comes with Retry-After
-    ├── ShuttingDown            503  this gateway ends before the answer is complete; comes with Retry-After
+    ├── ShuttingDown            503  this gateway ends before the response is complete; comes with Retry-After
     ├── OutOfMemory             503  the engine has no memory for this request
-    └── DeadlineExceeded        504  the engine gave up on time
-        └── EngineSilent        504  nothing came from the engine for too long
+    └── DeadlineExceeded        504  the engine stopped the request at its deadline
+        └── EngineSilent        504  the engine sent nothing for too long
 
-A message is for a person: what was wrong and what to do. It carries no path, no traceback and no secret.
+A message is for a person: it states the problem and the remedy. It contains no path, no traceback and no secret.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from engine import wire
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str
-    """For a person: what was wrong and what to do about it."""
+    """The problem and the remedy, for a person."""
     type: str
-    """The family of the error, for example `invalid_request_error`."""
+    """Family of the error, for example `invalid_request_error`."""
     param: str | None
-    """The field of the request that is to blame, for example `items[3]`."""
+    """Field of the request that caused the error, for example `items[3]`."""
     code: str | None
-    """A fixed word for programs, for example `model_not_found`."""
+    """Fixed identifier for programs, for example `model_not_found`."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every answer that is not a success, and of the event that ends a broken stream."""
+    """Body of every unsuccessful response, and data of the event that ends a broken stream."""
 
     error: ErrorDetail
 
@@ -72,7 +72,7 @@ class GatewayError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, retry_after: float | None = None, retryable: bool = False
     ) -> None:
-        """``retry_after`` in seconds, for the client; ``retryable``: another replica may answer the same request."""
+        """``retry_after``: seconds, for the client. ``retryable``: another replica may answer the same request."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -81,12 +81,12 @@ class GatewayError(Exception):
 
     @property
     def body(self) -> ErrorBody:
-        """The error in OpenAI's shape."""
+        """The error in OpenAI's format."""
         return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code))
 
     @property
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds where waiting may help, and OpenAI's in milliseconds, which its SDK prefers."""
+        """``Retry-After`` in whole seconds if waiting may help, and OpenAI's header in milliseconds, which its SDK prefers."""
         if self.retry_after is None:
             return {}
         milliseconds = max(1, math.ceil(self.retry_after * 1000))
@@ -161,7 +161,7 @@ class UnsupportedEncoding(UnsupportedMediaType):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The content codings that are read, as RFC 9110 15.5.16 asks."""
+        """The supported content codings, as RFC 9110 15.5.16 requires."""
         return {"accept-encoding": "gzip, deflate"}
 
 
@@ -190,7 +190,7 @@ class RateLimited(GatewayError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Where no wait helps, OpenAI's SDK is told so in its own way."""
+        """If no wait helps, a header that tells OpenAI's SDK not to retry."""
         assert self.retry_after is not None
         return {"x-should-retry": "false"} if math.isinf(self.retry_after) else super().headers
 
@@ -260,14 +260,14 @@ _ERROR_OF_CODE: dict[wire.ErrorCode, type[GatewayError]] = {
 
 
 def from_engine(failed: wire.Failed) -> GatewayError:
-    """The client's view of an engine's refusal. ``aborted`` is not the client's doing here: a client that left reads nothing."""
+    """Convert an engine's failure for the client. ``aborted`` is an engine fault here: a client that left reads no response."""
     error = _ERROR_OF_CODE[failed.code]
     waits = error in (Overloaded, NotReady)
     return error(failed.message, retry_after=failed.retry_after or 1.0 if waits else None, retryable=failed.retryable)
 
 
 def from_status(status: int, detail: str) -> GatewayError:
-    """The same tree for what the web framework refuses by itself (routing, body size)."""
+    """Convert errors of the web framework (routing, body size) to the same classes."""
     if status == 404:
         return NotFound("There is nothing at this path. The endpoints are listed at /schema.")
     if status == 405:

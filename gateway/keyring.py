@@ -1,15 +1,15 @@
-"""The keys that are valid now: a file that is read again, in a thread of its own, whenever it changes.
+"""The currently valid keys: reads the key file again, in its own thread, whenever it changes.
 
 ======================================  ==================================================================================
-the file, at a look                     the keys
+state of the file at a check            valid keys
 ======================================  ==================================================================================
-is valid                                those of the file, which may be none
-is missing or empty, two looks in turn  none: deleting the file revokes every key
-cannot be read, or is not valid         those of the last good version for ``stale_seconds``; then requests are answered 503
+valid                                   those of the file, possibly none
+missing or empty at two checks in turn  none: deleting the file revokes every key
+unreadable or invalid                   those of the last valid version for ``stale_seconds``; then requests get status 503
 ======================================  ==================================================================================
 
-One look that finds no file proves nothing: a mounted volume may be replaced in several steps. A file that cannot be read says
-nothing about the keys, so the answer is 503 and not 401, on which clients would discard a valid key.
+A single check without a file is no proof of deletion, because a mounted volume may be replaced in several steps. An unreadable file
+says nothing about the keys, so the status is 503 and not 401, after which clients would discard a valid key.
 """
 
 from __future__ import annotations
@@ -35,44 +35,44 @@ from gateway.telemetry import KeySample, Telemetry
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-"""Time between two looks at the file."""
+"""Interval between two checks of the file."""
 LOOKS_TO_REVOKE = 2
-"""Looks in turn that must find no file, or an empty one, before all keys are revoked."""
+"""Consecutive checks that must find a missing or empty file before all keys are revoked."""
 HANG_SECONDS = 10.0
-"""A look that takes longer, as on a network file system that hangs, counts as one that failed."""
+"""A check that takes longer, as on a network file system that hangs, counts as failed."""
 MAX_FILE_BYTES = 2 << 20
-"""Longest key file: some 20,000 keys. Kubernetes' Secrets are at most 1 MiB. Finding the entries in it holds the interpreter's lock
-for 4 ms."""
+"""Largest key file, about 20,000 keys. Kubernetes Secrets have at most 1 MiB. Splitting a file of this size into entries holds the
+interpreter's lock for 4 ms."""
 RETRY_SECONDS = 5.0
 """Retry-After of requests that are refused because the file cannot be read."""
 
 
 class Version(NamedTuple):
-    """Identity of the file's content; differs whenever the file, or the link to it, is changed."""
+    """Identity of the file's content; it changes whenever the file, or the link to it, changes."""
 
     device: int
     inode: int
     mode: int
-    """Permissions may make the file unreadable, or open it to others."""
+    """Mode bits, because permissions may make the file unreadable or writable by others."""
     modified: int
     changed: int
     size: int
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
-        """The version that ``status`` describes."""
+        """Return the version of a file with ``status``."""
         return cls(status.st_dev, status.st_ino, status.st_mode, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
 
 
 class _Missing(Enum):
-    """The file is not there, or holds nothing."""
+    """The file does not exist, or is empty."""
 
     FILE = auto()
     CONTENT = auto()
 
 
 class KeyRing:
-    """Owns the keys. :meth:`look` runs in one thread at a time, :meth:`find` in the event loop's."""
+    """Keeps the valid keys. :meth:`look` runs in one thread at a time, :meth:`find` in the event loop's thread."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class KeyRing:
         isolation: CacheIsolation = "key",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises :class:`SettingsError` for a file that cannot be used."""
+        """Read the file. Raises :class:`SettingsError` for an unusable file."""
         self._path = path
         self._stale_seconds = stale_seconds
         self._isolation = isolation
@@ -104,32 +104,32 @@ class KeyRing:
             logger.warning("%s lists no API key: every request to /v1 is refused", path)
 
     def find(self, key: str) -> ApiKey | None:
-        """The entry of ``key``, expired or not. Raises :class:`KeysUnavailable`."""
+        """Return the entry of ``key``, expired or not. Raises :class:`KeysUnavailable`."""
         self.check_usable()
         return self._keys.get(hashlib.sha256(key.encode()).digest())
 
     def check_usable(self) -> None:
-        """Raise :class:`KeysUnavailable` where no key is accepted because the file cannot be read."""
+        """Raise :class:`KeysUnavailable` if no key is accepted because the file cannot be read."""
         if self._clock() > self._good_until:
             message = "The server cannot read its API keys, so it accepts none at the moment; your key may be valid. Try again."
             raise KeysUnavailable(message, retry_after=RETRY_SECONDS)
 
     def sample(self) -> KeySample:
-        """State of the key file for the metrics."""
+        """Return the state of the key file for the metrics."""
         age = self._clock() - self._confirmed
         return KeySample(len(self._keys), age, stale=self._problem is not None or age > HANG_SECONDS)
 
     def start(self, telemetry: Telemetry) -> None:
-        """Look at the file once a second until :meth:`stop`. The thread is not joined: a look may hang."""
+        """Check the file once a second until :meth:`stop`. The thread is not joined, because a check may hang."""
         telemetry.watch_keys(self.sample)
         threading.Thread(target=self._follow, args=[telemetry], name="api-keys", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking the file."""
         self._stop.set()
 
     def look(self, telemetry: Telemetry) -> None:
-        """Look at the file once, and read it if it has changed or could not be used before."""
+        """Check the file once; read it if it has changed or was unusable before."""
         try:
             if self._problem is None and Version.of(self._path.stat()) == self._version:
                 self._confirm()
@@ -150,18 +150,18 @@ class KeyRing:
         while not self._stop.wait(LOOK_SECONDS):
             try:
                 self.look(telemetry)
-            except Exception as error:  # whatever it is, the next look must follow
+            except Exception as error:  # any error must not prevent the next check
                 self._fail(f"{self._path}: {type(error).__name__}", telemetry)
 
     def _parsed(self, content: bytes) -> dict[bytes, ApiKey]:
-        """By digest. Raises :class:`ValueError`."""
+        """Parse the file into keys by digest. Raises :class:`ValueError`."""
         keys = parse_keys(content)
         if self._isolation == "none":
             keys = [msgspec.structs.replace(key, group=SHARED_GROUP) for key in keys]
         return {bytes.fromhex(key.sha256): key for key in keys}
 
     def _confirm(self) -> None:
-        """The keys are those of the file."""
+        """Record that the keys are those of the file."""
         self._confirmed = self._clock()
         self._good_until = self._confirmed + self._stale_seconds + HANG_SECONDS
         self._problem, self._missed, self._refusing = None, 0, False
@@ -193,7 +193,7 @@ class KeyRing:
         self._missed = missed
 
     def _fail(self, problem: str, telemetry: Telemetry) -> None:
-        """Keep the last good version until it is too old."""
+        """Keep the last valid version until it is too old."""
         self._missed = 0
         if problem != self._problem:
             self._problem = problem
@@ -206,7 +206,7 @@ class KeyRing:
 
 
 def _read(path: Path) -> tuple[Version | None, bytes | _Missing]:
-    """The content, and its version unless the file changed meanwhile. Raises :class:`OSError`, :class:`ValueError`."""
+    """Return the content, and its version unless the file changed meanwhile. Raises :class:`OSError`, :class:`ValueError`."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("not a regular file")
     with path.open("rb") as stream:

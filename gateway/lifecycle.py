@@ -1,4 +1,4 @@
-"""Where the process is in its life, for the parts that answer differently near its end."""
+"""Shutdown state of the process, for the parts that behave differently near its end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Set by the process's signals, read by the application."""
+    """Shutdown state. Signal handlers set it, and the application reads it."""
 
     draining: bool = False
-    """Told to end, and serving on so that nobody is turned away: not ready any more, and connections close with their answers."""
+    """Draining: not ready, still serving requests; connections close after their responses."""
     ended: bool = False
-    """The grace period is over: requests that are still open have been cancelled, and tell their clients so."""
+    """The grace period is over: open requests have been cancelled and send an error to their clients."""

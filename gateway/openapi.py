@@ -1,4 +1,4 @@
-"""The API's own description: structs with their docstrings, and a page to read it that needs no other server."""
+"""The OpenAPI document, from structs and their docstrings, and a page that renders it without other servers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MEDIA_TYPES = {
 
 
 def openapi_config() -> OpenAPIConfig:
-    """The document at ``/schema/openapi.json`` and the page at ``/schema``."""
+    """Return the configuration of the document at ``/schema/openapi.json`` and of the page at ``/schema``."""
     page = _Page(
         js_url=f"{_ASSETS}/swagger-ui-bundle.js",
         css_url=f"{_ASSETS}/swagger-ui.css",
@@ -84,10 +84,10 @@ ERRORS: dict[int, ResponseSpec] = READ_ERRORS | {
 KEY: list[dict[str, list[str]]] = [{"key": []}]
 """Security of endpoints that need an API key."""
 NO_KEY: list[dict[str, list[str]]] = [*KEY, {}]
-"""Security of the same endpoints on a server without a key file: a key may be sent, and is not read."""
+"""Security of the same endpoints on a server without a key file: a key may be sent, and is ignored."""
 
 _EVENTS = {"ChatCompletion": "ChatChunk", "Completion": "Completion"}
-"""Schema of a streamed event, by the schema of the answer that is not streamed."""
+"""Schema of a streamed event, by the schema of the answer without streaming."""
 _STREAM = (
     "With `stream`: server-sent events, each `data: ` and one object. The last event is `data: [DONE]`. A stream that breaks ends"
     " with an event of the schema `ErrorBody` and without `[DONE]`."
@@ -127,7 +127,7 @@ def _header(description: str) -> OpenAPIHeader:
 
 
 def _describe_stream(response: OpenAPIResponse) -> None:
-    """Add the events where the answer may be a stream."""
+    """Add the events if the answer may be a stream."""
     content = response.content or {}
     answer = content["application/json"].schema
     # references are shortened to the class's name once all are known
@@ -139,7 +139,7 @@ def _describe_stream(response: OpenAPIResponse) -> None:
 
 
 def asset_route() -> HTTPRouteHandler:
-    """What the page loads."""
+    """Return the route for the files that the page loads."""
 
     @get(f"{_ASSETS}/{{name:str}}", include_in_schema=False, sync_to_thread=True)
     def asset(name: FromPath[str]) -> Response[bytes]:
@@ -156,9 +156,9 @@ class DocumentedStructs(StructSchemaPlugin):
     """Schemas of structs, with the docstrings of the class and of its attributes as descriptions."""
 
     def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: SchemaCreator) -> Schema:
-        """The schema of one struct."""
+        """Return the schema of one struct."""
         schema = super().to_openapi_schema(field_definition, schema_creator)
-        if field_definition.type_ is ChatCompletion:  # no handler returns its events
+        if field_definition.type_ is ChatCompletion:  # no handler returns its events, so their schema is added here
             schema_creator.for_field_definition(FieldDefinition.from_annotation(ChatChunk))
         schema.description = inspect.getdoc(field_definition.type_)
         for name, description in attribute_docstrings(field_definition.type_).items():
@@ -170,7 +170,7 @@ class DocumentedStructs(StructSchemaPlugin):
 
 @cache
 def attribute_docstrings(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """The string below each attribute of ``kind`` and of the structs it extends; they live in the source only."""
+    """Return the string below each attribute of ``kind`` and of its base structs; these strings exist only in the source."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__[: kind.__mro__.index(msgspec.Struct)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -182,18 +182,18 @@ def attribute_docstrings(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 class _Page(SwaggerRenderPlugin):
-    """Swagger UI 4, which reads OpenAPI 3.0 but not the 3.1 that the document is written in."""
+    """Swagger UI 4, which reads OpenAPI 3.0 but not 3.1, the version of the document."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path="/", **options)
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        """The page."""
+        """Render the page."""
         return super().render(request, as_openapi_3_0(openapi_schema) | {"openapi": "3.0.3"})
 
 
 def as_openapi_3_0(schema: Any) -> Any:
-    """``schema`` in the words of OpenAPI 3.0: ``nullable`` for a null type, ``enum`` for ``const``, flags for exclusive bounds."""
+    """Convert ``schema`` to OpenAPI 3.0: ``nullable`` for a null type, ``enum`` for ``const``, flags for exclusive bounds."""
     if isinstance(schema, list):
         return [as_openapi_3_0(part) for part in schema]
     if not isinstance(schema, dict):

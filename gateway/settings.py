@@ -1,4 +1,4 @@
-"""The gateway's settings: frozen, strict, parsed once at the edge from the environment and the command line."""
+"""The gateway's settings: frozen, strict, and parsed once from the environment and the command line."""
 
 from __future__ import annotations
 
@@ -24,145 +24,146 @@ CacheIsolation = Literal["key", "none"]
 
 
 class SettingsError(ValueError):
-    """A setting is unknown, missing or wrong; the message is one line that names it and the remedy."""
+    """A setting is unknown, missing or invalid. The message is one line that names the setting and the remedy."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that can be chosen about a gateway. In the environment a setting is ``YARDSTICK_`` and its name in capitals."""
+    """All settings of a gateway. In the environment, a setting's name is ``YARDSTICK_`` and the name below in capitals."""
 
     engines: tuple[str, ...]
-    """Where the engines are; separated by commas in the environment. ``http://host:port`` (or ``https``) is one engine;
-    ``dns://name:port`` one at each address of a name, such as that of a headless Service; ``kubernetes://service:port`` or
-    ``kubernetes://namespace/service:port`` one at each endpoint of a Service (a port's name or number; the gateway's own namespace
-    unless given). Engines that serve the same model share its requests, whichever entries they were found by."""
+    """Addresses of the engines; separated by commas in the environment. ``http://host:port`` (or ``https``) is one engine;
+    ``dns://name:port`` is one at each address of a name, such as that of a headless Service; ``kubernetes://service:port`` or
+    ``kubernetes://namespace/service:port`` is one at each endpoint of a Service (port: name or number; default namespace: the
+    gateway's own). Engines that serve the same model share its requests, whichever entries list them."""
     host: str = "127.0.0.1"
     """Address to listen on. Beyond loopback, ``api_keys_file`` is required."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     """TCP port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None
-    """JSON file with the API keys' hashes, see ``gateway/auth.py``. None: every caller is welcome."""
+    """JSON file with the API keys' hashes, see ``gateway/auth.py``. None: requests need no key."""
     api_keys_stale_seconds: NotNegative = 300.0
-    """How long the keys of the last good version stay valid while their file cannot be read or is not valid; after that, requests
-    to ``/v1`` are answered 503. A file that is deleted or empty revokes all keys within three seconds."""
+    """Time for which the keys of the last valid version stay valid while their file cannot be read or is not valid; after that,
+    requests to ``/v1`` are answered 503. A file that is deleted or empty revokes all keys within three seconds."""
     cache_isolation: CacheIsolation = "key"
-    """Who shares cached results and prefixes. "key": each API key has its own, unless its ``group`` in the key file names one that
-    several keys share. "none": all keys share, for a server of one organisation. ``cache_salt`` in a request separates further."""
+    """Sharing of cached results and prefixes. "key": keys share only within a ``group`` that the key file gives them. "none": all
+    keys share, for a server of one organisation. ``cache_salt`` in a request separates further."""
     max_body_bytes: Positive = 32 << 20
-    """Longest request body, in bytes."""
+    """Largest request body, in bytes."""
     max_in_flight: Positive = 1024
-    """Requests to ``/v1`` whose body is complete and that are worked on at a time; more are answered 429. With keys, one key gets
-    at most four times the room that the others leave free."""
+    """Most requests to ``/v1`` in progress whose body is complete; more are answered 429. With keys, one key gets at most four
+    times the room that the others leave free."""
     max_uploads: Positive = 2048
-    """Requests to ``/v1`` whose body is still arriving; more are answered 429. Shared between keys like ``max_in_flight``."""
+    """Most requests to ``/v1`` whose body is still arriving; more are answered 429. Shared between keys like ``max_in_flight``."""
     max_bytes_in_flight: Positive = 256 << 20
-    """Bytes of the bodies of all requests in progress, inflated; what would exceed them is answered 429. Shared between keys like
+    """Most bytes of the bodies of all requests in progress, inflated; requests beyond it are answered 429. Shared between keys like
     ``max_in_flight``. At least ``max_body_bytes``."""
     max_connections: Positive = 4096
-    """Open connections. Beyond them the one that has waited longest for a request is closed; if none waits, the new one is
-    answered 429."""
+    """Most open connections. A new one beyond this number replaces the connection that has been idle longest; if none is idle, the
+    new one is answered 429."""
     max_header_bytes: Annotated[int, msgspec.Meta(ge=1024, le=1 << 20)] = 64 << 10
-    """Longest request line and headers together, in bytes; longer ones are answered 431."""
+    """Largest request line and headers together, in bytes; larger ones are answered 431."""
     max_headers: Positive = 128
-    """Headers of a request; more are answered 431."""
+    """Most headers of a request; more are answered 431."""
     header_seconds: Seconds = 10.0
-    """Longest time for the request line and headers, from their first byte, before the answer is 408; and for that byte on a new
-    connection, before it is closed."""
+    """Longest time for the request line and headers, from their first byte, before the answer is 408. On a new connection, also
+    the longest time for the first byte, before the connection is closed."""
     idle_seconds: Seconds = 75.0
-    """Time after which a connection without a further request is closed. Longer than the idle time of clients and proxies, so that
-    they do not reuse a connection that is being closed."""
+    """Time after which an idle connection is closed. It should be longer than the idle time of clients and proxies, so that they
+    do not reuse a connection that is being closed."""
     body_seconds: Seconds = 30.0
-    """Time for a body, before the time that its bytes may take at ``body_bytes_per_second``; then the answer is 408."""
+    """Time for a body, in addition to the time for its bytes at ``body_bytes_per_second``; after that the answer is 408."""
     body_bytes_per_second: Positive = 16 << 10
-    """Least rate of a body, on average and after the first ``body_seconds``."""
+    """Lowest average rate of a body, apart from the first ``body_seconds``."""
     write_seconds: Seconds = 30.0
-    """Time in which a client must read something of what waits to be sent; then its connection is closed and its work cancelled."""
+    """Time in which a client must read some pending output; after that its connection is closed and its work is cancelled."""
     allowed_hosts: tuple[str, ...] = ()
-    """Without keys: names in the ``Host`` header that are accepted besides ``localhost`` and loopback addresses; others get 421.
-    Separated by commas in the environment."""
+    """Without keys: names in the ``Host`` header that are accepted besides ``localhost`` and loopback addresses; others are
+    answered 421. Separated by commas in the environment."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call this server, such as ``https://app.example``, or ``*`` for all; separated by commas in the
     environment."""
     drain_seconds: NotNegative = 0.0
-    """After SIGTERM, time in which the gateway is not ready but still serves, so that whoever sends it requests can notice."""
+    """Time after SIGTERM in which the gateway is not ready but still serves, so that load balancers can notice."""
     grace_seconds: Seconds = 30.0
-    """After SIGTERM, time until the process ends; requests that are still open are then cut off. Includes ``drain_seconds``."""
+    """Time from SIGTERM until the process ends; requests that are still open are then cancelled. Includes ``drain_seconds``."""
     cache_entries: Count = 100_000
-    """Results that the in-memory cache holds at most; 0 switches it off."""
+    """Most results in the in-memory cache; 0 switches it off."""
     cache_bytes: Count = 64 << 20
-    """Memory that the cached results take at most, in bytes."""
+    """Most memory of the in-memory cache, in bytes."""
     redis_url: str | None = None
     """Redis for results and limits, shared by all gateways: ``redis://``, ``rediss://`` (TLS), ``redis+cluster://`` or
     ``rediss+cluster://``, then ``[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]``. None: both are kept in memory."""
     redis_password_file: Path | None = None
-    """File with the password, read at every connection; wins over the URL's."""
+    """File with the password, read for every connection; it overrides the URL's password."""
     redis_ca_file: Path | None = None
-    """PEM file of the authorities that sign Redis's certificate; None: the system's."""
+    """PEM file of the authorities that sign Redis's certificate; None: those of the system."""
     redis_prefix: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.:-]{1,64}$")] = "yardstick"
-    """What every name in Redis begins with. Gateways that share limits have the same one."""
+    """Prefix of every name in Redis. Gateways that share limits must have the same prefix."""
     redis_seconds: Seconds = 0.05
-    """Longest wait of a request for Redis, after which it goes on without."""
+    """Longest time that a request waits for Redis; after that it continues without Redis."""
     cache_ttl_seconds: Seconds = 86_400.0
-    """How long Redis keeps a result, give or take a tenth."""
+    """Time for which Redis keeps a result, varied by up to a tenth."""
     probe_seconds: Seconds = 1.0
-    """Time between two looks at an engine's readiness."""
+    """Interval between two readiness probes of an engine."""
     connect_seconds: Seconds = 2.0
     """Longest wait for a connection to an engine."""
     engine_seconds: Seconds = 600.0
-    """Longest silence of an engine within a request before it counts as lost."""
+    """Longest silence of an engine within a request before the engine counts as lost."""
     silence_seconds: Seconds = 2.0
-    """Time for which an engine may leave a probe unanswered before it is silent: its requests go to other engines, and it gets none
-    until it answers. With ``probe_seconds`` it bounds the gap in a stream whose engine stops; time in which the gateway itself is
-    blocked does not count."""
+    """Time for which an engine may leave a probe unanswered before it counts as silent. The requests of a silent engine go to other
+    engines, and it gets no new ones until it answers. With ``probe_seconds`` this bounds the gap in a stream whose engine stops.
+    Time in which the gateway itself is blocked does not count."""
     startup_seconds: NotNegative = 60.0
-    """After the start, time in which a request for an unknown model is answered 503 and not 404 while an entry of ``engines`` has
-    not led to a model yet. An engine that is loading names its model, and for that one the answer is 503 in any case."""
+    """Time after the start in which a request for an unknown model is answered 503 and not 404 while some entry of ``engines`` has
+    not led to a model yet. A loading engine names its model; requests for that model are answered 503 in any case."""
     keepalive_seconds: Seconds = 15.0
-    """Time without an event after which a waiting stream gets a comment, so that proxies do not close it (many do after 60 s). A
-    stream begins with status 200 when its first event has not come by then; an error before that has its own status."""
+    """Time without an event after which a stream gets a comment, so that proxies do not close it (many do after 60 s). A stream
+    begins with status 200 if its first event takes longer than this; an error before that has its own status."""
     engine_token_file: Path | None = None
-    """File whose first line is the token that engines know the gateway by (``Authorization: Bearer``); read again when it changes.
-    None: no token is sent."""
+    """File whose first line is the token that authenticates the gateway to engines (``Authorization: Bearer``); read again when it
+    changes. None: no token is sent."""
     resolve_seconds: Seconds = 5.0
-    """Time between two look-ups of the names in ``dns://`` entries."""
+    """Interval between two lookups of the names in ``dns://`` entries."""
     wait_seconds: NotNegative = 10.0
-    """Longest wait for an engine where none of a model is ready, before the answer is 503. 0: no waiting."""
+    """Longest time that a request waits for a ready engine of its model, before the answer is 503. 0: requests do not wait."""
     max_waiting: Count = 256
-    """Requests that wait so at a time; more are answered 503 at once."""
+    """Most requests that wait for a ready engine; more are answered 503 at once."""
     eject_failures: Positive = 3
-    """Failures in a row after which an engine is left alone for a while (but never more than half of a model's)."""
+    """Consecutive failures after which an engine is ejected for a while (never more than half of a model's engines)."""
     eject_seconds: Seconds = 5.0
-    """How long that is the first time; it doubles, up to a minute, each time the one request it then gets fails too."""
+    """Length of the first ejection. Then the engine gets one request; each time that request fails, the time doubles, up to a
+    minute."""
     split_tokens: Positive = 4096
-    """Least work, in tokens, that is worth a sub-batch: smaller score requests go to one engine whole."""
+    """Least work of a sub-batch, in tokens: smaller score requests go to one engine as a whole."""
 
     access_log: Format = "text"
-    """How the access log is written to stderr, a line for each request: ``text``, ``json`` or ``off``."""
+    """Format of the access log on stderr, which has a line for each request: ``text``, ``json`` or ``off``."""
     access_log_probes: bool = False
-    """Log requests to ``/livez``, ``/readyz`` and ``/metrics`` too."""
+    """Whether to log requests to ``/livez``, ``/readyz`` and ``/metrics``."""
 
     max_sequences: Positive = 1024
-    """Sequences that one request may generate: its prompts times ``n``."""
+    """Most sequences that one request may generate: its prompts times ``n``."""
     max_request_tokens: Positive = 1 << 20
-    """Prompt tokens that one request may bring, what prompts share counted once; with ``echo`` once for each completion."""
+    """Most prompt tokens of one request. A prefix shared by prompts counts once; with ``echo``, prompts count per completion."""
     max_request_characters: Positive = 16 << 20
-    """Characters of query and items, joined, of one request to a model whose tokeniser cannot read the query once."""
+    """Most characters of query and items, joined, of one request to a model whose tokeniser has no safe cuts in the query."""
     max_scores: Positive = 1 << 20
-    """Scores of one request: its items times its labels."""
+    """Most scores of one request: its items times its labels."""
     text_workers: Count = 0
-    """Processes that read texts, chat templates and long bodies; half of them at most read long ones. 0 starts one for each
-    processor, two to four."""
+    """Processes that read texts, chat templates and long bodies; at most half of them read long ones. 0 starts one for each
+    processor, but at least two and at most four."""
     text_seconds: Seconds = 10.0
-    """Longest time that one of these processes may work on a request, after which the answer is 400."""
+    """Longest time that one of these processes may work on a request, before the answer is 400."""
     template_seconds: Seconds = 2.0
-    """Longest time that a model's chat template may take with a request's messages, after which the answer is 400."""
+    """Longest time that a model's chat template may take with a request's messages, before the answer is 400."""
     text_job_mib: Positive = 512
-    """Memory that reading one request may take, in MiB, before the answer is 400."""
+    """Most memory for reading one request, in MiB, before the answer is 400."""
     text_queue: Positive = 256
-    """Requests that wait to be read at a time; more are answered 429."""
+    """Most requests that wait to be read; more are answered 429."""
     text_queue_bytes: Positive = 256 << 20
-    """Bytes of the bodies of those requests; more are answered 429."""
+    """Most bytes of the bodies of those requests; more are answered 429."""
     parse_special_tokens_in_messages: bool = False
-    """Whether text such as ``<|im_end|>`` in chat messages becomes a control token where the request does not say."""
+    """Whether text such as ``<|im_end|>`` in chat messages becomes a control token if the request does not say."""
 
     def __post_init__(self) -> None:
         if not self.engines:
@@ -218,7 +219,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _convert(name: str, value: object, kind: object) -> Any:
-    """``value`` as the type of the setting ``name``, also from text."""
+    """Convert ``value``, which may be text, to the type of the setting ``name``."""
     try:
         return msgspec.convert(value, kind, strict=False, dec_hook=lambda to, text: to(text))
     except msgspec.ValidationError as error:
@@ -233,7 +234,7 @@ def _check_entry(entry: str) -> None:
 
 
 def _check_origin(origin: str) -> None:
-    """An origin as browsers send it (RFC 6454 7.1)."""
+    """Check for an origin as browsers send it (RFC 6454 7.1)."""
     parts = urlsplit(origin)
     known = parts.scheme in ("http", "https") and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}"
     if origin != "*" and (not known or "*" in origin):
@@ -241,12 +242,12 @@ def _check_origin(origin: str) -> None:
 
 
 def _check_redis_url(url: str) -> None:
-    """The message does not repeat the URL, which may hold a password."""
+    """Check a Redis URL. The error message does not contain the URL, which may hold a password."""
     likeness = "write it like redis://HOST:6379/0, rediss://USER@HOST or redis+cluster://HOST"
     try:
         parts = urlsplit(url)
         known = parts.scheme in REDIS_SCHEMES and parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:  # the port
+    except ValueError:  # an invalid port
         known = False
     if not known:
         raise SettingsError(_remedy("redis_url", "it is not a URL of Redis", likeness))

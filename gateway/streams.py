@@ -1,9 +1,9 @@
-"""Server-sent events out, clients that leave, and streams that wait.
+"""Server-sent events, keep-alive comments, and cancellation of work when a client leaves.
 
-The first event is waited for before the answer begins, so an error before it is an answer with its own status. Where it takes
-longer than ``keepalive_seconds``, the answer begins with a comment. Another comment follows whenever nothing has been sent for as
-long. An error after the beginning is one last event, without ``[DONE]``. When the client leaves, what works for it is cancelled
-where it stands, down to the connection to the engine.
+A response begins with its first event, so an error before it is a response with its own status. If the first event takes longer
+than ``keepalive_seconds``, the response begins with a comment. A further comment follows whenever nothing has been sent for that
+time. An error after the beginning is sent as the last event, without ``[DONE]``. When the client leaves, all work for it is
+cancelled, including the call to the engine.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from litestar import Request
 from litestar.response.base import ASGIResponse, Response
 from litestar.types import Receive, Send
 
+from gateway.context import RequestContext
 from gateway.errors import ClientGone, GatewayError, InternalError, ShuttingDown
-from gateway.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
 _encoder = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes. Clients ignore it."""
+"""A comment, which clients ignore: https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes."""
 
 
 def sse(chunk: msgspec.Struct) -> bytes:
-    """One event."""
+    """Encode one event."""
     return b"data: %b\n\n" % _encoder.encode(chunk)
 
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client leaves, and raise :class:`ClientGone` from it. The request's body has been read before."""
+    """Cancel the block when the client leaves, and raise :class:`ClientGone` from it. The body must have been read before."""
     owner = asyncio.current_task()
     assert owner is not None
     left = False
@@ -64,13 +64,13 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class Streams:
-    """Makes answers of events."""
+    """Creates responses of server-sent events."""
 
     keepalive_seconds: float
 
     async def begin(self, events: AsyncGenerator[bytes, None], request: Request[Any, Any, Any]) -> EventStream:
-        """Wait for the first event, but no longer than ``keepalive_seconds``. Raises what ``events`` raises in this time, and
-        :class:`ClientGone`. ``events`` is closed when the answer ends, however it ends."""
+        """Wait for the first event, at most ``keepalive_seconds``, and return the response. Raises what ``events`` raises in this
+        time, and :class:`ClientGone`. ``events`` is closed when the response ends, in every case."""
         first = asyncio.ensure_future(anext(events))
         try:
             async with while_connected(request.receive):
@@ -81,20 +81,20 @@ class Streams:
             await _abandon(first)
             await events.aclose()
             raise
-        return EventStream(self, Exchange.of(request), first, events)
+        return EventStream(self, RequestContext.of(request), first, events)
 
 
 class EventStream(Response[Any]):
-    """An answer of events: ``first``, which may be outstanding, and ``rest``."""
+    """A response of events: ``first``, which may be outstanding, and ``rest``."""
 
     def __init__(
-        self, streams: Streams, exchange: Exchange, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None]
+        self, streams: Streams, context: RequestContext, first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None]
     ) -> None:
         super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._parts = (streams, exchange, first, rest)
+        self._parts = (streams, context, first, rest)
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
-        """What the web framework sends."""
+        """Return the ASGI response that the framework sends."""
         return _ASGIEventStream(*self._parts, headers=self.headers)
 
 
@@ -104,7 +104,7 @@ class _ASGIEventStream(ASGIResponse):
     def __init__(
         self,
         streams: Streams,
-        exchange: Exchange,
+        context: RequestContext,
         first: asyncio.Future[bytes],
         rest: AsyncGenerator[bytes, None],
         *,
@@ -112,12 +112,12 @@ class _ASGIEventStream(ASGIResponse):
     ) -> None:
         super().__init__(media_type="text/event-stream", headers=headers)
         self._streams = streams
-        self._exchange = exchange
+        self._context = context
         self._first = first
         self._rest = rest
 
     async def send_body(self, send: Send, receive: Receive) -> None:
-        """Send everything, or as much as the client stays for."""
+        """Send all events, or those before the client leaves."""
         line = _Line(send, self._streams.keepalive_seconds)
         try:
             async with aclosing(self._rest), while_connected(receive):
@@ -128,10 +128,10 @@ class _ASGIEventStream(ASGIResponse):
                     line.stop()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
-            self._exchange.outcome = "client_gone"
+            self._context.outcome = "client_gone"
 
     async def _send_events(self, line: _Line) -> None:
-        """Send the events; an error instead of one is the last event."""
+        """Send the events; an error becomes the last event."""
         try:
             if not self._first.done():
                 await line.send(KEEP_ALIVE)
@@ -141,7 +141,7 @@ class _ASGIEventStream(ASGIResponse):
         except GatewayError as error:
             await self._send_error(line, error)
         except asyncio.CancelledError:
-            if not self._exchange.cut_off():
+            if not self._context.cut_off():
                 raise
             await self._send_error(line, ShuttingDown())
         except Exception:
@@ -149,15 +149,15 @@ class _ASGIEventStream(ASGIResponse):
             await self._send_error(line, InternalError("Something failed inside the server."))
 
     async def _send_error(self, line: _Line, error: GatewayError) -> None:
-        self._exchange.failed(error)
+        self._context.failed(error)
         await line.send(sse(error.body))
 
 
 class _Line:
-    """Sends events, and a comment whenever none was sent for a while.
+    """Sends events, and a comment whenever nothing was sent for ``seconds``.
 
-    The stream's timer looks when the last event was sent, so that an event costs no timer. While an event waits until the client
-    reads, no comment is sent. At most one comment waits for that.
+    One timer compares the time of the last event, so that an event starts no timer. While an event waits for the client to read, no
+    comment is sent. At most one comment waits for the client.
     """
 
     def __init__(self, send: Send, seconds: float) -> None:
@@ -177,7 +177,7 @@ class _Line:
         self._sent = self._loop.time()
 
     def stop(self) -> None:
-        """Send no more comments."""
+        """Stop sending comments."""
         self._timer.cancel()
         if self._comment is not None:
             self._comment.cancel()
@@ -201,4 +201,4 @@ async def _abandon(work: asyncio.Future[bytes]) -> None:
         work.cancel()
         await asyncio.wait({work})
     if not work.cancelled():
-        work.exception()  # so that it counts as seen
+        work.exception()  # marks the exception as retrieved

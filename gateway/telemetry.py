@@ -1,4 +1,4 @@
-"""Every metric of the gateway, in one place."""
+"""All metrics of the gateway."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from gateway.exchange import Account
+    from gateway.context import Account
 
-# The start time of each series, which no dashboard reads.
+# Disables the start time of each series, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Upper bounds of the histograms' buckets."""
 LOOKUP_SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
-"""The same for the cache's lookups, which end at 0.05 unless configured otherwise."""
+"""Upper bounds of the buckets for cache lookups, which take at most 0.05 s by default."""
 
 
 SUB_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 class ReplicaSample(NamedTuple):
-    """What is told of a replica."""
+    """State of a replica for the metrics."""
 
     url: str
     model: str
-    """Empty while it is not known."""
+    """Empty while the model is unknown."""
     state: str
     in_flight: int
     tokens: int
@@ -42,20 +42,20 @@ class KeySample(NamedTuple):
     """State of the key file."""
 
     keys: int
-    """Entries that are valid, expired ones included."""
+    """Number of valid entries, including expired ones."""
     age: float
-    """Seconds since a look confirmed that they are those of the file."""
+    """Seconds since a check confirmed that the keys are those of the file."""
     stale: bool
-    """The file cannot be read or is not valid."""
+    """Whether the file cannot be read or is not valid."""
 
 
 class Telemetry:
-    """The metrics of one application, in a registry of its own. Labels take few values: no text from clients is among them."""
+    """The metrics of one application, in their own registry. Labels have few values; no text from clients is a label."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.in_flight = 0
-        """Requests being worked on. A plain number: it changes twice a request, and is read when the metrics are."""
+        """Requests in progress. It is a plain number, because it changes twice per request and is read only with the metrics."""
         gauge = Gauge("yardstick_requests_in_flight", "Requests being worked on.", registry=self._registry)
         gauge.set_function(lambda: self.in_flight)
         self.waiting = Gauge("yardstick_requests_waiting", "Requests that wait for an engine to be ready.", registry=self._registry)
@@ -113,84 +113,84 @@ class Telemetry:
         self._children()
 
     def rejected(self, reason: str) -> None:
-        """A request or a connection was refused before a route saw it; docs/http.md lists the reasons."""
+        """Count a request or a connection that was refused before routing; docs/http.md lists the reasons."""
         self._rejected.labels(reason).inc()
 
     def watch_connections(self, read: Callable[[], int]) -> None:
-        """Report the open connections that ``read`` gives."""
+        """Report the open connections that ``read`` returns."""
         self._open_connections.set_function(read)
 
     def watch_bodies(self, read_bytes: Callable[[], int], read_uploads: Callable[[], int]) -> None:
-        """Report the bytes of bodies, and the uploads in progress, that the functions give."""
+        """Report the bytes of bodies and the uploads in progress that the functions return."""
         self._bytes_in_flight.set_function(read_bytes)
         self._uploads.set_function(read_uploads)
 
     def blocked(self, seconds: float) -> None:
-        """The event loop ran for ``seconds`` without serving what was due."""
+        """Record that the event loop ran for ``seconds`` without serving what was due."""
         self._blocked.observe(seconds)
         if seconds > self._longest_block:
             self._longest_block = seconds
             self._most_blocked.set(seconds)
 
     def text_waited(self, seconds: float) -> None:
-        """A request got a text worker."""
+        """Record how long a request waited for a text worker."""
         self._text_wait.observe(seconds)
 
     def text_read(self, seconds: float) -> None:
-        """A text worker has read a request."""
+        """Record how long a text worker read a request."""
         self._text_seconds.observe(seconds)
 
     def text_worker_ended(self, reason: str) -> None:
-        """A text worker was lost: ``slow``, ``template``, ``memory``, ``left`` by its client, or ``crash``."""
+        """Count a lost text worker: ``slow``, ``template``, ``memory``, ``left`` by its client, or ``crash``."""
         self._text_ends.labels(reason).inc()
 
     def watch_text_queue(self, read: Callable[[], int]) -> None:
-        """Tell how many requests wait for a text worker whenever the metrics are read."""
+        """Report the number of requests that wait for a text worker whenever the metrics are read."""
         queue = Gauge("yardstick_text_queue", "Requests that wait for a text worker.", registry=self._registry)
         queue.set_function(read)
 
     def answered(self, route: str, status: int, first_seconds: float, seconds: float) -> None:
-        """A request to ``route`` (a template, not a path) is over."""
+        """Record a finished request to ``route`` (a template, not a path)."""
         requests, first, whole = self._answered(route, status)
         requests.inc()
         first.observe(first_seconds)
         whole.observe(seconds)
 
     def broke(self, code: str) -> None:
-        """A stream ended with an error event of this code after it had begun."""
+        """Count a stream that ended with an error event of this code after its beginning."""
         self._broken.labels(code).inc()
 
     def scored(self, account: Account) -> None:
-        """A score request was answered."""
+        """Count an answered score request."""
         from_cache, from_engine = self._scored(account.model)
         from_cache.inc(account.cache_hits)
         from_engine.inc(account.items - account.cache_hits)
         self._count(account)
 
     def generated(self, account: Account) -> None:
-        """The generations of a request were answered, or given up."""
+        """Count the generations of a request that was answered or abandoned."""
         self._count(account)
         self._tokens.labels(account.model, "completion").inc(account.completion_tokens)
 
     def guided(self, model: str, mode: str, prompts: int) -> None:
-        """``prompts`` were continued with ``mode``, or with the constraint of that name."""
+        """Count ``prompts`` that were continued with ``mode``, a guidance mode or constraint."""
         self._guided.labels(model, mode).inc(prompts)
 
     def valued(self, account: Account) -> None:
-        """A length request was answered."""
+        """Count an answered length request."""
         self._values.labels(account.model).inc(account.items)
         self._count(account)
 
     def engine_failed(self, code: str) -> None:
-        """An engine refused a call, or was lost during it."""
+        """Count a call that an engine refused, or during which it was lost."""
         self._engine_errors.labels(code).inc()
 
     def retried(self, code: str) -> None:
-        """A request is about to be sent to another engine."""
+        """Count a request that is about to be sent to another engine."""
         self._retries.labels(code).inc()
 
     def split(self, parts: int) -> None:
-        """A score request is about to be sent in so many parts."""
+        """Record the number of sub-batches of a score request."""
         self._sub_batches.observe(parts)
 
     def watch_log(self, dropped: Callable[[], int]) -> None:
@@ -198,45 +198,45 @@ class Telemetry:
         self._registry.register(_DroppedLines(dropped))
 
     def watch_replicas(self, read: Callable[[], Iterable[ReplicaSample]]) -> None:
-        """Tell of the replicas that ``read`` gives whenever the metrics are read; of one that is gone nothing stays."""
+        """Report the replicas that ``read`` returns whenever the metrics are read. Series of removed replicas disappear."""
         self._registry.register(_Replicas(read))
 
     def looked_up(self, hits: int, misses: int, seconds: float) -> None:
-        """A request looked its results up."""
+        """Record the cache lookup of a request."""
         self._hits.inc(hits)
         self._misses.inc(misses)
         self._lookup_seconds.observe(seconds)
 
     def cache_written(self, result: str, count: int) -> None:
-        """Results were ``stored`` in Redis, or ``dropped`` because there was no room or no Redis."""
+        """Count results that were ``stored`` in Redis, or ``dropped`` because the queue was full or Redis was away."""
         self._cache_writes.labels(result).inc(count)
 
     def redis_available(self, available: bool) -> None:
-        """The breaker closed, or opened."""
+        """Record the state of the circuit breaker: closed if ``available``."""
         self._redis_up.set(available)
 
     def redis_failed(self, kind: str) -> None:
-        """A call of Redis failed."""
+        """Count a failed call of Redis."""
         self._redis_errors.labels(kind).inc()
 
     def limited(self, key: str, limit: str) -> None:
-        """A request was refused because of a limit of the key with this name."""
+        """Count a request that was refused because of a limit of the key with this name."""
         self._limited.labels(key, limit).inc()
 
     def settlements_lost(self, count: int) -> None:
-        """Redis was not told of the end of requests."""
+        """Count ended requests that could not be settled in Redis."""
         self._settlements_lost.inc(count)
 
     def keys_reloaded(self, result: str) -> None:
-        """The key file changed: it was ``loaded``, it ``revoked`` all keys (deleted or empty), or it is ``broken``."""
+        """Count a change of the key file: it was ``loaded``, it ``revoked`` all keys (deleted or empty), or it is ``broken``."""
         self._key_reloads.labels(result).inc()
 
     def watch_keys(self, read: Callable[[], KeySample]) -> None:
-        """Export the state of the key file that ``read`` gives whenever the metrics are read."""
+        """Report the state of the key file that ``read`` returns whenever the metrics are read."""
         self._registry.register(_KeyFile(read))
 
     def exposition(self) -> Iterator[bytes]:
-        """All metrics in Prometheus's text format, one by one: all together take some milliseconds."""
+        """Yield all metrics in Prometheus's text format, one by one, because all together take some milliseconds."""
         for metric in self._registry.collect():
             yield generate_latest(_One(metric))
 
@@ -246,7 +246,7 @@ class Telemetry:
         cached.inc(account.cached_tokens)
 
     def _children(self) -> None:
-        """Looked up once each: finding a labelled metric costs more than counting with it."""
+        """Cache the labelled metrics: finding one costs more than counting with it."""
         self._answered = cache(
             lambda route, status: (
                 self._requests.labels(route, status),
@@ -267,7 +267,7 @@ class Telemetry:
 
 
 class _One(Collector):
-    """One metric in the place of a registry."""
+    """A registry with a single metric."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

@@ -1,9 +1,9 @@
-"""Measures how long the event loop runs without serving what has become due.
+"""Measures how long the event loop runs without serving what is due.
 
-A timer expires every :data:`BUSY_SECONDS` while requests are in flight. A timer that is late was kept waiting by this process or by
-others on the machine. Only the former counts: the wait is bounded by the CPU time that the loop's thread used since the timer
-before. So a figure is off by at most :data:`BUSY_SECONDS` in either direction. It covers all callbacks of one turn of the loop, so
-it is an upper bound for the longest of them.
+A timer expires every :data:`BUSY_SECONDS` while requests are in flight. A late timer was delayed by this process or by others on
+the machine. Only the former counts: the delay is bounded by the CPU time that the loop's thread used since the previous timer. The
+error is therefore at most :data:`BUSY_SECONDS` in either direction. The delay covers all callbacks of one event loop iteration, so
+it is an upper bound for the longest callback.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable
 from gateway.telemetry import Telemetry
 
 BUSY_SECONDS = 0.005
-"""Costs about 0.1 % of a processor."""
+"""Interval while requests are in flight. It costs about 0.1 % of a processor."""
 IDLE_SECONDS = 0.05
 LEAST_SECONDS = 0.001
-"""Timers are exact to a millisecond."""
+"""Shortest delay that counts, because timers are accurate to a millisecond."""
 
 
 class Watchdog:
-    """Ticks between :meth:`start` and :meth:`stop` on the running event loop."""
+    """Measures the running event loop between :meth:`start` and :meth:`stop`."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, after: float = 0.0) -> None:
-        """Begin to measure, ``after`` so many seconds."""
+        """Begin to measure after ``after`` seconds."""
         self._timer = asyncio.get_running_loop().call_later(after, self._plan)
 
     def stop(self) -> None:
-        """Measure no longer."""
+        """Stop measuring."""
         if self._timer:
             self._timer.cancel()
 
     def tick(self) -> None:
-        """The timer has expired."""
+        """Measure the delay of the expired timer and start the next one."""
         blocked = min(self._wall() - self._due, self._cpu() - self._used)
         if blocked > LEAST_SECONDS:
             self._telemetry.blocked(blocked)

@@ -1,4 +1,4 @@
-"""Load for a server that speaks the API of ``docs/api.md``: sent on a schedule, recorded request by request, reported.
+"""Load generator for servers with the API of ``docs/api.md``: sends requests on a schedule, records each one, and reports.
 
-A client like any other: it knows the API's JSON and nothing of the programs that answer it.
+It is an ordinary client: it depends on the API's JSON and not on the programs that serve it.
 """

@@ -1,4 +1,4 @@
-"""Reads answers: is this what the API promises, how many tokens, and when did they come?"""
+"""Reads responses: checks them against the API, counts tokens, and measures when text arrives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from loadgen.workloads import AnyWorkload, Score
 
 
 class BadAnswer(Exception):
-    """The answer is not what the API promises; the message says in what."""
+    """The response violates the API; the message says how."""
 
 
 class StreamFailed(Exception):
-    """The stream told of an error; the message is the server's."""
+    """The stream ended with an error event; the message is the server's."""
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """Of a chat's answer or of a completion, whole or a piece."""
+    """One choice of a chat or completion, whole or streamed."""
 
     message: _Message | None = None
     delta: _Message | None = None
@@ -66,11 +66,11 @@ _scores = msgspec.json.Decoder(_Scores)
 _answer = msgspec.json.Decoder(_Answer)
 _refusal = msgspec.json.Decoder(_Refusal)
 _DETAIL = 200
-"""Characters of a message that are kept."""
+"""Most characters of an error message that are kept."""
 
 
 async def read(response: aiohttp.ClientResponse, record: Record, workload: AnyWorkload, clock: Callable[[], float]) -> None:
-    """Complete ``record`` from an answer with status 200. Raises :class:`BadAnswer`, :class:`StreamFailed` and aiohttp's errors."""
+    """Complete ``record`` from a response with status 200. Raises :class:`BadAnswer`, :class:`StreamFailed`, aiohttp's errors."""
     try:
         if isinstance(workload, Score):
             _read_scores(await response.read(), record, workload)
@@ -83,7 +83,7 @@ async def read(response: aiohttp.ClientResponse, record: Record, workload: AnyWo
 
 
 def reason(body: bytes) -> str:
-    """What an answer with another status says: the error's message, or the body's start."""
+    """Return the reason in a response with another status: the error's message, or the start of the body."""
     try:
         said = _refusal.decode(body).error.message
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -132,7 +132,7 @@ async def _read_stream(response: aiohttp.ClientResponse, record: Record, clock: 
 
 
 def _mark(record: Record, gaps: list[float], now: float) -> None:
-    """A piece of text came."""
+    """Record the arrival of a piece of text."""
     if record.last_token is None:
         record.first_token = now
     else:
@@ -146,13 +146,13 @@ def _count(usage: _Usage | None, record: Record) -> None:
 
 
 class Events:
-    """Server-sent events out of bytes, wherever these are cut."""
+    """Parser of server-sent events, from chunks with any boundaries."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The data of each event that is complete; it is one line, as JSON is."""
+        """Yield the data of each complete event. The data is one line, because it is JSON."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

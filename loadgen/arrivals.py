@@ -1,7 +1,7 @@
-"""When requests are due. Every schedule is seconds from the start, ascending, and ends before ``duration_s``.
+"""Arrival schedules. Every schedule is a sequence of ascending times in seconds from the start, all before ``duration_s``.
 
-A run may be shared by several workers. Poisson processes of a part of the rate each add up to one of the whole rate, whatever the
-offset between the workers' clocks; constant arrivals interleave; of a trace, each worker takes every so-manieth line.
+Several workers may share a run. Independent Poisson processes with parts of the rate add up to one with the whole rate, whatever
+the offset between the workers' clocks; constant arrivals interleave; each of N workers takes every N-th line of a trace.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Rate = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
 
 
 class Share(msgspec.Struct, frozen=True):
-    """Which worker this is: ``index`` from 0, ``of`` how many."""
+    """The share of one worker: its ``index`` from 0, and the number ``of`` workers."""
 
     index: int = 0
     of: int = 1
 
     def seed(self, seed: int, purpose: str) -> Random:
-        """Random numbers of this worker's own; the first worker's do not depend on how many there are."""
+        """Return a random generator for this worker; that of the first worker does not depend on the number of workers."""
         return Random(f"{seed} {self.index} {purpose}")
 
 
 class Poisson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="poisson"):
-    """Independent users: gaps are exponential."""
+    """Independent users: exponentially distributed gaps."""
 
     rate: Rate
-    """Requests a second, of all workers together."""
+    """Requests per second of all workers together."""
 
     def schedule(self, rng: Random, share: Share) -> Iterator[float]:
-        """Arrivals without end."""
+        """Yield arrivals without end."""
         return unit_poisson(rng, share.of / self.rate)
 
 
@@ -46,27 +46,27 @@ class Constant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Equal gaps."""
 
     rate: Rate
-    """Requests a second, of all workers together."""
+    """Requests per second of all workers together."""
 
     def schedule(self, rng: Random, share: Share) -> Iterator[float]:  # noqa: ARG002 - one signature for all
-        """Arrivals without end."""
+        """Yield arrivals without end."""
         return (place / self.rate for place in count(share.index, share.of))
 
 
 class Ramp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="ramp"):
-    """Independent users whose number changes steadily: Poisson, its rate going from ``rate`` to ``to`` over ``over_s``."""
+    """Independent users whose number changes linearly: Poisson, with a rate from ``rate`` to ``to`` over ``over_s``."""
 
     rate: Rate
     to: Rate
     over_s: Annotated[float, msgspec.Meta(gt=0)]
-    """Seconds; afterwards the rate stays at ``to``."""
+    """Length of the ramp in seconds; after it the rate stays at ``to``."""
 
     def schedule(self, rng: Random, share: Share) -> Iterator[float]:
-        """Arrivals without end: those of a unit Poisson process, through the inverse of the expected number up to a time."""
+        """Yield arrivals without end: those of a unit Poisson process, mapped by the inverse of the expected number over time."""
         return (self._time(expected * share.of) for expected in unit_poisson(rng, 1.0))
 
     def _time(self, expected: float) -> float:
-        """When ``expected`` arrivals are to be expected: the root of ``rate t + (to - rate) t² / (2 over_s)``, then a line."""
+        """Return the time of ``expected`` arrivals: the root of ``rate t + (to - rate) t² / (2 over_s)``, then linear."""
         during = (self.rate + self.to) / 2 * self.over_s
         if expected >= during:
             return self.over_s + (expected - during) / self.to
@@ -75,15 +75,15 @@ class Ramp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="trace"):
-    """The times in a file, seconds, one a line, ascending; ``#`` starts a comment. The first is the start of the run."""
+    """Times from a file: ascending seconds, one per line; ``#`` starts a comment. The first is the start of the run."""
 
     file: str
-    """Beside the scenario, unless absolute."""
+    """Path of the file, relative to the scenario's folder."""
     speed: Rate = 1.0
-    """2 replays it in half the time."""
+    """Replay speed; 2 takes half the time."""
 
     def schedule(self, rng: Random, share: Share) -> Iterator[float]:  # noqa: ARG002 - one signature for all
-        """The file's arrivals. Raises :class:`LoadError`."""
+        """Yield the file's arrivals. Raises :class:`LoadError`."""
         times = self._read()
         return ((time - times[0]) / self.speed for time in islice(times, share.index, None, share.of))
 
@@ -113,15 +113,15 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="closed"):
-    """A closed loop: so many clients, each sending its next request when it has its answer. Hides queues; see docs/load.md."""
+    """A closed loop: each client sends its next request after its last answer. It hides queueing; see docs/load.md."""
 
     clients: Annotated[int, msgspec.Meta(ge=1, le=100_000)]
-    """Of all workers together."""
+    """Number of clients of all workers together."""
     think_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Pause between an answer and the next request."""
+    """Pause between an answer and the next request, in seconds."""
 
     def clients_of(self, share: Share) -> int:
-        """This worker's part of them."""
+        """Return this worker's number of clients."""
         return len(range(share.index, self.clients, share.of))
 
 
@@ -130,7 +130,7 @@ Arrivals = Open | Closed
 
 
 def unit_poisson(rng: Random, mean_gap: float) -> Iterator[float]:
-    """Arrivals of a Poisson process, without end."""
+    """Yield arrivals of a Poisson process, without end."""
     now = 0.0
     while True:
         now += rng.expovariate(1.0) * mean_gap
@@ -138,5 +138,5 @@ def unit_poisson(rng: Random, mean_gap: float) -> Iterator[float]:
 
 
 def schedule(arrivals: Open, duration_s: float, seed: int, share: Share) -> Iterator[float]:
-    """This worker's arrivals before ``duration_s``. Raises :class:`LoadError` where a trace cannot be read."""
+    """Yield this worker's arrivals before ``duration_s``. Raises :class:`LoadError` if a trace cannot be read."""
     return takewhile(lambda time: time < duration_s, arrivals.schedule(share.seed(seed, "arrivals"), share))

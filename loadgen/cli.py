@@ -1,4 +1,4 @@
-"""``yardstick load``: run, report, compare."""
+"""``yardstick load``: the subcommands run, report and compare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The entry point; what cannot be done is one line and exit code 2, an objective that is not met exit code 1."""
+    """Run a subcommand. An error prints one line and exits with code 2; an objective that is not met gives exit code 1."""
     try:
         app(prog_name="yardstick load")
     except LoadError as error:
@@ -54,7 +54,7 @@ def run(
     worker: Annotated[str, typer.Option(help="INDEX/COUNT: this one's share of the load, the first being 0.")] = "0/1",
     log_records: Annotated[bool, typer.Option("--log-records", help="Print the records too, for `report -` to read.")] = False,
 ) -> None:
-    """Send the scenario's requests; exit code 1 where an objective is not met."""
+    """Send the scenario's requests; exit code 1 if an objective is not met."""
     from loadgen.files import write_reports
     from loadgen.records import to_log
     from loadgen.report import show
@@ -83,7 +83,7 @@ def report(
     sources: Annotated[list[str], typer.Argument(help="Folders or files of records of one run's workers; - reads a log.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the merged records and the reports.")] = None,
 ) -> None:
-    """Merge the workers of a run and report it again; exit code 1 where an objective is not met."""
+    """Merge the workers of a run and report it again; exit code 1 if an objective is not met."""
     from loadgen.files import write_records, write_reports
     from loadgen.records import from_log, merge, read
     from loadgen.report import show
@@ -103,7 +103,7 @@ def compare(
     first: Annotated[Path, typer.Argument(help="Folder or file of records.")],
     second: Annotated[Path, typer.Argument(help="Folder or file of records.")],
 ) -> None:
-    """Set two runs side by side."""
+    """Compare two runs."""
     from loadgen.compare import show
     from loadgen.records import merge, read
     from loadgen.statistics import evaluate
@@ -113,7 +113,7 @@ def compare(
 
 
 def _toml(value: str | float) -> str:
-    """``value`` as TOML writes it; a JSON text is a TOML text."""
+    """Return ``value`` in TOML syntax; a JSON string is a TOML string."""
     return json.dumps(value)
 
 
@@ -125,7 +125,7 @@ def _share(text: str) -> Share:
 
 
 def _key(given: str | None, file: Path | None) -> str | None:
-    """The API key; the file's comes first."""
+    """Return the API key; a key from a file takes precedence."""
     if file is not None:
         try:
             given = (file.read_text(encoding="utf-8").splitlines() or [""])[0].strip()
@@ -137,7 +137,7 @@ def _key(given: str | None, file: Path | None) -> str | None:
 
 
 def _command() -> str:
-    """The command line for the records, without the key."""
+    """Return the command line for the records, without the key."""
     words = ["yardstick", "load", *sys.argv[1:]]
     hidden = ["***" if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)]
     return shlex.join(re.sub(r"^--api-key=.*", "--api-key=***", word) for word in hidden)

@@ -1,4 +1,4 @@
-"""Sends what is due when it is due, whether or not earlier answers are there, and records what comes of it."""
+"""Sends each request at its due time, whether or not earlier answers have arrived, and records the results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from loadgen.records import Failure, Record
 from loadgen.scenario import Scenario
 
 SETTLE_SECONDS = 0.1
-"""Between the last preparation and the first arrival."""
+"""Pause between the last preparation and the first arrival."""
 _TICK = 0.001
-"""Seconds of the shortest sleep: the event loop's timers know no less."""
+"""Shortest sleep in seconds; the event loop's timers are not more accurate."""
 _IDLE_SECONDS = 3.0
-"""Idle connections are closed by us before servers do it, commonly after 5: a request sent at that moment would be lost."""
+"""Idle connections are closed before servers close them (commonly after 5 s); a request sent at that moment would be lost."""
 _PATHS = {"score": "/v1/score", "chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS}
 
 
 class Client:
-    """One worker's run. :attr:`records` grows as requests end."""
+    """Run of one worker. :attr:`records` grows as requests end."""
 
     def __init__(self, scenario: Scenario, share: Share, api_key: str | None) -> None:
         self.records: list[Record] = []
@@ -47,26 +47,26 @@ class Client:
 
     @property
     def in_flight(self) -> int:
-        """Requests sent and not ended."""
+        """Number of requests that were sent and have not ended."""
         return self.sent - len(self.records)
 
     def now(self) -> float:
-        """Seconds from the start of the run."""
-        return time.perf_counter() - self._start  # the event loop's own clock has milliseconds
+        """Return the seconds since the start of the run."""
+        return time.perf_counter() - self._start  # the event loop's own clock has a resolution of milliseconds
 
     def stop(self) -> None:
-        """Send no more, and give up what is under way."""
+        """Send no more requests, and abandon those in progress."""
         self.interrupted = True
         if self._work is not None:
             self._work.cancel()
 
     def start(self) -> float:
-        """Set the start of the run, in a moment; returns it in seconds since 1970."""
+        """Set the start of the run to a moment from now; return it in seconds since 1970."""
         self._start = time.perf_counter() + SETTLE_SECONDS
         return time.time() + SETTLE_SECONDS
 
     async def run(self, maker: Maker) -> None:
-        """Send everything that ``maker`` makes; returns when every request has ended. Raises :class:`LoadError`."""
+        """Send all requests of ``maker``; return when every request has ended. Raises :class:`LoadError`."""
         if self.interrupted:
             return
         async with self._make_session() as self._session:
@@ -121,14 +121,14 @@ class Client:
             self._begin(self._send(due, due.scheduled))
 
     async def _until(self, due: float) -> None:
-        """Return at ``due``; where that has passed, at once, but let what has begun go on."""
+        """Wait until ``due``. If it has passed, only let requests that have begun proceed."""
         if due <= self.now():
             await asyncio.sleep(0)
         while (left := due - self.now()) > 0:  # noqa: ASYNC110 - a time, not an event
             await asyncio.sleep(max(left, _TICK))
 
     async def _one_after_another(self, maker: Maker, pause: float) -> None:
-        """One client of a closed loop."""
+        """Run one client of a closed loop."""
         await self._until(0.0)
         while self.now() < self._scenario.duration_s and not self.interrupted:
             due = await maker.next()
@@ -140,7 +140,7 @@ class Client:
                 await asyncio.sleep(pause)
 
     async def _send(self, due: Due, scheduled: float) -> None:
-        """Send one request and record what became of it; that never raises."""
+        """Send one request and record its result. Raises nothing."""
         record = Record(workload=self._titles[due.workload], scheduled=scheduled, sent=self.now(), end=0.0, items=due.items)
         try:
             async with self._session.post(self._urls[due.workload], data=due.body) as response:
@@ -168,7 +168,7 @@ class Client:
 
 
 def _failure(error: Exception, record: Record) -> Failure:
-    """The kind of what went wrong."""
+    """Return the kind of a failure."""
     match error:
         case _ if record.failure is not None:
             return record.failure  # a status whose body could not be read
@@ -186,7 +186,7 @@ def _failure(error: Exception, record: Record) -> Failure:
 
 
 def _seconds(header: str | None) -> float | None:
-    """``Retry-After`` in seconds; None of none, and of a date, which the API does not use."""
+    """Return ``Retry-After`` in seconds; None if it is absent or a date, which the API does not use."""
     try:
         return float(header) if header is not None else None
     except ValueError:
@@ -195,7 +195,7 @@ def _seconds(header: str | None) -> float | None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No pause of the garbage collector, which would be taken for the server's; :func:`tidy` collects a little at a time."""
+    """Disable automatic garbage collection, whose pauses would be attributed to the server; :func:`tidy` collects regularly."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -207,6 +207,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def tidy() -> None:
-    """Collect the youngest objects; called every second, it takes a millisecond or so."""
+    """Collect the youngest objects. Called every second; it takes about a millisecond."""
     if not gc.isenabled():
         gc.collect(0)

@@ -1,4 +1,4 @@
-"""Two runs side by side."""
+"""Compares two runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TIMES = {
 
 
 def show(first: Results, second: Results, names: tuple[str, str]) -> None:
-    """Print measures, ratios (second to first) and what else differs; one line of JSON last."""
+    """Print measures, ratios (second to first) and other differences; the last line is JSON."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     table = Table()
     for place, heading in enumerate(("", *names, "ratio")):
@@ -62,13 +62,13 @@ def _rows(first: Results, second: Results) -> Iterator[tuple[str, tuple[float, f
 
 
 def _facts(results: Results) -> dict[str, Any]:
-    """What two runs should have in common; the load average never is."""
+    """Return facts that two runs should have in common. They exclude the load average, which always differs."""
     machine = {name: value for name, value in results.run.infos[0].machine.items() if name != "load"}
     return {"scenario": results.run.scenario, "machine": machine, "workers": len(results.run.infos)}
 
 
 def differing(first: Any, second: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The keys at which two documents differ, and the values there."""
+    """Yield the keys at which two documents differ, and the values there."""
     if isinstance(first, dict) and isinstance(second, dict):
         for name in [*first, *(name for name in second if name not in first)]:
             yield from differing(first.get(name), second.get(name), f"{key}.{name}" if key else name)

@@ -1,4 +1,4 @@
-"""Lengths and counts of the requests: a whole number that stands for itself, or one of three distributions."""
+"""Distributions of lengths and counts: a constant whole number, or one of three distributions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Uniform(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="uniform"):
-    """Every whole number from ``min`` to ``max`` is as likely."""
+    """All whole numbers from ``min`` to ``max`` with equal probability."""
 
     min: Whole
     max: Whole
 
     def __post_init__(self) -> None:
-        """Raises :class:`ValueError`, which msgspec reports with the key's place."""
+        """Check the bounds. Raises :class:`ValueError`, which msgspec reports with the key's path."""
         if self.min > self.max:
             raise ValueError("`min` is above `max`; exchange them")
 
@@ -29,12 +29,12 @@ class Uniform(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.max
 
     def draw(self, rng: Random) -> int:
-        """One value."""
+        """Draw one value."""
         return rng.randint(self.min, self.max)
 
 
 class LogNormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="lognormal"):
-    """Rounded values whose logarithm is normal: many short ones and a long tail, which ``max`` cuts."""
+    """Rounded values whose logarithm is normally distributed: many small ones and a long tail, limited by ``max``."""
 
     median: Positive
     sigma: Positive
@@ -47,18 +47,18 @@ class LogNormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.max
 
     def draw(self, rng: Random) -> int:
-        """One value, at least 1; what lies beyond ``max`` becomes ``max``."""
+        """Draw one value, at least 1; a value beyond ``max`` becomes ``max``."""
         return min(self.max, max(1, round(math.exp(rng.gauss(math.log(self.median), self.sigma)))))
 
 
 class Empirical(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="empirical"):
-    """One of ``values``, such as those a production log shows; with ``weights``, as often as they say."""
+    """One of ``values``, such as those of a production log, with the probabilities given by ``weights``."""
 
     values: Annotated[tuple[Whole, ...], msgspec.Meta(min_length=1)]
     weights: tuple[Positive, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raises :class:`ValueError`, which msgspec reports with the key's place."""
+        """Check the values. Raises :class:`ValueError`, which msgspec reports with the key's path."""
         if self.weights is not None and len(self.weights) != len(self.values):
             raise ValueError(f"{len(self.weights)} `weights` for {len(self.values)} `values`; give one for each")
 
@@ -68,7 +68,7 @@ class Empirical(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return max(self.values)
 
     def draw(self, rng: Random) -> int:
-        """One value."""
+        """Draw one value."""
         return rng.choices(self.values, self.weights)[0]
 
 
@@ -76,10 +76,10 @@ Distribution = Whole | Uniform | LogNormal | Empirical
 
 
 def draw(distribution: int | Uniform | LogNormal | Empirical, rng: Random) -> int:
-    """One value of ``distribution``."""
+    """Draw one value of ``distribution``."""
     return distribution if isinstance(distribution, int) else distribution.draw(rng)
 
 
 def most(distribution: int | Uniform | LogNormal | Empirical) -> int:
-    """The largest value that ``distribution`` can give."""
+    """Return the largest value that ``distribution`` can give."""
     return distribution if isinstance(distribution, int) else distribution.most

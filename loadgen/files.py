@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: ``records.jsonl``, ``report.txt``, ``report.html`` and ``summary.json``."""
+"""Writes the files of a run: ``records.jsonl``, ``report.txt``, ``report.html`` and ``summary.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadgen.statistics import Results
 
 
 def write_reports(results: Results, folder: Path) -> None:
-    """All but the records. Raises :class:`LoadError`."""
+    """Write all files except the records. Raises :class:`LoadError`."""
     with _writing(folder):
         (folder / "report.txt").write_text(as_text(results), encoding="utf-8")
         (folder / "report.html").write_text(page(results), encoding="utf-8")
@@ -23,7 +23,7 @@ def write_reports(results: Results, folder: Path) -> None:
 
 
 def write_records(runs: Sequence[Run], folder: Path) -> None:
-    """The records of all workers, one after another. Raises :class:`LoadError`."""
+    """Write the records of all workers, one after another. Raises :class:`LoadError`."""
     with _writing(folder), (folder / records.RECORDS).open("wb") as stream:
         for run in runs:
             stream.writelines(records.lines(run))

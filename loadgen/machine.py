@@ -1,4 +1,4 @@
-"""Where a run was made, for its records."""
+"""Description of the machine of a run, for its records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = ("yardstick-llm", "aiohttp", "uvloop")
 
 
 def describe() -> dict[str, str | int | float]:
-    """The generator's processor, cores, load, host and versions; the server's own are not known here."""
+    """Return the generator's processor, cores, load, host and versions; those of the server are unknown here."""
     found: dict[str, str | int | float] = {
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}",
@@ -32,7 +32,7 @@ def describe() -> dict[str, str | int | float]:
 
 
 def _commit() -> str:
-    """The commit of this checkout, marked where files differ from it; ``unknown`` outside one, as in an image."""
+    """Return the commit of this checkout, marked if files differ from it; ``unknown`` outside a checkout, as in an image."""
     git = shutil.which("git")
     if git is None:
         return "unknown"

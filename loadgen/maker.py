@@ -1,7 +1,7 @@
-"""Makes the requests of a run, ahead of the one that sends them. ``python -m loadgen.maker``
+"""Creates the requests of a run ahead of the process that sends them. ``python -m loadgen.maker``
 
-A process of its own, because making a body takes as long as sending it. It reads one :class:`Order` from standard input and writes
-frames to standard output, until the schedule ends or nobody reads.
+It is a separate process, because creating a body takes as long as sending it. It reads one :class:`Order` from standard input and
+writes frames to standard output, until the schedule ends or the reader closes the pipe.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from loadgen.scenario import Scenario
 from loadgen.workloads import Content
 
 _FRAME = struct.Struct("<dIII")
-"""When it is due, the workload's place, items, and the length of the body that follows."""
+"""Due time, index of the workload, number of items, and length of the body that follows."""
 BUFFER_BYTES = 128 << 20
 BUFFER_REQUESTS = 10_000
-"""What may wait to be sent, whichever is reached first; making goes on as they leave. A run starts when that much is there."""
+"""Bounds on the requests that wait to be sent; creation continues as they are sent. A run starts once one bound is reached."""
 _NICENESS = 5
-"""Where there is one core for both, sending comes first."""
+"""If the processes share one core, sending has priority."""
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to make."""
+    """The part of a run to create."""
 
     scenario: Scenario
     share: Share
@@ -40,7 +40,7 @@ class Order(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A request and its time, in seconds from the start; 0 in a closed loop."""
+    """A request and its due time in seconds from the start; 0 in a closed loop."""
 
     scheduled: float
     workload: int
@@ -49,7 +49,7 @@ class Due:
 
 
 def make(order: Order) -> Iterator[Due]:
-    """All requests of this worker. Raises :class:`LoadError` where a trace cannot be read."""
+    """Yield all requests of this worker. Raises :class:`LoadError` if a trace cannot be read."""
     scenario = order.scenario
     sources = [
         workload.asks(Content(scenario.seed, order.share, place), scenario.target.model)
@@ -71,7 +71,7 @@ def _times(order: Order) -> Iterator[float]:
 
 
 class Maker:
-    """The making process as its reader sees it: requests in order, a bounded number of bytes ahead."""
+    """The reader's side of the creating process: requests in order, with a bounded number of bytes ahead."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -82,7 +82,7 @@ class Maker:
         self._room = asyncio.Event()
 
     async def __aenter__(self) -> Maker:
-        """Start it, and wait until the run can begin. Raises :class:`LoadError` with its reason where it fails."""
+        """Start the process and wait until the run can begin. Raises :class:`LoadError` with its reason if it fails."""
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "loadgen.maker", stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 20, start_new_session=True
@@ -101,16 +101,16 @@ class Maker:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End it, whatever it has left to make."""
+        """End the process, even if requests are left."""
         self._reading.cancel()
         with suppress(ProcessLookupError):
             self._process.kill()
         with suppress(asyncio.CancelledError, LoadError):
             await self._reading
-        await self._process.communicate()  # the pipes are read to their ends, or their transports would stay open
+        await self._process.communicate()  # reads the pipes to their ends; otherwise their transports would stay open
 
     async def next(self) -> Due | None:
-        """The next request; None after the last. Waits only where making falls behind sending. Raises :class:`LoadError`."""
+        """Return the next request; None after the last. Waits only if creation falls behind sending. Raises :class:`LoadError`."""
         while not self._ready:
             if self._reading.done():
                 self._reading.result()
@@ -132,7 +132,7 @@ class Maker:
             await self._read_frames()
         finally:
             self._enough.set()
-            asyncio.get_running_loop().call_soon(self._news.set)  # when this task is done
+            asyncio.get_running_loop().call_soon(self._news.set)  # runs after this task's current step
 
     async def _read_frames(self) -> None:
         assert self._process.stdout is not None
@@ -165,7 +165,7 @@ def main() -> None:
     except LoadError as error:
         sys.exit(str(error))
     except (BrokenPipeError, KeyboardInterrupt):
-        os._exit(0)  # nobody reads; a flush at exit would fail again
+        os._exit(0)  # the reader has closed the pipe; a flush at exit would fail again
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run must reach: ``p99 <= 500ms``, ``failures == 0``, ``items_per_s >= 1000``."""
+"""Objectives of a run: ``p99 <= 500ms``, ``failures == 0``, ``items_per_s >= 1000``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from loadgen.records import Record
 
 TIMES = ("latency", "ttft", "tpot", "itl", "lag")
-"""What has percentiles; ``p99`` alone is of the latency. ``itl``: gaps between pieces of a stream."""
+"""Times with percentiles; ``p99`` alone means the latency. ``itl``: gaps between pieces of a stream."""
 RATES = ("requests_per_s", "items_per_s", "tokens_per_s", "goodput")
 COUNTS = ("requests", "failures", "failure_rate", "cache_hit_rate")
 
@@ -34,16 +34,16 @@ class Objective:
 
     text: str
     measure: str
-    """``latency_p99``, ``failures`` …, the key in a summary."""
+    """Key in a summary, such as ``latency_p99`` or ``failures``."""
     of: str | None
-    """The time it is a percentile, maximum or mean of; None of rates and counts."""
+    """The time whose percentile, maximum or mean is compared; None for rates and counts."""
     relation: str
     bound: float
-    """Seconds, or a plain number."""
+    """Bound in seconds, or a plain number."""
 
     @classmethod
     def parse(cls, text: str) -> Objective:
-        """Raises :class:`ValueError` with a message for the person who wrote it."""
+        """Parse an objective. Raises :class:`ValueError` with a message for its author."""
         found = _FORM.fullmatch(text)
         if found is None:
             raise ValueError(f"the objective {text!r} is not like `p99 <= 500ms` or `failures == 0`")
@@ -61,11 +61,11 @@ class Objective:
         return cls(text, name, of, found["relation"], float(found["bound"]) * _UNITS[unit])
 
     def met(self, value: float | None) -> bool:
-        """Whether a run with this value reaches it; one that was not measured does not."""
+        """Whether a run with this value meets the objective; a missing value does not."""
         return value is not None and _RELATIONS[self.relation](value, self.bound)
 
     def allows(self, record: Record) -> bool:
-        """Whether one request, taken alone, stays within the bound on its latency, TTFT or TPOT."""
+        """Whether a single request stays within the bound on its latency, TTFT or TPOT."""
         if self.of not in ("latency", "ttft", "tpot") or self.relation not in ("<", "<="):
             return True
         value: float | None = getattr(record, self.of)
@@ -74,7 +74,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Verdict:
-    """An objective and what came of it."""
+    """An objective and its result."""
 
     objective: Objective
     value: float | None
@@ -86,6 +86,6 @@ class Verdict:
 
 
 def judge(objectives: list[Objective], values: Mapping[str, float]) -> list[Verdict]:
-    """Each objective beside the value it is about, None where it could not be measured: nothing was sent, or no stream was read."""
+    """Return each objective with its value; None if it was not measured (nothing was sent, or no stream was read)."""
     measured = values if values["requests"] else {}
     return [Verdict(objective, measured.get(objective.measure)) for objective in objectives]

@@ -1,4 +1,4 @@
-"""A run as one page of HTML that needs nothing else: no script, no font, no network."""
+"""Reports a run as one self-contained HTML page, without scripts, fonts or network access."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from loadgen.report import AMOUNTS, TIMES, amount_rows, failure_rows, heading, t
 from loadgen.statistics import Results, percentile
 
 _BUCKETS = 120
-"""Points of a line over time, at most."""
+"""Most points of a line over time."""
 _DOTS = 2_000
-"""Requests up to which each is a dot."""
+"""Number of requests up to which each request is drawn as a dot."""
 _SHARES = (0.0, 50.0, 75.0, 90.0, 95.0, 98.0, 99.0, 99.5, 99.9, 99.99)
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -32,7 +32,7 @@ svg .title { font-weight: 600; } svg .grid { stroke: var(--line); fill: none; }
 
 
 def page(results: Results) -> str:
-    """The page."""
+    """Return the page."""
     run = results.run
     title = html.escape(run.scenario["name"])
     began = datetime.fromtimestamp(run.infos[0].started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -53,7 +53,7 @@ def page(results: Results) -> str:
 
 
 def charts(results: Results) -> list[Chart]:
-    """Latency over time, percentiles, throughput over time."""
+    """Return the charts: latency over time, percentiles, throughput over time."""
     records = results.run.records
     width = _bucket_width(records)
     return [
@@ -64,7 +64,7 @@ def charts(results: Results) -> list[Chart]:
 
 
 def _bucket_width(records: Sequence[Record]) -> float:
-    """Seconds: a whole number of tenths."""
+    """Return the width of a bucket in seconds, a whole number of tenths."""
     last = max((record.end for record in records), default=0.0)
     return max(0.1, round(last / _BUCKETS + 0.05, 1))
 
@@ -91,7 +91,7 @@ def _latency_lines(records: Sequence[Record], width: float) -> list[Series]:
 
 
 def _percentile_lines(results: Results) -> list[Series]:
-    """Over the number of nines, so that the tail can be read."""
+    """Return percentiles over the number of nines, which makes the tail readable."""
     lines = []
     for summary in results.workloads or [results.total]:
         for name in ("latency", "ttft"):
@@ -109,7 +109,7 @@ def _share_ticks(results: Results) -> list[tuple[float, str]]:
 
 
 def _resolved(count: int) -> float:
-    """The last percentile that so many values can tell apart from their maximum."""
+    """Return the highest percentile that ``count`` values can distinguish from their maximum."""
     return 100 * (1 - 1 / count) if count > 1 else 0.0
 
 

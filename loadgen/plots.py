@@ -1,4 +1,4 @@
-"""Line charts as SVG, drawn here: a library that draws would be several times the size of everything else in the image."""
+"""Draws line charts as SVG, because a plotting library would be several times the size of the rest of the image."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Series:
 
     name: str
     points: Sequence[tuple[float, float]]
-    """(x, y), x ascending."""
+    """(x, y), with x ascending."""
     dots: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Series over one pair of axes. ``ticks``: places on the x axis that are named; chosen where there are none."""
+    """Series over one pair of axes. ``ticks``: labelled places on the x axis; chosen automatically if there are none."""
 
     title: str
     x: str
@@ -34,7 +34,7 @@ class Chart:
     ticks: Sequence[tuple[float, str]] = ()
 
     def svg(self) -> str:
-        """The chart, or nothing where it has no points."""
+        """Return the chart as SVG; empty if it has no points."""
         points = [point for line in self.series for point in line.points]
         if not points:
             return ""
@@ -78,7 +78,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Frame:
-    """From values to places in the picture."""
+    """Maps values to coordinates in the picture."""
 
     x_low: float
     x_high: float
@@ -106,7 +106,7 @@ class _Frame:
 
 
 def steps(low: float, high: float) -> list[float]:
-    """Five or so round numbers from ``low`` to ``high``."""
+    """Return about five round numbers from ``low`` to ``high``."""
     rough = (high - low) / 5
     if rough <= 0:
         return [low]

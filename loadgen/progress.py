@@ -1,4 +1,4 @@
-"""How a run is going, a line at a time: one line that changes on a terminal, lines of their own in a log."""
+"""Reports the progress of a run: one updated line on a terminal, separate lines in a log."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from loadgen.statistics import failure_kind, percentile
 
 _SECONDS = 1.0
 _LOG_SECONDS = 5.0
-"""Between two lines where nobody sits at a terminal."""
+"""Interval between two lines if the output is not a terminal."""
 
 
 class Saves(Protocol):
-    """What keeps records."""
+    """A store of records."""
 
     def add(self, records: list[Record]) -> None:
-        """Keep what is new of them."""
+        """Store the new ones of ``records``."""
 
 
 class Teller:
-    """Writes to standard error."""
+    """Writes the progress to standard error."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
 
     def say(self, text: str) -> None:
-        """Write ``text``, over the line before on a terminal."""
+        """Write ``text``; on a terminal, it replaces the previous line."""
         print(f"\r\x1b[2K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Clear the line of a terminal."""
+        """Clear the line on a terminal."""
         if self._terminal:
             self.say("")
 
     async def follow(self, client: Client, duration_s: float, saves: Saves) -> None:
-        """Tell of ``client``, and save its records, each second until cancelled."""
+        """Report the state of ``client`` and save its records, each second until cancelled."""
         told, last = 0, 0.0
         while True:
             await asyncio.sleep(_SECONDS)
@@ -51,7 +51,7 @@ class Teller:
 
 
 def line(client: Client, told: int, duration_s: float) -> str:
-    """The state, with percentiles of the records from ``told`` on."""
+    """Return the state, with percentiles of the records from index ``told`` on."""
     new = client.records[told:]
     latencies = sorted(record.latency for record in new if record.failure is None)
     lags = sorted(record.lag for record in new)

@@ -1,4 +1,4 @@
-"""What became of each request, and the file that keeps it: one JSON document a line, the run itself first.
+"""The result of each request, and the file format: one JSON document per line, the description of the run first.
 
 Files of several workers may be concatenated: a line that describes a run begins the records of that run.
 """
@@ -35,88 +35,88 @@ class Record(msgspec.Struct, gc=False, omit_defaults=True):
 
     workload: str
     scheduled: float
-    """When it was due. In a closed loop, when its client was free to send it."""
+    """Due time. In a closed loop, the time at which the client was free to send."""
     sent: float
-    """When it was handed to the connection pool."""
+    """Time at which the request was passed to the connection pool."""
     end: float
-    """Of the answer, or of the attempt."""
+    """End of the answer, or of the attempt."""
     first_byte: float | None = None
-    """When the answer's head was there."""
+    """Arrival of the response's head."""
     first_token: float | None = None
-    """When the stream's first text was there."""
+    """Arrival of the stream's first text."""
     last_token: float | None = None
     gaps: list[float] | None = None
-    """Seconds between one piece of the stream's text and the next."""
+    """Seconds between consecutive pieces of the stream's text."""
     status: int | None = None
     failure: Failure | None = None
     detail: str = ""
-    """Of a failure: what the server or the operating system said."""
+    """For a failure: the message of the server or the operating system."""
     items: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cache: str = ""
     """The header ``x-yardstick-cache``: hits/items."""
     retry_after: float | None = None
-    """The header, in seconds."""
+    """Retry-After header in seconds."""
 
     @property
     def latency(self) -> float:
-        """From the time it was due: a generator or a server that falls behind does not hide it."""
+        """Latency from the due time, so that delays of the generator or the server are included."""
         return self.end - self.scheduled
 
     @property
     def lag(self) -> float:
-        """By how much it was sent late."""
+        """Delay between the due time and sending."""
         return self.sent - self.scheduled
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token, from the time it was due."""
+        """Time to first token, from the due time."""
         return None if self.first_token is None else self.first_token - self.scheduled
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None of one token."""
+        """Time per output token after the first; None for a single token."""
         if self.first_token is None or self.last_token is None or self.completion_tokens < 2:
             return None
         return (self.last_token - self.first_token) / (self.completion_tokens - 1)
 
 
 class RunInfo(msgspec.Struct, kw_only=True, tag_field="record", tag="run"):
-    """What was run, where and when."""
+    """Scenario, place and time of a run."""
 
     scenario: dict[str, Any]
-    """All values, defaults written out."""
+    """All values of the scenario, with defaults."""
     started: float
-    """Seconds since 1970, of the records' time 0."""
+    """Time 0 of the records, in seconds since 1970."""
     command: str
     machine: dict[str, str | int | float]
     share: Share = Share()
 
 
 class RunEnd(msgspec.Struct, tag_field="record", tag="end"):
-    """The last line of a file; where it is missing, the run was killed."""
+    """Last line of a file; it is missing if the run was killed."""
 
     interrupted: bool
-    """Whether a signal ended it before its time."""
+    """Whether a signal ended the run early."""
 
 
 class Run(msgspec.Struct):
-    """Records of one worker or of several, on one clock."""
+    """Records of one worker, or of several on one clock."""
 
     infos: list[RunInfo]
     records: list[Record]
     interrupted: bool = True
-    """Whether a worker did not come to its end."""
+    """Whether some worker did not complete its run."""
 
     @property
     def scenario(self) -> dict[str, Any]:
-        """Of the first worker; :func:`merge` sees to it that they agree."""
+        """Scenario of the first worker; :func:`merge` checks that all workers have the same one."""
         return self.infos[0].scenario
 
 
 def merge(runs: Sequence[Run]) -> Run:
-    """The workers of one run as one, their clocks aligned. Raises :class:`LoadError` where they are not of one run."""
+    """Merge the workers of one run and align their clocks. Raises :class:`LoadError` if they are not of one run."""
     infos = [info for run in runs for info in run.infos]
     if not infos:
         raise LoadError("there are no records; name the folder or file that a run has left")
@@ -142,7 +142,7 @@ RECORDS = "records.jsonl"
 
 
 def read(sources: Sequence[Path]) -> list[Run]:
-    """The runs in folders and files, one a worker. Raises :class:`LoadError`."""
+    """Read the runs in folders and files, one per worker. Raises :class:`LoadError`."""
     runs: list[Run] = []
     for source in sources:
         file = source / RECORDS if source.is_dir() else source
@@ -154,7 +154,7 @@ def read(sources: Sequence[Path]) -> list[Run]:
 
 
 def lines(run: Run) -> Iterator[bytes]:
-    """One worker's records as a file has them."""
+    """Yield the lines of one worker's records, in the file format."""
     (info,) = run.infos
     for document in (info, *run.records, RunEnd(run.interrupted)):
         yield msgspec.json.encode(document) + b"\n"
@@ -166,7 +166,7 @@ _record_decoder = msgspec.json.Decoder(Record)
 
 
 def parse(text: Iterable[bytes], name: str) -> Iterator[Run]:
-    """The runs in lines of ``text``. ``name`` stands for their source in the :class:`LoadError`."""
+    """Yield the runs in the lines of ``text``. ``name``: the source, for messages of :class:`LoadError`."""
     run: Run | None = None
     for number, line in enumerate(text, 1):
         try:
@@ -188,11 +188,11 @@ def parse(text: Iterable[bytes], name: str) -> Iterator[Run]:
 
 _MARK = "yardstick-load-records"
 _CHARACTERS = 12_000
-"""Of a log line: container runtimes break lines at 16 KiB."""
+"""Length of a log line in characters, because container runtimes break lines at 16 KiB."""
 
 
 def to_log(run: Run) -> Iterator[str]:
-    """One worker's records as lines for a log, compressed; :func:`from_log` finds them among whatever else is there."""
+    """Yield one worker's records as compressed log lines; :func:`from_log` finds them among other log lines."""
     text = base64.b64encode(zlib.compress(b"".join(lines(run)), 9)).decode()
     pieces = [text[place : place + _CHARACTERS] for place in range(0, len(text), _CHARACTERS)]
     for number, piece in enumerate(pieces, 1):
@@ -200,7 +200,7 @@ def to_log(run: Run) -> Iterator[str]:
 
 
 def from_log(log: Iterable[str]) -> list[Run]:
-    """The runs in the logs of one worker or several, in any order. Raises :class:`LoadError`."""
+    """Read the runs from the logs of one or several workers, in any order. Raises :class:`LoadError`."""
     pieces: dict[str, dict[int, str]] = {}
     totals: dict[str, int] = {}
     for line in log:

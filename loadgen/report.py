@@ -1,4 +1,4 @@
-"""A run for a person at a terminal, and as one line of JSON for a program."""
+"""Reports a run as text for a terminal, and as one line of JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loadgen.records import Run
 from loadgen.statistics import LAG_LIMIT, Results, Summary, failure_kind
 
 WIDTH = 110
-"""Columns of text, where there is no terminal to ask."""
+"""Columns of text if there is no terminal."""
 TIME_NAMES = {
     "latency": "latency",
     "ttft": "time to first token",
@@ -28,7 +28,7 @@ _COLUMNS = ("p50", "p90", "p99", "max")
 
 
 def show(results: Results) -> None:
-    """Print the report to standard output, one line of JSON last."""
+    """Print the report to standard output; the last line is JSON."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     for part in _parts(results):
         console.print(part)
@@ -36,7 +36,7 @@ def show(results: Results) -> None:
 
 
 def as_text(results: Results) -> str:
-    """The report without its last line."""
+    """Return the report without its last line."""
     console = Console(file=io.StringIO(), width=WIDTH)
     with console.capture() as capture:
         for part in _parts(results):
@@ -45,7 +45,7 @@ def as_text(results: Results) -> str:
 
 
 def as_json(results: Results) -> str:
-    """Everything in numbers, in one line."""
+    """Return all numbers in one line of JSON."""
     document = {
         "name": results.run.scenario["name"],
         "passed": results.passed,
@@ -66,7 +66,7 @@ def as_json(results: Results) -> str:
 
 
 def heading(run: Run) -> str:
-    """What was run, in a line."""
+    """Return a line that describes the run."""
     scenario = run.scenario
     arrivals = ", ".join(f"{name} {value}" for name, value in scenario["arrivals"].items() if name != "kind")
     workers = f", {len(run.infos)} workers" if len(run.infos) > 1 else ""
@@ -75,7 +75,7 @@ def heading(run: Run) -> str:
 
 
 def warnings(results: Results) -> list[str]:
-    """What a reader of the numbers must know."""
+    """Return warnings about the validity of the numbers."""
     found = []
     if results.lagging is not None:
         found.append(
@@ -90,14 +90,14 @@ def warnings(results: Results) -> list[str]:
 
 
 def told(verdict: Verdict) -> str:
-    """The value beside an objective."""
+    """Return the value to show for an objective."""
     if verdict.value is None:
         return "not measured"
     return f"{1000 * verdict.value:.1f} ms" if verdict.objective.of else f"{verdict.value:.4g}"
 
 
 def failure_rows(run: Run) -> list[tuple[str, int, str]]:
-    """Kind, count and an example of each failure, most frequent first."""
+    """Return kind, count and an example of each failure, the most frequent first."""
     counts: dict[str, int] = {}
     examples: dict[str, str] = {}
     for record in run.records:
@@ -109,7 +109,7 @@ def failure_rows(run: Run) -> list[tuple[str, int, str]]:
 
 
 def amount_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """Counts and rates of each workload, and of all."""
+    """Yield counts and rates of each workload and in total."""
     for summary in (*results.workloads, results.total):
         hits, items = summary.cache
         yield (
@@ -128,7 +128,7 @@ AMOUNTS = ("workload", "sent", "failed", "requests/s", "goodput/s", "items/s", "
 
 
 def time_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """Percentiles of each time that was measured, in milliseconds."""
+    """Yield percentiles of each measured time, in milliseconds."""
     for summary in (*results.workloads, results.total):
         for name, title in TIME_NAMES.items():
             if summary.times[name] and (name != "lag" or summary is results.total):
@@ -157,7 +157,7 @@ def _parts(results: Results) -> Iterator[RenderableType]:
 
 
 def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]], left: int) -> Table:
-    """``left``: columns of words; those of numbers stand to the right."""
+    """Create a table. ``left``: number of columns with words; the others hold numbers and are right-aligned."""
     table = Table()
     for place, name in enumerate(headings):
         table.add_column(name, justify="left" if place < left or name == "for example" else "right", overflow="fold")

@@ -1,4 +1,4 @@
-"""One run from its start to its records, and the signals that end it early."""
+"""Performs one run, from its start to its records, and handles the signals that end it early."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from loadgen.scenario import Scenario, as_settings
 
 
 class Recorder:
-    """The file of records, written as the run goes on so that nothing is lost with the process."""
+    """The file of records. It is written during the run, so that little is lost if the process ends."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Without a ``folder``, nothing is written. Raises :class:`LoadError`."""
+        """Open the file; without a ``folder``, nothing is written. Raises :class:`LoadError`."""
         self._written = 0
         self._stream: BinaryIO | None = None
         if folder is not None:
@@ -39,17 +39,17 @@ class Recorder:
                 raise LoadError(f"cannot write to {folder}: {reason}; choose another --out") from None
 
     def begin(self, info: RunInfo) -> None:
-        """The first line."""
+        """Write the first line."""
         self._write([info])
 
     def add(self, records: Sequence[Record]) -> None:
-        """Append what is new of ``records``."""
+        """Append the new ones of ``records``."""
         new = records[self._written :]
         self._written += len(new)
         self._write(new)
 
     def finish(self, interrupted: bool) -> None:
-        """The last line."""
+        """Write the last line."""
         self._write([RunEnd(interrupted)])
         if self._stream is not None:
             self._stream.close()
@@ -61,7 +61,7 @@ class Recorder:
 
 
 def run(scenario: Scenario, share: Share, api_key: str | None, command: str, folder: Path | None) -> Run:
-    """Run the scenario; SIGINT and SIGTERM end it early, with what there is. Raises :class:`LoadError`."""
+    """Run the scenario; SIGINT and SIGTERM end it early with the records so far. Raises :class:`LoadError`."""
     _raise_limit()
     return uvloop.run(_run(scenario, share, api_key, command, Recorder(folder)))
 
@@ -92,7 +92,7 @@ async def _run(scenario: Scenario, share: Share, api_key: str | None, command: s
 
 
 def _raise_limit() -> None:
-    """As many connections as this user may have."""
+    """Raise the limit on open files, and so on connections, as far as this user may."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,4 +1,4 @@
-"""The scenario: one TOML file, every value of which can be given on the command line as well."""
+"""The scenario: one TOML file. Every value can also be given on the command line."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=10_000_000)]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where requests go. The API key is no part of a scenario: see ``--api-key-file``."""
+    """The server. The API key is not part of a scenario: see ``--api-key-file``."""
 
     url: str = "http://127.0.0.1:8000"
-    """Without `/v1`."""
+    """Base URL, without `/v1`."""
     model: str | None = None
-    """May be left out where one is served."""
+    """Name of the model; optional if only one is served."""
     timeout_s: Seconds = 60.0
-    """A request that takes longer has failed."""
+    """Time after which a request counts as failed, in seconds."""
     keep_alive: bool = True
-    """False: a connection for each request, so that a Service spreads them over gateways that appear during the run."""
+    """False: a new connection for each request, so that a Service spreads them over gateways that start during the run."""
     cache: bool = True
-    """False: every request says `Cache-Control: no-cache`, so that nothing comes from the result cache."""
+    """False: every request sends `Cache-Control: no-cache`, so that no result comes from the result cache."""
 
     def __post_init__(self) -> None:
-        """Raises :class:`ValueError`, which msgspec reports with the key's place."""
+        """Check the URL. Raises :class:`ValueError`, which msgspec reports with the key's path."""
         if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", self.url):
             raise ValueError("`url` is not like http://host:port, without a user name, `?` and `#`")
         if self.url.rstrip("/").endswith("/v1"):
@@ -43,24 +43,24 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run. The default is the standard scoring workload at a request a second."""
+    """One run. The default is the standard scoring workload at one request per second."""
 
     name: str = "load"
     seed: int = 0
-    """The same seed gives the same requests at the same times."""
+    """Seed of all random choices: equal seeds give equal requests at equal times."""
     duration_s: Seconds = 30.0
-    """Of arrivals; answers are waited for beyond it."""
+    """Duration of arrivals in seconds; the run ends when all requests have ended."""
     warmup_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Requests due before it are sent and recorded, and left out of the report."""
+    """Requests due before this time, in seconds, are sent and recorded, but left out of the report."""
     target: Target = Target()
     arrivals: Arrivals = Poisson(rate=1.0)
     workloads: Annotated[tuple[AnyWorkload, ...], msgspec.Meta(min_length=1)] = (Score(),)
-    """A request is of one of them, drawn by weight."""
+    """Kinds of requests; each request is drawn from them by weight."""
     objectives: tuple[str, ...] = ()
-    """What the run must reach, such as `p99 <= 500ms`; docs/load.md lists the measures."""
+    """Conditions that the run must meet, such as `p99 <= 500ms`; docs/load.md lists the measures."""
 
     def __post_init__(self) -> None:
-        """Raises :class:`ValueError`, which msgspec reports with the key's place."""
+        """Check the values. Raises :class:`ValueError`, which msgspec reports with the key's path."""
         if self.warmup_s >= self.duration_s:
             raise ValueError("`warmup_s` leaves nothing of `duration_s`; shorten it")
         titles = [workload.title for workload in self.workloads]
@@ -71,7 +71,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def load(file: Path | None, settings: Sequence[str] = ()) -> Scenario:
-    """The scenario in ``file``, or the default one, with ``KEY=VALUE`` settings applied in order. Raises :class:`LoadError`."""
+    """Load the scenario in ``file``, or the default, and apply ``KEY=VALUE`` settings in order. Raises :class:`LoadError`."""
     document = _read(file) if file is not None else {"arrivals": {"kind": "poisson", "rate": 1.0}, "workloads": [{"kind": "score"}]}
     for setting in settings:
         _set(document, setting)
@@ -86,7 +86,7 @@ def load(file: Path | None, settings: Sequence[str] = ()) -> Scenario:
 
 
 def as_settings(scenario: Scenario) -> dict[str, Any]:
-    """The scenario as plain values, all defaults written out: what a run records."""
+    """Return the scenario as plain values with all defaults, for the records."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(scenario))
     return plain
 
@@ -104,7 +104,7 @@ _STEP = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+)\])?")
 
 
 def _set(document: dict[str, Any], setting: str) -> None:
-    """Apply ``arrivals.rate=20`` or ``workloads[0].items=5``. The value is TOML; what is not, is taken as a text."""
+    """Apply a setting such as ``arrivals.rate=20`` or ``workloads[0].items=5``. A value that is not TOML is a string."""
     key, equals, text = setting.partition("=")
     steps = [_STEP.fullmatch(step.strip()) for step in key.split(".")]
     if not equals or not all(steps):
@@ -120,12 +120,12 @@ def _set(document: dict[str, Any], setting: str) -> None:
 
 
 def _enter(place: Any, name: str, index: str | None, value: Any, setting: str) -> Any:
-    """One step of a key: what is there, made where it is not; ``value``, unless None, is put there."""
+    """Follow one step of a key, create what is missing, and store ``value`` unless it is None."""
     if not isinstance(place, dict):
         raise LoadError(f"--set {setting}: there is nothing named {name} within a plain value")
     if index is None:
         if name == "kind" and value is not None and place.get(name) != value:
-            place.clear()  # what belonged to the other kind means nothing to this one
+            place.clear()  # fields of the other kind do not apply to this one
         if value is not None:
             place[name] = value
         return place.setdefault(name, {})
@@ -148,7 +148,7 @@ _KINDS: dict[str, type[msgspec.Struct]] = {
 
 
 def _located(message: str, document: dict[str, Any]) -> str:
-    """msgspec's message as one that starts with the key and ends with what to write instead."""
+    """Convert msgspec's message to one that starts with the key and ends with the remedy."""
     found = _AT.search(message)
     path, what = (found["path"], message[: found.start()]) if found else ("", message)
     unknown = _UNKNOWN.search(what)
@@ -165,7 +165,7 @@ def _located(message: str, document: dict[str, Any]) -> str:
 
 
 def _unknown_key(path: str, name: str, document: dict[str, Any]) -> str:
-    """The message for a key that means nothing."""
+    """Return the message for an unknown key."""
     kind: type[msgspec.Struct] = Target if path == "target" else Scenario
     if path not in ("", "target"):
         kind = _KINDS[_at(document, path)["kind"]]

@@ -1,4 +1,4 @@
-"""Numbers of a run, from its raw records."""
+"""Computes the numbers of a run from its raw records."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from loadgen.records import Record, Run
 
 PERCENTILES = (50.0, 90.0, 99.0)
 LAG_LIMIT = 0.005
-"""Seconds of lag at P99 beyond which a report warns that the generator, not the server, may be the slow part."""
+"""P99 of the lag in seconds above which a report warns that the generator, and not the server, may be the bottleneck."""
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
-    """The smallest of the values that ``percent`` per cent of them do not exceed; it is one of them, and there is at least one."""
+    """Return the smallest value that ``percent`` per cent of the values do not exceed. ``ascending`` must not be empty."""
     return ascending[max(0, math.ceil(round(percent * len(ascending) / 100, 9)) - 1)]
 
 
 @dataclass
 class Summary:
-    """Of all requests of a run, or of those of one workload."""
+    """Numbers of all requests of a run, or of one workload."""
 
     title: str
     requests: int
     failures: dict[str, int]
-    """By kind, most frequent first; ``status 429`` and so on for statuses."""
+    """Failures by kind, the most frequent first; statuses are named ``status 429`` and so on."""
     seconds: float
-    """From the end of the warm-up to the last good answer."""
+    """Time from the end of the warm-up to the last successful answer."""
     times: dict[str, list[float]]
-    """[name]: ascending, seconds; ``lag`` of all requests, the others of those that succeeded."""
+    """[name]: ascending times in seconds; ``lag`` of all requests, the others of successful ones."""
     items: int
     tokens: int
-    """Of answers, or of prompts where nothing was generated."""
+    """Tokens of answers, or of prompts if nothing was generated."""
     completion_tokens: int
     good: int
-    """Requests that succeeded within the times that the objectives allow."""
+    """Requests that succeeded within the times of the objectives."""
     cache: tuple[int, int]
-    """Hits and items of the answers that told."""
+    """Cache hits and items, of the answers that reported them."""
     wanted: dict[str, float] = field(default_factory=dict)
-    """Percentiles that objectives ask for."""
+    """Percentiles that objectives require."""
 
     @property
     def succeeded(self) -> int:
-        """Requests with a good answer."""
+        """Number of successful requests."""
         return self.requests - sum(self.failures.values())
 
     def rate(self, amount: float) -> float:
-        """``amount`` a second."""
+        """Return ``amount`` per second."""
         return amount / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def values(self) -> dict[str, float]:
-        """Every measure that an objective or a comparison can name; times in seconds."""
+        """Return every measure that objectives and comparisons can name; times in seconds."""
         failed = sum(self.failures.values())
         found = {
             "requests": float(self.requests),
@@ -75,7 +75,7 @@ class Summary:
         return found | self.wanted
 
     def as_json(self) -> dict[str, Any]:
-        """The values, times in milliseconds, and the failures by kind."""
+        """Return the values, with times in milliseconds, and the failures by kind."""
         told = {
             f"{name}_ms" if _is_time(name) else name: round(1000 * value if _is_time(name) else value, 4)
             for name, value in self.values.items()
@@ -85,30 +85,30 @@ class Summary:
 
 @dataclass
 class Results:
-    """A run in numbers."""
+    """Numbers of a run."""
 
     run: Run
     total: Summary
     workloads: list[Summary]
-    """Where there are several."""
+    """Numbers by workload, if there are several."""
     verdicts: list[Verdict]
     retry_after: int
-    """Answers that said when to come back."""
+    """Number of answers with a Retry-After header."""
 
     @property
     def passed(self) -> bool:
-        """Whether every objective is met, something was answered, and the run came to its end."""
+        """Whether every objective is met, some request was answered, and the run was complete."""
         return all(verdict.met for verdict in self.verdicts) and self.total.succeeded > 0 and not self.run.interrupted
 
     @property
     def lagging(self) -> float | None:
-        """Seconds of lag at P99, where it is too much; None in order."""
+        """P99 of the lag in seconds, if it exceeds the limit; otherwise None."""
         lag = self.total.values.get("lag_p99", 0.0)
         return lag if lag > LAG_LIMIT else None
 
 
 def evaluate(run: Run) -> Results:
-    """Everything that a report says."""
+    """Compute all numbers of a report."""
     objectives = [Objective.parse(text) for text in run.scenario["objectives"]]
     warmup = run.scenario["warmup_s"]
     counted = [record for record in run.records if record.scheduled >= warmup]
@@ -123,7 +123,7 @@ def evaluate(run: Run) -> Results:
 
 
 def failure_kind(record: Record) -> str:
-    """The kind, and the status of a wrong one."""
+    """Return the kind of a failure, with the status for a wrong status."""
     return f"status {record.status}" if record.failure == "status" else str(record.failure)
 
 
@@ -158,7 +158,7 @@ def _sorted(values: Iterable[float | None]) -> list[float]:
 
 
 def _wanted(times: dict[str, list[float]], objectives: Sequence[Objective]) -> dict[str, float]:
-    """The percentiles that objectives name and no table shows."""
+    """Return the percentiles that objectives name and that no table shows."""
     found: dict[str, float] = {}
     for objective in objectives:
         name, _, what = objective.measure.rpartition("_")

@@ -1,7 +1,7 @@
-"""What is asked: bodies of requests, each encoded once and a function of seed, worker and place in the schedule alone.
+"""Workloads: bodies of requests. Each body is encoded once and depends only on seed, worker and position in the schedule.
 
-Content is made of 65,536 ready pieces (token ids as decimal digits, or words of four letters), chosen by the bytes of a hash: every
-body differs, a repeated item is the same bytes again, and a body of 2,000 tokens takes a tenth of a millisecond.
+Content consists of 65,536 prepared pieces (token ids as decimal digits, or words of four letters), chosen by the bytes of a hash.
+Every body differs, a repeated item has the same bytes again, and a body of 2,000 tokens takes a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Input = Literal["tokens", "text"]
 REMEMBERED = 10_000
-"""Queries, and items of one query, that a repeat is chosen from: the latest ones."""
+"""Number of latest queries, and of latest items of one query, from which repeats are chosen."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -28,27 +28,27 @@ class Ask(msgspec.Struct, frozen=True):
 
     body: bytes
     items: int = 0
-    """Of a score request."""
+    """Number of items of a score request."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """What the kinds have in common."""
+    """Common fields of all workloads."""
 
     weight: Weight = 1.0
-    """How often, beside the other workloads."""
+    """Relative frequency of this workload."""
     name: str = ""
-    """In the report; the kind, unless given."""
+    """Name in the report; the kind by default."""
     extra: dict[str, Any] = {}
-    """Fields that every body gets as they are: `priority`, `temperature`, `custom_params` …"""
+    """Fields that every body gets unchanged: `priority`, `temperature`, `custom_params` …"""
 
     @property
     def kind(self) -> str:
-        """`score`, `chat` or `completions`."""
+        """Kind of the workload: `score`, `chat` or `completions`."""
         return str(self.__struct_config__.tag)
 
     @property
     def title(self) -> str:
-        """The name, or what stands for it."""
+        """The name, or the kind if there is no name."""
         return self.name or self.kind
 
 
@@ -56,30 +56,30 @@ class Score(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
     """`POST /v1/score`. The default is the standard workload: 10 items of 180 tokens against a query of 120, all distinct."""
 
     query_length: Distribution = 120
-    """Tokens, or words with `input = "text"`."""
+    """Length of the query in tokens, or in words with `input = "text"`."""
     item_length: Distribution = 180
     items: Distribution = 10
-    """A request."""
+    """Items per request."""
     input: Input = "tokens"
     vocab_size: Annotated[int, msgspec.Meta(ge=2, le=10_000_000)] = 1000
-    """Token ids lie below it; at most the model's."""
+    """Token ids are below this number, which is at most the model's vocabulary size."""
     labels: tuple[str, ...] | None = None
-    """Texts that are one token each, in place of `label_token_ids`."""
+    """Texts of one token each, in place of `label_token_ids`."""
     label_token_ids: tuple[int, ...] = (1, 2)
     apply_softmax: bool = False
     item_first: bool = False
     repeated_queries: Fraction = 0.0
-    """Share of requests whose query an earlier request had."""
+    """Share of requests that use the query of an earlier request."""
     repeated_items: Fraction = 0.0
-    """Share of items that an earlier request had, with the same query where that is repeated."""
+    """Share of items that an earlier request had; with the same query if that is repeated."""
 
     @property
     def label_count(self) -> int:
-        """Scores an item."""
+        """Number of scores per item."""
         return len(self.label_token_ids if self.labels is None else self.labels)
 
     def asks(self, content: Content, model: str | None) -> Iterator[Ask]:
-        """Requests without end."""
+        """Yield requests without end."""
         labels = {"labels": self.labels} if self.labels is not None else {"label_token_ids": self.label_token_ids}
         flags = {name: True for name in ("apply_softmax", "item_first") if getattr(self, name)}
         head = _object({"model": model} if model else {}, labels, flags, self.extra)
@@ -90,29 +90,29 @@ class Score(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
 
 
 class Generation(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions have in common."""
+    """Common fields of chat and completions."""
 
     max_tokens: Distribution = 64
-    """Of the answer."""
+    """Most tokens of the answer."""
     stream: bool = True
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    """Ask for the log-probabilities of the answer's tokens, and of so many others at each place."""
+    """Request the log-probabilities of the answer's tokens, and of this many others at each position."""
     length_guidance: dict[str, Any] | None = None
-    """Steers the length: `{ target_length = 80 }` or `{ mode = "centered_exp", scale = -10.0 }`."""
+    """Length guidance: `{ target_length = 80 }` or `{ mode = "centered_exp", scale = -10.0 }`."""
     prompts: tuple[str, ...] = ()
-    """Texts to choose from; without them, random words."""
+    """Prompts to choose from; without them, prompts are random words."""
     prompt_length: Distribution = 32
-    """Words, or tokens where the kind knows `input = "tokens"`."""
+    """Length in words, or in tokens with `input = "tokens"` where the kind supports it."""
 
     def common(self, content: Content, model: str | None) -> dict[str, Any]:
-        """Fields of one body; the seed makes the answer repeatable."""
+        """Return fields of one body; the seed makes the answer repeatable."""
         fields: dict[str, Any] = {"max_tokens": draw(self.max_tokens, content.rng), "seed": content.rng.getrandbits(31)}
         fields |= {"model": model} if model else {}
         fields |= {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
         return fields | ({"length_guidance": self.length_guidance} if self.length_guidance is not None else {})
 
     def text(self, content: Content, place: int) -> bytes:
-        """A prompt, as JSON."""
+        """Return a prompt as JSON."""
         if self.prompts:
             return msgspec.json.encode(content.rng.choice(self.prompts))
         return content.words(f"prompt {place}", draw(self.prompt_length, content.rng))
@@ -122,10 +122,10 @@ class Chat(Generation, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     """`POST /v1/chat/completions`."""
 
     system: str | None = None
-    """A message before each prompt."""
+    """A system message before each prompt."""
 
     def asks(self, content: Content, model: str | None) -> Iterator[Ask]:
-        """Requests without end."""
+        """Yield requests without end."""
         logprobs = {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
         before = msgspec.json.encode({"role": "system", "content": self.system}) + b"," if self.system is not None else b""
         place = 0
@@ -139,12 +139,12 @@ class Completions(Generation, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`POST /v1/completions`."""
 
     input: Input = "text"
-    """Of random prompts."""
+    """Form of random prompts."""
     vocab_size: Annotated[int, msgspec.Meta(ge=2, le=10_000_000)] = 1000
-    """Token ids lie below it; at most the model's."""
+    """Token ids are below this number, which is at most the model's vocabulary size."""
 
     def asks(self, content: Content, model: str | None) -> Iterator[Ask]:
-        """Requests without end."""
+        """Yield requests without end."""
         logprobs = {} if self.logprobs is None else {"logprobs": self.logprobs}
         write = content.ids(self.vocab_size)
         place = 0
@@ -164,12 +164,12 @@ class Content:
     """Random content of one worker and one workload."""
 
     def __init__(self, seed: int, share: Share, workload: int) -> None:
-        """``workload``: its place in the scenario."""
+        """``workload``: index of the workload in the scenario."""
         self.rng = share.seed(seed, f"workload {workload}")
         self._salt = f"{seed} {share.index} {workload}"
 
     def ids(self, vocab_size: int) -> Writer:
-        """A function of a name and a length: that many token ids below ``vocab_size``, as a JSON list."""
+        """Return a function of a name and a length that writes that many token ids below ``vocab_size``, as a JSON list."""
         size = 1 << 16
         order = Random(vocab_size)
         table = [b"%d" % (index % vocab_size if vocab_size <= size else order.randrange(vocab_size)) for index in range(size)]
@@ -180,21 +180,21 @@ class Content:
         return write
 
     def words(self, name: str, length: int) -> bytes:
-        """``length`` words as a JSON string. It begins with a space, so that words stay whole where texts are joined."""
+        """Return ``length`` words as a JSON string. It begins with a space, so that words stay whole if texts are joined."""
         return b'" %b"' % b" ".join(map(_WORDS.__getitem__, self._choices(name, length)))
 
     def _choices(self, name: str, length: int) -> memoryview:
-        """[length] numbers below 65,536, a function of the name."""
+        """Return [length] numbers below 65,536, as a function of the name."""
         digest = hashlib.shake_128(f"{self._salt} {name}".encode()).digest(2 * length)
         return memoryview(digest).cast("H")
 
 
 Part = tuple[int, int]
-"""A query or an item: its number, which stands for its content, and its length."""
+"""A query or an item: its number, which determines its content, and its length."""
 
 
 class _Repeats:
-    """Which query and which items each request has: fresh ones, or some met before."""
+    """Chooses the query and the items of each request: new ones, or earlier ones."""
 
     def __init__(self, workload: Score, rng: Random) -> None:
         self._workload = workload
@@ -202,7 +202,7 @@ class _Repeats:
         self._count = 0
         self._queries: list[Part] = []
         self._asked: dict[Part | None, list[Part]] = {}
-        """Items by the query they were asked with; by None where queries never repeat."""
+        """Items by the query they were used with; by None if queries never repeat."""
 
     def __iter__(self) -> Iterator[tuple[Part, list[Part]]]:
         workload, rng = self._workload, self._rng
@@ -216,7 +216,7 @@ class _Repeats:
             yield query, self._items(asked)
 
     def _items(self, asked: list[Part]) -> list[Part]:
-        """Items of one request, no two the same; the fresh ones are added to ``asked``."""
+        """Return distinct items of one request; new ones are added to ``asked``."""
         rng, count = self._rng, draw(self._workload.items, self._rng)
         wanted = sum(rng.random() < self._workload.repeated_items for _ in range(count)) if asked else 0
         old = rng.sample(asked, min(len(asked), wanted))
@@ -235,7 +235,7 @@ class _Repeats:
         return self._count, draw(length, self._rng)
 
     def _forget(self) -> None:
-        """Keep the latest queries only, and what was asked with them."""
+        """Keep only the latest queries and their items."""
         if len(self._queries) > 2 * REMEMBERED:
             for query in self._queries[:REMEMBERED]:
                 self._asked.pop(query, None)
@@ -243,7 +243,7 @@ class _Repeats:
 
 
 def _object(*parts: dict[str, Any]) -> bytes:
-    """A JSON object of all fields, open at its end for one more."""
+    """Return a JSON object of all fields, without its closing brace, so that one more field can follow."""
     fields: dict[str, Any] = {}
     for part in parts:
         fields |= part

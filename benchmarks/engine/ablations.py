@@ -1,7 +1,7 @@
-"""What each optimisation is worth: the straightforward way, written here in plain PyTorch, beside the engine, on the same requests.
+"""Measures the gain of each optimisation: a straightforward variant in plain PyTorch against the engine, on the same requests.
 
-Three baselines take one thing away from a plain prefill of the full prompts: none of them is worse than it must be, so each costs
-what that thing costs. They are right, too: every variant's scores are compared with the engine's.
+Three baselines each omit one optimisation from a plain prefill of the full prompts, and are otherwise as fast as possible, so the
+difference is the cost of that omission. All variants are correct: their scores are compared with the engine's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from engine.models.decoder import Attend, Decoder
 YARDSTICK = "Yardstick"
 PLAIN = "plain prefill"
 PIPELINE = 8
-"""Requests queued at once to compare the overlapped loop with the plain one."""
+"""Requests queued at once for comparing the overlapped loop with the plain one."""
 
 
 class Plain:
-    """A request's full prompts through the model as one batch, and the last position of each through the head."""
+    """Runs a request's full prompts through the model as one batch, and the last position of each through the head."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -37,7 +37,7 @@ class Plain:
 
     @torch.inference_mode()
     def score(self, message: wire.Score) -> Scores:
-        """What the subclasses do besides, they do in :meth:`finish`."""
+        """Score a request. Subclasses do additional work in :meth:`finish`."""
         prompts = torch.tensor([message.prefix + branch for branch in message.branches], device=self.device)
         kept: list[tuple[Tensor, Tensor]] = []
         hidden = self.forward(prompts, 0, self.attend(len(prompts), kept))
@@ -49,7 +49,7 @@ class Plain:
         return self.decoder(tokens.flatten(), positions, attend).view(*tokens.shape, -1)  # type: ignore[no-any-return]
 
     def attend(self, items: int, kept: list[tuple[Tensor, Tensor]]) -> Attend:
-        """Causal attention within each prompt; keys and values stay in ``kept``, one pair a layer."""
+        """Return causal attention within each prompt; keys and values go to ``kept``, one pair per layer."""
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (
@@ -61,10 +61,10 @@ class Plain:
         return attend
 
     def keep(self, kept: list[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> None:
-        """Nobody will decode, so nothing is kept."""
+        """Keep nothing, because no decode step follows."""
 
     def finish(self, hidden: Tensor, labels: list[int], kept: list[tuple[Tensor, Tensor]]) -> Scores:
-        """hidden: [items, length, hidden] -> the scores."""
+        """Compute the scores from hidden: [items, length, hidden]."""
         del kept
         return self.logprobs(hidden[:, -1])[:, labels].tolist()
 
@@ -74,10 +74,10 @@ class Plain:
 
 
 class DecodeKept(Plain):
-    """As one decode step after the prefill: a generation of one token computes the next one's row before it ends."""
+    """Adds one decode step after the prefill: a generation of one token computes the next token's row before it ends."""
 
     def keep(self, kept: list[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> None:
-        """For the decode step."""
+        """Keep keys and values for the decode step."""
         kept.append((k, v))
 
     def finish(self, hidden: Tensor, labels: list[int], kept: list[tuple[Tensor, Tensor]]) -> Scores:
@@ -97,19 +97,19 @@ class DecodeKept(Plain):
 
 
 class AllPositions(Plain):
-    """As log-probabilities of every position of the input, which an API that echoes prompts has; a prompt at a time for memory."""
+    """Computes log-probabilities of every input position, as APIs that echo prompts do; one prompt at a time to save memory."""
 
     def finish(self, hidden: Tensor, labels: list[int], kept: list[tuple[Tensor, Tensor]]) -> Scores:
-        """All rows through the head; the last of each prompt has the scores."""
+        """Run all rows through the head; the last row of each prompt gives the scores."""
         del kept
         return [self.logprobs(rows)[:, labels][-1].tolist() for rows in hidden]
 
 
 class SamplingKept(Plain):
-    """As a token drawn for every item, by top-p over the sorted vocabulary, brought to the host before the scores are."""
+    """Draws a token for every item, by top-p over the sorted vocabulary, and copies it to the host before the scores."""
 
     def finish(self, hidden: Tensor, labels: list[int], kept: list[tuple[Tensor, Tensor]]) -> Scores:
-        """Draw, throw away, score."""
+        """Draw tokens, discard them, and score."""
         del kept
         logprobs = self.logprobs(hidden[:, -1])
         probabilities, tokens = logprobs.exp().sort(dim=-1, descending=True)
@@ -119,19 +119,19 @@ class SamplingKept(Plain):
 
 
 class NoSharing:
-    """The engine, told nothing of what the prompts have in common."""
+    """The engine without shared prefixes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def score(self, message: wire.Score) -> Scores:
-        """Every full prompt as a branch of nothing."""
+        """Score every full prompt as a branch of an empty prefix."""
         prompts = [message.prefix + branch for branch in message.branches]
         return self._engine.score(wire.Score(message.id, [], prompts, message.labels))
 
 
 def variants(engine: Engine, decoder: Decoder, launched: Engine | None = None) -> dict[str, Scorer]:
-    """All that score one request, the engine first; ``launched``: the engine without CUDA graphs, where it has them."""
+    """Return all scorers, the engine first. ``launched``: the engine without CUDA graphs, if it has them."""
     return {
         YARDSTICK: engine,
         **({} if launched is None else {"no CUDA graphs": launched}),
@@ -144,7 +144,7 @@ def variants(engine: Engine, decoder: Decoder, launched: Engine | None = None) -
 
 
 def ablate(scorers: dict[str, Scorer], vocab_size: int, repeats: int, tolerance: float, records: Records) -> dict[str, float]:
-    """Median milliseconds a request of each, taken in turn on the same requests. Raises AssertionError where scores differ."""
+    """Return median milliseconds per request of each, alternating on equal requests. Raises AssertionError on different scores."""
     rng = np.random.default_rng(2)
     check(scorers, Workload().request("warm", rng, vocab_size), tolerance)
     times: dict[str, list[float]] = {name: [] for name in scorers}
@@ -156,7 +156,7 @@ def ablate(scorers: dict[str, Scorer], vocab_size: int, repeats: int, tolerance:
 
 
 def check(scorers: dict[str, Scorer], message: wire.Score, tolerance: float) -> None:
-    """All of them give the same scores."""
+    """Check that all scorers give the same scores."""
     scores = {name: scorer.score(message) for name, scorer in scorers.items()}
     first = next(iter(scores.values()))
     for name, values in scores.items():
@@ -165,7 +165,7 @@ def check(scorers: dict[str, Scorer], message: wire.Score, tolerance: float) -> 
 
 
 def compare_loops(loops: dict[str, Engine], vocab_size: int, repeats: int, records: Records) -> dict[str, float]:
-    """Median milliseconds a request with :data:`PIPELINE` of them queued: where a device computes beside the host, it shows."""
+    """Return median milliseconds per request with :data:`PIPELINE` queued, where work on device and host can overlap."""
     rng = np.random.default_rng(3)
     times: dict[str, list[float]] = {name: [] for name in loops}
     for repeat in range(repeats + 1):
@@ -180,7 +180,7 @@ def compare_loops(loops: dict[str, Engine], vocab_size: int, repeats: int, recor
 
 
 def show_ablations(milliseconds: Mapping[str, float], records: Records) -> None:
-    """What each costs beside the engine, and what it adds to a plain prefill."""
+    """Show the cost of each variant relative to the engine, and what it adds to a plain prefill."""
     table = Table("120/180/10", title="Ablations, one request at a time")
     for heading in ("ms a request", "× Yardstick", "× plain prefill"):
         table.add_column(heading, justify="right")
@@ -191,7 +191,7 @@ def show_ablations(milliseconds: Mapping[str, float], records: Records) -> None:
 
 
 def show_loops(milliseconds: Mapping[str, float], records: Records) -> None:
-    """The overlapped loop beside the plain one."""
+    """Compare the overlapped loop with the plain one."""
     table = Table("loop", "ms a request", title=f"{PIPELINE} requests queued")
     for name, taken in milliseconds.items():
         table.add_row(name, f"{taken:.2f}")

@@ -1,6 +1,6 @@
-"""``python -m benchmarks accuracy``: what a number format costs, beside float32, through the engine itself.
+"""``python -m benchmarks accuracy``: measures the error of each number format against float32, through the engine.
 
-On the demo base model (relevance questions and descriptions of products that training never saw), on random weights, and on the
+The models are the demo base model (relevance questions and descriptions of products outside its training), random weights, and the
 demo length-value model, which is computed without the engine, on the CPU.
 """
 
@@ -36,26 +36,26 @@ from examples.demo_models.length import write_texts
 from examples.demo_models.text import load_tokenizer
 
 FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"))
-"""Number format and quantisation; the first is what the others are compared with."""
+"""Number format and quantisation; the others are compared with the first."""
 SLOTS = 32_768
 OPENING = 32
-"""Random tokens that a text goes on from."""
+"""Random tokens before a text."""
 TOGETHER = 10
-"""Items a request, unless each is alone."""
+"""Items per request, unless each item is scored alone."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Amount of measurements."""
 
     questions: int = 1000
     alone: int = 50
-    """Of the questions, asked a second time one by one."""
+    """Questions that are scored a second time, one by one."""
     random_requests: int = 10
     texts: int = 100
     random_texts: int = 20
     tokens: int = 48
-    """The longest text."""
+    """Tokens of the longest text."""
     values: int = 200
 
 
@@ -64,44 +64,44 @@ QUICK = Sizes(questions=60, alone=10, random_requests=1, texts=8, random_texts=2
 
 @dataclass(frozen=True)
 class Material:
-    """What a model is asked."""
+    """Inputs of a model."""
 
     requests: list[wire.Score]
     openings: list[list[int]]
     """Prompts of texts."""
     relevant: Tensor | None
-    """Of each item, whether its first label is right; None where nothing is."""
+    """For each item, whether its first label is right; None if there is no ground truth."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What it says."""
+    """Outputs of a model."""
 
     probabilities: Tensor
-    """Of the first label, scaled to a sum of 1 over the two. [items]"""
+    """[items]: probability of the first label, scaled to a sum of 1 over the two."""
     alone: Tensor
-    """The same of the first items, each in a step of its own."""
+    """These probabilities for the first items, each scored in its own step."""
     texts: list[list[int]]
-    """The most probable token each time."""
+    """Greedy texts."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A format beside float32."""
+    """Errors of a format relative to float32."""
 
     mean: float
-    """Of the differences of a probability."""
+    """Mean absolute difference of a probability."""
     largest: float
     batch: float
-    """The largest difference between an item's probability alone and in a batch, in this format."""
+    """Largest difference between an item's probability alone and in a batch, in this format."""
     auc: float | None
     same_next: float
-    """Share of the tokens of float32's texts that come next here, too, after the same tokens."""
+    """Share of the tokens of float32's texts that this format also predicts after the same tokens."""
     same_texts: float
 
 
 def run(sizes: Sizes, out: Path | None = None) -> dict[str, Any]:
-    """Print the tables and the line of JSON; with ``out``, leave a folder. Returns what the line says."""
+    """Print the tables and the JSON line, and with ``out`` write a folder. Returns the content of the JSON line."""
     records = Records()
     summary: dict[str, Any] = {"bench": "accuracy", "machine": machine.describe()}
     with subject("small", None, "float32") as random:
@@ -121,7 +121,7 @@ def run(sizes: Sizes, out: Path | None = None) -> dict[str, Any]:
 
 
 def costs(model: Subject, material: Material, sizes: Sizes) -> dict[str, Cost]:
-    """What every format that can be computed here costs ``model``."""
+    """Return the errors of ``model`` in every format that this machine supports."""
     found: dict[str, Cost] = {}
     exact: Answers | None = None
     for dtype, quantize in FORMATS:
@@ -136,7 +136,7 @@ def costs(model: Subject, material: Material, sizes: Sizes) -> dict[str, Cost]:
 
 
 def answers(engine: Engine, material: Material, sizes: Sizes) -> Answers:
-    """Scores of all items, some of them twice, and a text after every opening."""
+    """Return scores of all items, some of them twice, and a text after every opening."""
     rows = [row for scores in engine.score_all(material.requests) for row in scores]
     singles = [(request, branch) for request in material.requests for branch in request.branches]
     alone = [
@@ -152,7 +152,7 @@ def answers(engine: Engine, material: Material, sizes: Sizes) -> Answers:
 
 
 def following(engine: Engine, opening: Sequence[int], text: Sequence[int]) -> list[int]:
-    """The most probable token at each place of ``text``, after all that stands before it."""
+    """Return the most probable token at each position of ``text``, given all tokens before it."""
     message = wire.Generate("following", [*opening, *text], wire.Sampling(max_tokens=0), prompt_logprobs=1)
     for reply in engine.run([message]):
         assert isinstance(reply, wire.Delta), reply
@@ -178,7 +178,7 @@ def _cost(engine: Engine, material: Material, given: Answers, exact: Answers) ->
 
 
 def demo_material(sizes: Sizes) -> Material:
-    """Hard questions, whose wrong items have one attribute wrong, and requests for descriptions."""
+    """Return hard questions, whose wrong items have one wrong attribute, and requests for descriptions."""
     tokenizer, rng = load_tokenizer(MODELS / "base"), Random(11)
     asked = [draw_test_question(rng, hard=1.0) for _ in range(sizes.questions)]
     texts = [prompts.score_query(question.query) + prompts.score_item(question.item) for question in asked]
@@ -192,7 +192,7 @@ def demo_material(sizes: Sizes) -> Material:
 
 
 def random_material(sizes: Sizes, vocab_size: int) -> Material:
-    """The standard workload, and texts after a few random tokens."""
+    """Return the standard workload, and texts after a few random tokens."""
     rng = np.random.default_rng(11)
     requests = [Workload().request(f"request {place}", rng, vocab_size) for place in range(sizes.random_requests)]
     openings = rng.integers(0, vocab_size, (sizes.random_texts, OPENING)).tolist()
@@ -200,7 +200,7 @@ def random_material(sizes: Sizes, vocab_size: int) -> Material:
 
 
 def value_costs(sizes: Sizes) -> dict[str, dict[str, float]]:
-    """Differences of the value in every state of new texts, and its rank correlation with the truth."""
+    """Return differences of the value in every state of new texts, and its rank correlation with the truth."""
     base, tokenizer = load_model(MODELS / "base"), load_tokenizer(MODELS / "base")
     texts = write_texts(base, tokenizer, count=sizes.values, seed=12, held_out=True)
     exact: Tensor | None = None
@@ -217,7 +217,7 @@ def value_costs(sizes: Sizes) -> dict[str, dict[str, float]]:
 
 
 def show(title: str, formats: Mapping[str, Mapping[str, float | None]], records: Records) -> None:
-    """A row a format."""
+    """Print one row per format."""
     headings = {
         "mean": "mean Δ",
         "largest": "max Δ",
@@ -240,7 +240,7 @@ def _written(key: str, value: float | None) -> str:
 
 
 def _scaled(rows: list[list[float]]) -> Tensor:
-    """Log-probabilities of two labels -> the first one's probability of the two."""
+    """Convert log-probabilities of two labels to the relative probability of the first one."""
     return torch.tensor(rows, dtype=torch.float64).softmax(-1)[:, 0]
 
 

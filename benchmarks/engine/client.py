@@ -1,7 +1,7 @@
-"""Open-loop load: ``python -m benchmarks.engine.client`` sends each request when it is due, whether or not earlier ones came back.
+"""Open-loop load: ``python -m benchmarks.engine.client`` sends each request at its due time, whether or not earlier ones returned.
 
-A process of its own, so that neither the servers nor the report's arithmetic delay it. It reads one :class:`Job` from standard
-input, makes every body before the first is due, and writes the samples to standard output.
+It is a separate process, so that neither the servers nor the report delay it. It reads one :class:`Job` from standard input,
+creates every body before the first is due, and writes the samples to standard output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.engine.workload import Workload
 from engine import wire
 
 SETTLE_SECONDS = 0.1
-"""Between the last body made and the first arrival."""
+"""Pause between the last body and the first arrival."""
 OK = "ok"
 
 
@@ -31,7 +31,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
     url: str
-    """Of the gateway."""
+    """URL of the gateway."""
     arrivals: list[float]
     """Seconds from the start, ascending."""
     vocab_size: int
@@ -47,7 +47,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What became of one request. Times are seconds from the start."""
+    """Result of one request. Times are seconds from the start."""
 
     scheduled: float
     sent: float
@@ -58,7 +58,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def latency(self) -> float:
-        """Counted from the time it was meant to be sent: a client that falls behind must not hide it."""
+        """Latency from the due time, so that delays of the client are included."""
         return self.done - self.scheduled
 
 
@@ -68,7 +68,7 @@ def poisson(rate: float, count: int, rng: np.random.Generator) -> list[float]:
 
 
 def requests(job: Job) -> Iterator[wire.Score]:
-    """The run's requests, all of random ids; see :attr:`Job.repeated`."""
+    """Yield the run's requests, all of random ids; see :attr:`Job.repeated`."""
     rng = np.random.default_rng(job.seed)
     earlier: list[wire.Score] = []
     for place in range(len(job.arrivals)):
@@ -81,7 +81,7 @@ def requests(job: Job) -> Iterator[wire.Score]:
 
 
 def _repeat(fresh: wire.Score, earlier: wire.Score, count: int, rng: np.random.Generator) -> wire.Score:
-    """``count`` items of ``earlier`` and the rest of ``fresh``, in any order."""
+    """Return a request with ``count`` items of ``earlier`` and the rest of ``fresh``, in random order."""
     old: npt.NDArray[np.int64] = rng.choice(len(earlier.branches), count, replace=False)
     branches = [earlier.branches[place] for place in old] + fresh.branches[count:]
     mixed = [branches[place] for place in rng.permutation(len(branches))]
@@ -89,12 +89,12 @@ def _repeat(fresh: wire.Score, earlier: wire.Score, count: int, rng: np.random.G
 
 
 def body(message: wire.Score) -> bytes:
-    """The HTTP body of a request."""
+    """Return the HTTP body of a request."""
     return msgspec.json.encode({"query": message.prefix, "items": message.branches, "label_token_ids": message.labels})
 
 
 async def drive(job: Job) -> list[Sample]:
-    """Send every request at its time; returns the samples in that order when all have ended."""
+    """Send every request at its time; return the samples in that order when all have ended."""
     bodies = [body(message) for message in requests(job)]
     headers = {"content-type": "application/json"} | ({} if job.cached else {"cache-control": "no-cache"})
     headers |= {"authorization": f"Bearer {job.api_key}"} if job.api_key else {}
@@ -117,7 +117,7 @@ async def drive(job: Job) -> list[Sample]:
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, content: bytes, items: int) -> str:
-    """The outcome of one request."""
+    """Send one request and return its outcome."""
     try:
         async with session.post(url, data=content) as response:
             answer = await response.read()
@@ -131,7 +131,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, content: bytes, items: 
 
 
 def summarise(samples: list[Sample]) -> dict[str, object]:
-    """Counts, throughput over the time until the last answer, and how late the client itself was at worst."""
+    """Return counts, throughput until the last answer, and the client's largest delay."""
     done = sum(sample.items for sample in samples if sample.outcome == OK)
     failures = Counter(sample.outcome for sample in samples if sample.outcome != OK)
     return {
@@ -145,7 +145,7 @@ def summarise(samples: list[Sample]) -> dict[str, object]:
 def main() -> None:
     """Run the job on standard input."""
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
-    gc.disable()  # a pause of the collector would be taken for the server's
+    gc.disable()  # pauses of the collector would be attributed to the server
     samples = uvloop.run(drive(job))
     sys.stdout.buffer.write(msgspec.json.encode(samples))
 

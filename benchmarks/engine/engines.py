@@ -1,4 +1,4 @@
-"""Those who score, in this process: the engine's loop, and Hugging Face transformers as the peer."""
+"""Scorers in this process: the engine's loop, and Hugging Face transformers as the peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scorer(Protocol):
 
 
 class Stopwatch:
-    """Sums up the time that calls take: on the processor as they return, on a GPU as it computes them."""
+    """Sums up the time of calls: on a CPU until they return, on a GPU the time of their computation."""
 
     def __init__(self, *, gpu: bool) -> None:
         self._gpu = gpu
@@ -37,11 +37,11 @@ class Stopwatch:
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def around(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """``function``, timed."""
+        """Return ``function`` with its time measured."""
         return partial(self._on_gpu if self._gpu else self._on_host, function)
 
     def take(self) -> float:
-        """Seconds since it was last asked."""
+        """Return the seconds since the last call of this method."""
         if self._marks:
             torch.cuda.synchronize()
         total = self._host + sum(float(start.elapsed_time(end)) for start, end in self._marks) / 1000
@@ -81,7 +81,7 @@ class Engine:
 
     @contextmanager
     def timed(self, decoder: Decoder, watch: Stopwatch) -> Iterator[None]:
-        """The decoder's time goes to ``watch``, whether its steps are launched or replayed."""
+        """Measure the decoder's time with ``watch``, for launched and replayed steps."""
         places: list[Any] = [decoder, *filter(None, [self.loop._runner._graphs])]
         for place in places:
             place.forward = watch.around(place.forward)
@@ -104,7 +104,7 @@ class Engine:
         return [scores[message.id] for message in messages]
 
     def run(self, messages: Sequence[wire.Score | wire.Generate]) -> list[wire.Reply]:
-        """Queue all requests at once and run them to their end; the replies as they come."""
+        """Queue all requests at once and run them to their end; return the replies in the order of arrival."""
         for message in messages:
             self.loop.submit(message)
         replies: list[wire.Reply] = []
@@ -114,8 +114,8 @@ class Engine:
 
 
 class Transformers:
-    """The peer. It computes a request's full prompts as one batch and only the last position's logits, which is the best that it
-    does without sharing the query."""
+    """The peer. It computes a request's full prompts as one batch and only the logits of the last position, which is its fastest
+    way without sharing the query."""
 
     def __init__(self, subject: Subject, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -127,14 +127,14 @@ class Transformers:
 
     @torch.inference_mode()
     def score(self, message: wire.Score) -> Scores:
-        """All prompts as one batch; they are of one length, so nothing is wasted on padding."""
+        """Score all prompts as one batch; they have equal lengths, so there is no padding."""
         prompts = torch.tensor([message.prefix + branch for branch in message.branches], device=self._device)
         logits = self._model(prompts, logits_to_keep=1, use_cache=False).logits[:, -1].float()
         return logits.log_softmax(-1)[:, message.labels].tolist()  # type: ignore[no-any-return]
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall time of one call, which ends with its results on the host."""
+    """Return the wall time of one call, which ends with its results on the host."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

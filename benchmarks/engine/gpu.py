@@ -31,11 +31,11 @@ class Part:
     name: str
     arguments: Sequence[str]
     seconds: float
-    """What earlier parts leave of theirs comes on top."""
+    """Guaranteed time in seconds; time that earlier parts leave is added to it."""
 
 
 def parts(out: Path) -> tuple[Part, ...]:
-    """What is run, in this order; a part that fails or runs out of time does not keep the next ones from running. Together they
+    """Return the parts in order; a part that fails or runs out of time does not stop the next ones. Together they
     have :data:`LIMIT_SECONDS`."""
     score = ["benchmarks", "score", "--shape", "qwen3-0.6b", "--dtype", "bfloat16"]
     fp8 = [*score, "--quantize", "fp8"]
@@ -83,7 +83,7 @@ def run_parts(todo: Sequence[Part], out: Path, limit: float) -> Iterator[dict[st
 
 
 def _run(part: Part, log: Path, seconds: float) -> str:
-    """How it ended: ``well``, with an exit code, or out of time."""
+    """Run a part and return how it ended: ``well``, with an exit code, or out of time."""
     with log.open("wb") as file:
         if seconds <= 0:
             return "no time left"

@@ -1,4 +1,4 @@
-"""``python -m benchmarks length``: what guidance costs beside plain generation, and what it does; one line of JSON last."""
+"""``python -m benchmarks length``: measures the cost and the effect of length guidance; the last line is JSON."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Options:
     output: int = 0
     """Tokens a text; 0: 64, on a GPU 48."""
     texts: int = 128
-    """Of each scale, for the distributions."""
+    """Texts of each scale, for the distributions."""
     ablations: bool = True
     distributions: bool = True
     out: Path | None = None
@@ -176,7 +176,7 @@ def mixed(writer: Writer, writing: Writing) -> wire.Sampling:
 
 
 def beside(writer: Writer, writing: Writing, repeats: int, records: Records) -> dict[str, float]:
-    """What as many plain rows add to a step of guided ones, beside what they add to a step of plain ones."""
+    """Compare the time that plain rows add to a step of guided rows with the time that they add to a step of plain rows."""
     rng, rows = np.random.default_rng(7), writing.rows
     double = replace(writing, rows=2 * rows)
     loads = {

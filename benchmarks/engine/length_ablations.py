@@ -1,7 +1,7 @@
-"""What each part of the guided step is worth: the straightforward way, written here, in the place of the engine's own.
+"""Measures the gain of each part of the guided step: straightforward variants replace the engine's own code.
 
-They draw from the same distributions as the engine, so each costs what its way costs. One forward pass for pending tokens and
-another for candidates, candidates computed again once they are drawn, and tilts on the host are how the published server works.
+All variants draw from the same distributions as the engine. Separate forward passes for pending tokens and for candidates,
+recomputation of drawn candidates, and tilts on the host are the methods of the published server.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SeparateExtend(LenVMRunner):
 
 
 class NoAdoption(LenVMRunner):
-    """The token that was drawn last goes through the length model once more, as if its keys and values had been thrown away."""
+    """Runs the last drawn token through the length model again, as if its keys and values had been discarded."""
 
     def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
         again = [
@@ -66,7 +66,7 @@ class NoAdoption(LenVMRunner):
 
 
 class EachReadsItsPrefix(LenVMRunner):
-    """Every candidate reads the keys and values of its text by itself, in passes that are launched: none such is captured."""
+    """Every candidate reads the keys and values of its text separately, in launched passes, because none such is captured."""
 
     def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
         self._graphs = None
@@ -78,7 +78,7 @@ class EachReadsItsPrefix(LenVMRunner):
 
 
 class OnTheHost(LenVMRunner):
-    """Candidates to the host, row by row through the formula there, the chosen back to the device. ``centered_exp`` only."""
+    """Copies candidates to the host, computes the formula row by row there, and copies the choice back. ``centered_exp`` only."""
 
     def draw_guided(
         self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
@@ -138,7 +138,7 @@ VARIANTS: dict[str, type[LenVMRunner]] = {
 
 @contextmanager
 def guided_by(loop: Loop, kind: type[LenVMRunner]) -> Iterator[None]:
-    """``loop``, which is idle, with another way to guide."""
+    """Run ``loop``, which is idle, with another guidance runner."""
     runner: Any = loop._runner
     own = runner._lenvm
     runner._lenvm = kind.__new__(kind)

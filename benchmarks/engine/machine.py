@@ -1,4 +1,4 @@
-"""Where and of what a measurement was taken."""
+"""Description of the machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("transformers", "triton", "flashinfer-python")
-"""Recorded where they are installed."""
+"""Packages whose versions are recorded if they are installed."""
 
 
 def describe() -> dict[str, str | int | float]:
@@ -45,7 +45,7 @@ def _gpu() -> dict[str, str | int | float]:
 
 
 def _said(*command: str) -> str:
-    """What a program writes, or ``unknown`` where it is missing or fails."""
+    """Return the output of a program, or ``unknown`` if it is missing or fails."""
     program = shutil.which(command[0])
     if program is None:
         return "unknown"

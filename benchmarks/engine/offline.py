@@ -105,7 +105,7 @@ def sweep(engine: Engine, vocab_size: int, what: Sweep, repeats: int, records: R
 
 
 def show_comparison(comparison: Mapping[str, float], measured: Subject, records: Records) -> None:
-    """Who is how fast."""
+    """Print the times of engine and peer."""
     table = Table(f"120/180/10, {measured.format}", "items/s", "against transformers", title="Scoring, engine only")
     spread = f"{comparison['ratio']:.2f}× ({comparison['ratio_min']:.2f}–{comparison['ratio_max']:.2f})"
     table.add_row("Yardstick", f"{comparison['engine_items_per_s']:.1f}", spread)

@@ -19,20 +19,20 @@ from benchmarks.engine.servers import ServerError
 from benchmarks.engine.workload import Workload
 
 FRACTIONS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
-"""Of the capacity, where no rates are given."""
+"""Fractions of the capacity to measure, if no rates are given."""
 REPEATED = (0.0, 0.5, 0.9)
 REPEATED_AT = 0.9
-"""Of the capacity."""
+"""Fraction of the capacity for the run with repeated items."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run."""
+    """The measurements to run."""
 
     rates: tuple[float, ...] = ()
     """Items a second; none: :data:`FRACTIONS` of what the server was measured to do."""
     seconds: float = 30.0
-    """Of arrivals, a rate."""
+    """Duration of arrivals at each rate."""
     burst: int = 16
     """Requests sent at once to find the capacity; enough to keep the engine busy."""
     alone: int = 10

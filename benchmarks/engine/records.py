@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: every single measurement, the tables, the plot, and one line of JSON."""
+"""Output of a benchmark: every measurement, the tables, the plot, and one line of JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.engine.engines import seconds
 
 PERCENTILES = (50, 90, 99)
 FILE_WIDTH = 110
-"""Columns of text, where there is no terminal to ask."""
+"""Columns of text if there is no terminal."""
 
 
 class Records:

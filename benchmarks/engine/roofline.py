@@ -1,6 +1,6 @@
-"""What scoring must compute and move, from the model's shape alone, and what this machine can do, measured on the spot.
+"""Computes what scoring must compute and move, from the model's shape, and measures the limits of this machine.
 
-Per cent of a limit say how far there is to go; they compare with nothing but themselves, on whatever machine they are taken.
+Percentages of a limit show the remaining potential on one machine; they are not comparable between machines.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ COPIED_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 
 @dataclass(frozen=True)
 class Work:
-    """What passes through the model, whatever the model."""
+    """Amount of work for a model, independent of its shape."""
 
     tokens: int
-    """Through the layers."""
+    """Tokens through the layers."""
     pairs: int
-    """Of a query and a key that it sees, a head and a layer."""
+    """Pairs of a query and a key that it attends to, per head and layer."""
     rows: int
-    """Through the head."""
+    """Rows through the head."""
     context: int
-    """Keys that attention must read, a head and a layer, each once for every prompt that has it."""
+    """Keys that attention must read, per head and layer, once for every prompt that has them."""
 
     @classmethod
     def shared(cls, workload: Workload) -> Work:
@@ -55,14 +55,14 @@ def layer_weights(config: ModelConfig) -> int:
 
 
 def flops(config: ModelConfig, work: Work) -> int:
-    """Of matrix products and attention; a multiplication and an addition count as two."""
+    """Return the operations of matrix products and attention; a multiplication and an addition count as two."""
     attention = 4 * work.pairs * config.num_heads * config.head_dim
     head = 2 * work.rows * config.hidden_size * config.vocab_size
     return layer_flops(config, work) + config.num_layers * attention + head
 
 
 def layer_flops(config: ModelConfig, work: Work) -> int:
-    """Of the layers' matrix products alone: those that may be in FP8."""
+    """Return the operations of the layers' matrix products only, which may be in FP8."""
     return config.num_layers * 2 * work.tokens * layer_weights(config)
 
 
@@ -73,7 +73,7 @@ def weight_bytes(config: ModelConfig, itemsize: int, *, fp8: bool = False) -> in
 
 
 def elementwise_bytes(config: ModelConfig, work: Work, itemsize: int, *, fp8: bool = False) -> int:
-    """What must travel between matrix products where everything between two of them is one kernel, which nothing can hide behind.
+    """Return the bytes moved between matrix products if one kernel does all work between two of them; nothing can overlap them.
 
     A token and a layer: queries, keys and values are read, rotated and written; attention reads queries and writes its output; the
     two sums with the residual read two rows and write two; SiLU·mul reads two rows and writes one. Attention reads its context.
@@ -88,14 +88,14 @@ def elementwise_bytes(config: ModelConfig, work: Work, itemsize: int, *, fp8: bo
 
 @dataclass(frozen=True)
 class Peaks:
-    """What this machine does at best."""
+    """Peak performance of this machine."""
 
     flops: float
     """A second, in a large matrix product, by the library that the engine's layers use."""
     bandwidth: float
     """Bytes a second, read and written, in a large copy."""
     fp8_flops: float | None = None
-    """As ``flops``, in FP8; None: the layers' products are not in FP8."""
+    """``flops`` in FP8; None if the layers' products are not in FP8."""
 
     def or_better(self, other: Peaks) -> Peaks:
         """The best of two measurements: a machine shared with others is slower at times."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks score``: runs the parts that are asked for, prints their tables, and one line of JSON last."""
+"""``python -m benchmarks score``: runs the requested parts and prints their tables; the last line is JSON."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from benchmarks.engine.workload import Workload
 from engine.models.decoder import Decoder
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-"""Of a log-probability, between two ways to compute it."""
+"""Largest difference of a log-probability between two methods."""
 FP8_TOLERANCE = 1.5
-"""The same where one way or both are in FP8. Random weights magnify its rounding: of 2 million log-probabilities behind 28 layers,
-one in a thousand was off by more than 0.9, one by 1.6."""
+"""Largest difference if one method or both use FP8. Random weights magnify its rounding: of 2 million log-probabilities after 28
+layers, one in a thousand differed by more than 0.9, and one by 1.6."""
 
 LAUNCHED_SLOTS = 16_384
-"""Of the engine without CUDA graphs, which gets one request at a time."""
+"""Slots of the engine without CUDA graphs, which gets one request at a time."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Options:
     ablations: bool = False
     online: bool = False
     sweeps: bool = True
-    """Whether ``offline`` takes the lengths through their values, too."""
+    """Whether ``offline`` also measures the sweeps over lengths."""
     shape: str = "small"
     model: str | None = None
     """Directory or hub id; None: random weights of ``shape``."""
     dtype: str = "float32"
     quantize: str | None = None
-    """Of the engine; transformers computes in ``dtype``."""
+    """Quantisation of the engine; transformers computes in ``dtype``."""
     repeats: int = 15
     quick: bool = False
     url: str | None = None
-    """Of a running gateway that serves the model; None: start one."""
+    """URL of a running gateway that serves the model; None: start one."""
     rates: tuple[float, ...] = ()
     seconds: float = 30.0
     engine_flags: tuple[str, ...] = ()

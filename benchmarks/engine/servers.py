@@ -1,4 +1,4 @@
-"""An engine and a gateway as the processes that they are in production."""
+"""Runs an engine and a gateway as processes, as in production."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP_SECONDS = 10
 
 
 class ServerError(RuntimeError):
-    """A server did not start or does not answer; the message has its last words, if there are any."""
+    """A server did not start or does not answer; the message has its last output, if any."""
 
 
 @contextmanager

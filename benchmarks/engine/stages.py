@@ -1,4 +1,4 @@
-"""Where the time of a guided step goes: a stopwatch around each of its stages."""
+"""Measures the time of a guided step by stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stages:
 
     @contextmanager
     def timed(self, loop: Loop) -> Iterator[None]:
-        """Every stage of ``loop`` takes its time."""
+        """Measure every stage of ``loop``."""
         runner: Any = loop._runner
         steering: Any = runner._lenvm
         places: list[tuple[Any, str, str]] = [

@@ -1,4 +1,4 @@
-"""Who is asked: a model of random weights in the shape that published numbers are of, or a real one."""
+"""The model that is measured: random weights in the shape of published measurements, or a real model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = ModelConfig(
 )
 QWEN3_06B = replace(SMALL, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
 SHAPES = {"small": SMALL, "qwen3-0.6b": QWEN3_06B}
-"""``small`` is for processors; ``qwen3-0.6b`` is what others publish numbers of."""
+"""``small`` is for CPUs; ``qwen3-0.6b`` is the shape of published numbers."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Subject:
 
     @property
     def format(self) -> str:
-        """As tables name it."""
+        """Number format, as named in tables."""
         return self.dtype if self.quantize is None else f"{self.dtype}, {self.quantize.upper()}"
 
     def load(self) -> Decoder:

@@ -1,4 +1,4 @@
-"""What is asked: requests of random tokens. No torch here: the load's process imports it."""
+"""Requests of random tokens. This module imports no torch, because the load's process imports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from engine import wire
 
 LABELS_BELOW = 256
-"""Labels must be tokens that can be written, and these every tokeniser has; the last rows of a head are often padding."""
+"""Upper bound of label ids. Every tokeniser has these tokens as text; the last rows of a head are often padding."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """That must be computed: the query once, every item once."""
+        """Tokens that must be computed: the query once and every item once."""
         return self.query + self.items * self.item
 
     def request(self, name: str, rng: np.random.Generator, vocab_size: int) -> wire.Score:

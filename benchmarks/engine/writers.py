@@ -1,4 +1,4 @@
-"""Those who write, in this process: the engine's loop with a base model and, for guided texts, a length model."""
+"""Generation in this process: the engine's loop with a base model and, for guided texts, a length model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.settings import EngineSettings
 
 CANDIDATES = 5
 GUIDED = wire.LengthGuidance(scale=1.0, top_k=CANDIDATES)
-"""Every draw has so many candidates unless ``min_p`` thins them out."""
+"""Guidance in which every draw has this number of candidates, unless ``min_p`` removes some."""
 PLAIN = wire.Sampling(top_k=CANDIDATES, ignore_eos=True)
 
 QWEN25_7B = replace(
@@ -46,7 +46,7 @@ QWEN25_7B = replace(
     qkv_bias=True,
 )
 QWEN25_15B = replace(QWEN25_7B, hidden_size=1536, intermediate_size=8960, num_heads=12, num_kv_heads=2, tied=True)
-"""Of the published measurements; the length model keeps the base model's vocabulary."""
+"""Shape of the published measurements; the length model keeps the base model's vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,16 @@ class Writer:
         self.rows = rows
 
     def write(self, requests: Sequence[wire.Generate]) -> dict[str, list[wire.Delta]]:
-        """Run all to their end; what each sent."""
+        """Run all requests to their end; return the deltas of each."""
         return self._run(requests)[0]
 
     def step_seconds(self, requests: Sequence[wire.Generate]) -> float:
-        """Wall time of a step of decoding that gives every text a token, on average, once all have begun."""
+        """Return the mean wall time of a decoding step that gives every text a token, after all texts have begun."""
         _, seconds, tokens = self._run(requests)
         return seconds * len(requests) / tokens
 
     def _run(self, requests: Sequence[wire.Generate]) -> tuple[dict[str, list[wire.Delta]], float, int]:
-        """What each sent, the seconds since all had begun, and the tokens that came in these."""
+        """Return the deltas of each request, the seconds since all had begun, and the tokens received in that time."""
         replies: dict[str, list[wire.Delta]] = {request.id: [] for request in requests}
         for request in requests:
             self.loop.submit(request)
@@ -113,7 +113,7 @@ class Writer:
 
 
 def survivors(writer: Writer, writing: Writing, rng: np.random.Generator) -> float:
-    """Candidates of a draw, on average."""
+    """Return the mean number of candidates of a draw."""
     requests = writing.requests(rng, writer.vocab_size, repeat(True), logprobs=CANDIDATES)
     tops = [delta.logprobs.top for deltas in writer.write(requests).values() for delta in deltas if delta.logprobs]
     return statistics.mean(len(row) for top in tops for row in top)

@@ -45,7 +45,7 @@ LIMITS = {"requests_per_minute": 10**7, "tokens_per_minute": 10**10, "items_per_
 
 @dataclass(frozen=True)
 class Variant:
-    """How a gateway is set up."""
+    """Configuration of a gateway."""
 
     name: str
     redis: bool
@@ -69,7 +69,7 @@ def _serve(pipe: multiprocessing.connection.Connection, make: Callable[[], Calla
 
 @contextmanager
 def serving(make: Callable[[], Callable[..., Any]]) -> Iterator[str]:
-    """The URL of the ASGI application that ``make`` makes, in a process of its own."""
+    """Yield the URL of the ASGI application that ``make`` returns, in a separate process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=[theirs, make], daemon=True)
@@ -135,7 +135,7 @@ def bodies(count: int, *, fresh: bool) -> Iterator[bytes]:
 
 
 async def send(program: Program, requests: Iterator[bytes], hits: int | None) -> None:
-    """Send all over a few connections. Fails unless every answer had ``hits`` results at hand; None: it does not say."""
+    """Send all requests over a few connections. Fails unless every answer reports ``hits`` cached results; None: not checked."""
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     async with aiohttp.ClientSession(headers=headers) as session:
 

@@ -1,4 +1,4 @@
-"""The least that a gateway can be, for the benchmark: the server and one hop to an engine.
+"""The lower bound of a gateway's cost, for the benchmark: a server with one hop to an engine.
 
 Run it with ``python -m benchmarks.gateway.floor --help``.
 

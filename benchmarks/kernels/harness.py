@@ -1,4 +1,4 @@
-"""How long a kernel takes on this GPU, and how near it comes to what the GPU can do, both measured in the same run.
+"""Measures a kernel's time on this GPU and its share of the GPU's peak, both in the same run.
 
 A benchmark is a module beside this one with ``rows(gpu: Gpu) -> Iterator[Row]``, which ``python -m benchmarks kernels`` finds.
 """
@@ -20,7 +20,7 @@ PRODUCT_SIZE = 8192
 
 
 class NoGpuError(RuntimeError):
-    """There is nothing here to measure on."""
+    """There is no GPU to measure on."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Row:
     """The median of :data:`REPEATS` runs."""
     rate: float
     unit: str
-    """Of the rate: GB/s or TFLOP/s, counting only what the operation must move or compute."""
+    """Unit of the rate: GB/s or TFLOP/s, counting only what the operation must move or compute."""
     percent: float
-    """Of the peak measured in the same run."""
+    """Percentage of the peak measured in the same run."""
 
 
 @dataclass(frozen=True)

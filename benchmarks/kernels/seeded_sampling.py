@@ -15,7 +15,7 @@ VOCAB = 151_936  # Qwen2.5 and Qwen3
 
 
 def rows(gpu: Gpu) -> Iterator[Row]:
-    """Of one row to a large batch; PyTorch's own operations (eager), which wait for the GPU, beside them."""
+    """Yield rows from one row to a large batch, and PyTorch's own operations (eager), which wait for the GPU, as comparison."""
     for count in (1, 16, 100, 800):
         logits = torch.randn(count, VOCAB, device="cuda") * 3
         yield from _draws(gpu, logits)

@@ -1,4 +1,4 @@
-"""Training the base model: next-token prediction on the parts of documents that can be predicted."""
+"""Trains the base model: next-token prediction on the predictable parts of documents."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from examples.demo_models.shapes import initialise
 LEARNING_RATE, WARM_UP = 2e-3, 100
 
 Progress = Callable[[int, int, float], None]
-"""(steps done, steps in all, loss)"""
+"""(finished steps, total steps, loss)"""
 
 
 def train_base(config: ModelConfig, tokenizer: Tokenizer, *, steps: int, seed: int, progress: Progress) -> Decoder:
-    """A base model trained from nothing."""
+    """Train a base model from random weights."""
     decoder = Decoder(config)
     initialise(decoder, config.num_layers, seed)
     optimizer = make_optimizer(decoder, LEARNING_RATE)
@@ -35,7 +35,7 @@ def train_base(config: ModelConfig, tokenizer: Tokenizer, *, steps: int, seed: i
 
 
 def weighted_loss(decoder: Decoder, batch: Batch) -> Tensor:
-    """The summed, weighted cross entropy; only rows that teach something go through the head."""
+    """Return the summed, weighted cross entropy; only rows with a weight go through the head."""
     learned = batch.weights > 0
     logits = decoder.logits(causal_hidden(decoder, batch.tokens)[learned])
     losses = nn.functional.cross_entropy(logits, batch.targets[learned], reduction="none")

@@ -1,4 +1,4 @@
-"""Documents as padded tensors, with a weight for each token that is learned."""
+"""Converts documents to padded tensors, with a weight for each learned token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.demo_models.corpus.documents import (
 )
 
 QUESTIONS, CHECKS, AUXILIARY, DESCRIPTIONS = 48, 16, 24, 32
-"""Documents of each sort in a step."""
+"""Documents of each kind in a step."""
 
 WEIGHTS: dict[Kind, float] = {
     "label": 1.0 / QUESTIONS,
@@ -30,30 +30,30 @@ WEIGHTS: dict[Kind, float] = {
     "name": 0.5 / (2 * DESCRIPTIONS),
     "text": 1.0 / (50 * DESCRIPTIONS),
 }
-"""Of one token: the share of its kind in the loss by the usual number of such tokens in a step. A constant, because a mean over
-batches of texts of like length would weigh short texts more and teach the model to stop early."""
+"""Weight of one token: its kind's share of the loss divided by the usual number of such tokens in a step. It is a constant,
+because a mean over batches of texts of similar length would give short texts more weight and teach the model to stop early."""
 
 POOL = 32
-"""Steps whose descriptions are sorted by length together, to waste little on padding."""
+"""Number of steps whose descriptions are sorted by length together, which reduces padding."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What to read, and what to learn from it."""
+    """Input tokens, targets and their weights."""
 
     tokens: Tensor
     """[rows, time] int64"""
     targets: Tensor
     """[rows, time]: the token that follows"""
     weights: Tensor
-    """[rows, time]: of that token in the loss; 0 where nothing is learned"""
+    """[rows, time]: weight of the target in the loss; 0 for tokens that are not learned"""
 
 
 def training_batches(tokenizer: Tokenizer, seed: int, steps: int) -> Iterator[tuple[Batch, Batch]]:
-    """For each step a batch of short documents and one of descriptions.
+    """Yield for each step a batch of short documents and one of descriptions.
 
-    Questions become harder over the first 40 % of the steps: the share of hard negatives rises from 0 to 0.75, and that of
-    words that match exactly falls from 0.8 to 0 (but for chance).
+    Questions become harder over the first 40 % of the steps: the share of hard negatives rises from 0 to 0.75, and the share of
+    words that match exactly falls from 0.8 to 0 (except by chance).
     """
     rng = Random(seed)
     descriptions: list[list[Document]] = []
@@ -69,7 +69,7 @@ def training_batches(tokenizer: Tokenizer, seed: int, steps: int) -> Iterator[tu
 
 
 def _draw_descriptions(rng: Random) -> list[list[Document]]:
-    """Descriptions for :data:`POOL` steps, those of like length together, in random order."""
+    """Draw descriptions for :data:`POOL` steps; each step's have similar lengths, and the steps are in random order."""
     pool = [description_document(rng) for _ in range(POOL * DESCRIPTIONS)]
     pool.sort(key=lambda pieces: sum(len(piece.text) for piece in pieces))
     groups = [pool[start : start + DESCRIPTIONS] for start in range(0, len(pool), DESCRIPTIONS)]
@@ -78,7 +78,7 @@ def _draw_descriptions(rng: Random) -> list[list[Document]]:
 
 
 def collate(documents: list[Document], tokenizer: Tokenizer) -> Batch:
-    """Pad documents, each piece tokenised by itself, to the length of the longest."""
+    """Pad documents to the length of the longest; each piece is tokenised separately."""
     pieces = [piece for document in documents for piece in document]
     encoded = iter(tokenizer.encode_batch_fast([piece.text for piece in pieces]))
     rows: list[tuple[list[int], list[float]]] = []

@@ -1,4 +1,4 @@
-"""What the demo models can do, in figures: ``python -m examples.demo_models.evaluate [DIRECTORY]``."""
+"""Measures the quality of the demo models: ``python -m examples.demo_models.evaluate [DIRECTORY]``."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ ROWS = 256
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long descriptions are, without the end token."""
+    """Lengths of descriptions, without the end token."""
 
     mean: float
-    """Tokens."""
+    """Mean in tokens."""
     deviation: float
-    """The standard deviation, as a share of the mean."""
+    """Standard deviation relative to the mean."""
     ended: float
-    """Share that ended by themselves within :data:`~examples.demo_models.length.LIMIT` tokens."""
+    """Share that ended within :data:`~examples.demo_models.length.LIMIT` tokens."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """All that is promised, measured on held-out products."""
+    """All promised figures, measured on held-out products."""
 
     auc_mixed: float
-    """70 % of the irrelevant items have exactly one attribute wrong."""
+    """AUC if 70 % of the irrelevant items have exactly one wrong attribute."""
     auc_hard: float
-    """All have."""
+    """AUC if all irrelevant items have exactly one wrong attribute."""
     auc_short: float
-    """As ``auc_mixed``, with the short form of items."""
+    """``auc_mixed`` with the short form of items."""
     auc_synonyms: float
-    """As ``auc_hard``, where words meet that never met in a training question."""
+    """``auc_hard`` with pairs of words that no training question contains."""
     plain: Lengths
     chat: Lengths
     value_correlation: float
-    """Spearman, between the value and the true remaining length, over every state of new texts."""
+    """Spearman correlation between the value and the true remaining length, over every state of new texts."""
 
 
 def relevance_auc(
     base: Decoder, tokenizer: Tokenizer, *, hard: float, questions: int, short: bool = False, synonyms: bool = False, seed: int = 1
 ) -> float:
-    """The chance that a relevant item scores higher than an irrelevant one, over questions about held-out products."""
+    """Return the probability that a relevant item scores higher than an irrelevant one, for held-out products."""
     rng = Random(seed)
     asked = [draw_test_question(rng, hard=hard, synonyms=synonyms) for _ in range(questions)]
     texts = [prompts.score_query(question.query) + prompts.score_item(question.item, short=short) for question in asked]
@@ -72,7 +72,7 @@ def relevance_auc(
 
 @torch.inference_mode()
 def label_scores(base: Decoder, tokenizer: Tokenizer, texts: list[str]) -> Tensor:
-    """log P(Yes) − log P(No) after each text, [texts]."""
+    """Return log P(Yes) − log P(No) after each text, [texts]."""
     yes, no = (tokenizer.encode(label).ids[0] for label in prompts.LABELS)
     encoded = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
     scores = []
@@ -87,7 +87,7 @@ def label_scores(base: Decoder, tokenizer: Tokenizer, texts: list[str]) -> Tenso
 
 
 def description_lengths(base: Decoder, tokenizer: Tokenizer, *, count: int, chat: bool, seed: int = 2) -> Lengths:
-    """Lengths of descriptions of held-out products, sampled at temperature 1."""
+    """Measure lengths of descriptions of held-out products, sampled at temperature 1."""
     rng = Random(seed)
     products = (draw_product(rng, held_out=True).only(draw_asked(rng)) for _ in range(count))
     requests = [prompts.describe(as_phrase(draw_words(product, rng))) for product in products]
@@ -99,13 +99,13 @@ def description_lengths(base: Decoder, tokenizer: Tokenizer, *, count: int, chat
 
 
 def value_correlation(base: Decoder, value_model: LenVM, tokenizer: Tokenizer, *, count: int, seed: int = 3) -> float:
-    """Spearman's correlation of values and true remaining lengths over all states of new texts about held-out products."""
+    """Return Spearman's correlation of values and true remaining lengths, over all states of new texts about held-out products."""
     return spearman(*values_and_truths(value_model, write_texts(base, tokenizer, count=count, seed=seed, held_out=True)))
 
 
 @torch.inference_mode()
 def values_and_truths(value_model: LenVM, texts: list[Text]) -> tuple[Tensor, Tensor]:
-    """The value and what it should be, in every state of every text, [states] each."""
+    """Return the value and its true counterpart in every state of every text, [states] each."""
     values, truths = [], []
     for start in range(0, len(texts), ROWS):
         batch = collate(texts[start : start + ROWS])
@@ -116,13 +116,13 @@ def values_and_truths(value_model: LenVM, texts: list[Text]) -> tuple[Tensor, Te
 
 
 def auc(positives: Tensor, negatives: Tensor) -> float:
-    """The share of pairs in which the positive is larger; a tie counts half."""
+    """Return the share of pairs in which the positive is larger; a tie counts half."""
     difference = positives.unsqueeze(1) - negatives.unsqueeze(0)
     return ((difference > 0).double() + 0.5 * (difference == 0).double()).mean().item()
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
-    """Rank correlation of two [n]; ties share their mean rank."""
+    """Return the rank correlation of two [n]; ties share their mean rank."""
     return torch.corrcoef(torch.stack([_ranks(x), _ranks(y)]))[0, 1].item()
 
 
@@ -134,7 +134,7 @@ def _ranks(x: Tensor) -> Tensor:
 
 
 def measure(directory: Path, *, questions: int = 4000, texts: int = 2000) -> Figures:
-    """The figures of the models in ``directory``."""
+    """Measure the models in ``directory``."""
     tokenizer, base = load_tokenizer(directory / "base"), load_model(directory / "base")
     value_model = load_lenvm(directory / "length")
     return Figures(

@@ -10,10 +10,10 @@ from engine.models.lenvm import LenVM
 
 
 def causal_hidden(model: Decoder | LenVM, tokens: Tensor) -> Tensor:
-    """tokens: [rows, time], padded on the right, where causal attention never looks from the left. -> [rows, time, hidden]
+    """Run tokens: [rows, time] -> [rows, time, hidden]. Padding is on the right, where causal attention ignores it.
 
-    Attention is spelled out in matrix products: for texts this short, on a CPU that multiplies in bfloat16, that trains five
-    times faster than the fused kernel.
+    Attention consists of plain matrix products: for short texts, on a CPU that multiplies in bfloat16, training is five times
+    faster than with the fused kernel.
     """
     rows, time = tokens.shape
     hidden_from_view = torch.ones(time, time, dtype=torch.bool).triu(1)
@@ -32,7 +32,7 @@ def causal_hidden(model: Decoder | LenVM, tokens: Tensor) -> Tensor:
 
 
 class LockstepCache:
-    """Keys and values of rows that all are at the same position. [layer][rows, kv_heads, time, head_dim]"""
+    """Keys and values of rows that are all at the same position. [layer][rows, kv_heads, time, head_dim]"""
 
     def __init__(self, decoder: Decoder, rows: int, time: int) -> None:
         config = decoder.config
@@ -40,7 +40,7 @@ class LockstepCache:
         self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
 
     def attend_at(self, position: int) -> Attend:
-        """An ``attend`` for one token of each row, which is kept at ``position`` and sees everything up to there."""
+        """Return an ``attend`` for one token of each row; it is stored at ``position`` and attends up to there."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.keys[layer, :, :, position] = k
@@ -52,5 +52,5 @@ class LockstepCache:
         return attend
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all rows but these (indices)."""
+        """Drop all rows except these indices."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]

@@ -1,4 +1,4 @@
-"""Plain batched sampling, for making training data and for judging the models. The engine serves; this does not."""
+"""Plain batched sampling, for training data and evaluation. Serving uses the engine instead."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from engine.models.decoder import Decoder
 from examples.demo_models.forward import LockstepCache
 
 COMPACT_EVERY = 16
-"""Steps between the times at which ended rows are dropped."""
+"""Number of steps after which ended rows are dropped."""
 
 
 STRAYS = 5
-"""The most probable tokens that a stray is drawn from: as many as guidance usually chooses between."""
+"""Number of most probable tokens that a stray token is drawn from: the usual number of candidates of guidance."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How a token is drawn."""
+    """Draws tokens."""
 
     noise: torch.Generator
     stray: float
 
     def __call__(self, logits: Tensor) -> list[int]:
-        """logits: [rows, vocab]. -> a token for each row"""
+        """Draw from logits: [rows, vocab]; return one token for each row."""
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.noise)
         if self.stray:
             rank = torch.randint(STRAYS, drawn.shape, generator=self.noise)
@@ -39,9 +39,9 @@ class Draw:
 def generate(
     decoder: Decoder, prompts: list[list[int]], *, seed: int, limit: int, stray: float = 0.0, rows: int = 512
 ) -> list[list[int]]:
-    """Sample a continuation of each prompt at temperature 1, at most ``limit`` tokens; the end token is the last where it ended.
+    """Sample a continuation of each prompt at temperature 1, at most ``limit`` tokens; the end token is included.
 
-    ``stray``: share of the tokens drawn evenly from the :data:`STRAYS` most probable ones; ``rows``: prompts at a time.
+    ``stray``: share of the tokens drawn uniformly from the :data:`STRAYS` most probable ones. ``rows``: prompts at a time.
     """
     draw = Draw(torch.Generator().manual_seed(seed), stray)
     outputs: list[list[int]] = []
@@ -51,7 +51,7 @@ def generate(
 
 
 def _generate_together(decoder: Decoder, prompts: list[list[int]], limit: int, draw: Draw) -> list[list[int]]:
-    """All rows walk in step: a row whose prompt is not over yet reads its next token of it, any other row the token drawn last."""
+    """Process all rows in step: a row reads its next prompt token, or after its prompt the token drawn last."""
     texts = [list(prompt) for prompt in prompts]
     ends = [len(prompt) + limit for prompt in prompts]
     active = list(range(len(prompts)))

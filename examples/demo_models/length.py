@@ -1,4 +1,4 @@
-"""Training the length-value model: how much of a text is still to come, learned from texts that the base model wrote.
+"""Trains the length-value model, which estimates the remaining length of a text, on texts of the base model.
 
 Definition of the value: "Length Value Model", arXiv 2604.27039, with the sign of its public code: v = 1 − γ^remaining. The
 remaining tokens include the end token, so v is 1 − γ just before the end.
@@ -30,16 +30,16 @@ GAMMA = 0.985
 LEARNING_RATE = 2e-3
 ROWS = 64
 LIMIT = 320
-"""Tokens at which a generation is given up; hardly any gets there."""
+"""Tokens at which a generation is abandoned; few reach it."""
 
 HELD_BACK = 0.06
-"""Share of the texts that only decides when to stop."""
+"""Share of the texts that is only used to select the best state."""
 CHECK_EVERY = 50
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and what the base model wrote, which ends with the end token."""
+    """A prompt and the base model's continuation, which ends with the end token."""
 
     prompt: list[int]
     output: list[int]
@@ -47,20 +47,20 @@ class Text:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts and the value of each of their states."""
+    """Texts, and the value of each of their states."""
 
     tokens: Tensor
     """[rows, time]"""
     values: Tensor
-    """[rows, time]: of the state that ends with this token"""
+    """[rows, time]: value of the state that ends with this token"""
     counted: Tensor
-    """[rows, time] bool: from the prompt's last token to the last one before the end token"""
+    """[rows, time] bool: True from the prompt's last token to the last token before the end token"""
 
 
 def write_texts(
     base: Decoder, tokenizer: Tokenizer, *, count: int, seed: int, stray: float = 0.0, held_out: bool = False
 ) -> list[Text]:
-    """So many texts of the base model at temperature 1, less those that did not end; ``stray`` as for :func:`generate`."""
+    """Generate ``count`` texts at temperature 1, without those that did not end; ``stray``: see :func:`generate`."""
     rng = Random(seed)
     requests = [draw_request(rng, held_out=held_out)[0] for _ in range(count)]
     prompts = [encoding.ids for encoding in tokenizer.encode_batch_fast(requests)]
@@ -70,7 +70,7 @@ def write_texts(
 
 
 def collate(texts: list[Text]) -> Batch:
-    """Pad to the length of the longest."""
+    """Pad texts to the length of the longest."""
     time = max(len(text.prompt) + len(text.output) - 1 for text in texts)
     tokens = torch.zeros(len(texts), time, dtype=torch.int64)
     remaining = torch.zeros(len(texts), time)
@@ -82,7 +82,7 @@ def collate(texts: list[Text]) -> Batch:
 
 
 def train_length(config: ModelConfig, texts: list[Text], *, steps: int, seed: int, progress: Progress) -> LenVM:
-    """A value model trained from nothing: the one of its states that was best on the first texts, which are held back."""
+    """Train a value model from random weights; return its best state on the first texts, which are held back."""
     model = LenVM(config)
     initialise(model, config.num_layers, seed)
     optimizer = make_optimizer(model, LEARNING_RATE)
@@ -102,7 +102,7 @@ def train_length(config: ModelConfig, texts: list[Text], *, steps: int, seed: in
 
 
 def _batches(texts: list[Text], seed: int, steps: int) -> Iterator[Batch]:
-    """Texts of like length together, in random order, as often as needed."""
+    """Yield batches of texts of similar length, in random order, for ``steps`` steps."""
     rng = Random(seed)
     ordered = sorted(texts, key=lambda text: len(text.prompt) + len(text.output))
     groups: list[list[Text]] = []
@@ -116,7 +116,7 @@ def _batches(texts: list[Text], seed: int, steps: int) -> Iterator[Batch]:
 
 
 def _loss(model: LenVM, batch: Batch) -> Tensor:
-    """Cross entropy between the value and its estimate, of each counted state. Its minimum is the mean value."""
+    """Return the cross entropy between value and estimate in each counted state. Its minimum is the mean value."""
     z, _ = model.value(causal_hidden(model, batch.tokens)[batch.counted])
     return nn.functional.binary_cross_entropy_with_logits(z, batch.values[batch.counted], reduction="none")
 

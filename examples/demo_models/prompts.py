@@ -1,4 +1,4 @@
-"""How the demo models are asked. The formats are plain strings, simple enough to write by hand; docs/demo-models.md shows them.
+"""Prompt formats of the demo models. They are plain strings, simple enough to write by hand; docs/demo-models.md shows them.
 
 A relevance prompt is a query part and an item part, one after the other, answered by one of :data:`LABELS`::
 
@@ -15,7 +15,7 @@ START, END, PAD = "<|start|>", "<|end|>", "<|pad|>"
 """The tokeniser's special tokens. ``END`` closes a chat message and ends every text."""
 
 LABELS = (" Yes", " No")
-"""One token each; so are ``Yes`` and ``No``."""
+"""Each is one token; so are ``Yes`` and ``No``."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,21 +26,21 @@ CHAT_TEMPLATE = (
 
 
 def score_query(query: str) -> str:
-    """The part of a relevance prompt that all items share."""
+    """Return the part of a relevance prompt that all items share."""
     return f"Query: {query}\nItem: "
 
 
 def score_item(item: str, *, short: bool = False) -> str:
-    """The part of a relevance prompt that differs from item to item."""
+    """Return the part of a relevance prompt that differs between items."""
     return item if short else f"{item}\nRelevant:"
 
 
 def describe(product: str) -> str:
-    """What to ask for a description; as a completion prompt it may end in a newline or not."""
+    """Return the request for a description; as a completion prompt it may end in a newline or not."""
     return f"Describe: {product}"
 
 
 def chat(message: str, *, system: str | None = None) -> str:
-    """A user's message, rendered as :data:`CHAT_TEMPLATE` does."""
+    """Render a user's message like :data:`CHAT_TEMPLATE`."""
     turns = ([("system", system)] if system is not None else []) + [("user", message)]
     return "".join(f"{START}{role}\n{text}{END}\n" for role, text in turns) + f"{START}assistant\n"

@@ -1,4 +1,4 @@
-"""What the two models look like, and the weights they start from."""
+"""Shapes and initial weights of the two models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine.models.config import ModelConfig
 from engine.models.rope import Rope
 
 CONTEXT = 1024
-"""Tokens. Training texts stay below 200."""
+"""Context length in tokens. Training texts have fewer than 200."""
 
 EMBEDDING_DEVIATION = 0.08
 
 
 def base_config(vocab_size: int, eos: int) -> ModelConfig:
-    """About two million parameters."""
+    """Return the base model's shape, about two million parameters."""
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=vocab_size,
@@ -36,7 +36,7 @@ def base_config(vocab_size: int, eos: int) -> ModelConfig:
 
 
 def length_config(vocab_size: int, eos: int) -> ModelConfig:
-    """About 0.7 million parameters."""
+    """Return the length model's shape, about 0.7 million parameters."""
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=vocab_size,
@@ -55,9 +55,9 @@ def length_config(vocab_size: int, eos: int) -> ModelConfig:
 
 
 def initialise(model: nn.Module, layers: int, seed: int) -> None:
-    """Draw every matrix by its fan-in, and what is added to the residual smaller by the square root of the number of additions.
+    """Initialise every matrix by its fan-in; those that add to the residual are divided by the square root of their number.
 
-    With the usual deviation of 0.02, models this small learn nothing in their first minutes.
+    With the usual deviation of 0.02, models of this size learn nothing in their first minutes.
     """
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -72,5 +72,5 @@ def initialise(model: nn.Module, layers: int, seed: int) -> None:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Each tensor once, so that a tied head counts as none."""
+    """Count the parameters of each tensor once, so that a tied head adds none."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -15,14 +15,14 @@ from examples.demo_models.text import load_tokenizer
 PRODUCT = "red running shoes"
 SCALES = (-10.0, -2.0, 0.0, 2.0, 10.0)
 TEXTS = 64
-"""Of each scale, with the seeds 0 to 63."""
+"""Texts of each scale, with the seeds 0 to 63."""
 LIMIT = 400
 CANDIDATES = 5
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one scale."""
+    """Result of one scale."""
 
     scale: float
     mean: float
@@ -30,7 +30,7 @@ class Row:
     shortest: int
     longest: int
     tokens: int
-    """Of ``text``."""
+    """Tokens of ``text``."""
     text: str
     """One of median length."""
 
@@ -59,7 +59,7 @@ def measure() -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """As the README has it."""
+    """Return the rows in the format of the README."""
     head = ["| `scale` | mean tokens | shortest, longest | a text of median length |", "| --- | --- | --- | --- |"]
     lines = [f"| {row.scale:g} | {row.mean:.1f} | {row.shortest}, {row.longest} | ({row.tokens}) {row.text} |" for row in rows]
     return "\n".join([*head, *lines])

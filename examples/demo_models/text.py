@@ -1,4 +1,4 @@
-"""The demo models' tokeniser: a byte-level BPE trained on the corpus, written as Hugging Face lays it out."""
+"""The demo models' tokeniser: a byte-level BPE trained on the corpus, in Hugging Face's file format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 1024
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE in which the special tokens and the labels, with and without their space, are one token each."""
+    """Train a byte-level BPE with single tokens for the special tokens and for the labels, with and without their space."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,5 +46,5 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, *, context: int) -> No
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokeniser beside a model."""
+    """Load the tokeniser in a model's directory."""
     return Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Train the demo models from nothing: ``python -m examples.demo_models.train --out DIRECTORY``. See docs/demo-models.md."""
+"""Trains the demo models from random weights: ``python -m examples.demo_models.train --out DIRECTORY``. See docs/demo-models.md."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ STORED = torch.float16
 THREADS = 2
 
 Stage = Callable[[str], Progress]
-"""Begins a stage of the given name, whose steps are then reported to the result."""
+"""Begins a stage with the given name and returns the function that reports its steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How much work to put in."""
+    """Amount of training and evaluation."""
 
     steps: int = 2000
-    """Of the base model."""
+    """Training steps of the base model."""
     length_steps: int = 1200
-    """Of the length-value model."""
+    """Training steps of the length-value model."""
     generations: int = 5000
-    """Texts of the base model that the length-value model learns from."""
+    """Number of the base model's texts that the length-value model learns from."""
     stray_generations: int = 4000
-    """More of them, in which a tenth of the tokens is drawn evenly from the most probable ones: guidance leads to such places."""
+    """Number of further texts in which a tenth of the tokens is drawn uniformly from the most probable ones, as under guidance."""
     questions: int = 4000
     """Relevance questions of the evaluation."""
     texts: int = 2000
@@ -50,9 +50,9 @@ class Budget:
 
 
 def make_models(out: Path, budget: Budget, seed: int, begin: Stage) -> None:
-    """Write ``out/base``, ``out/length`` and, measured on what was stored, ``out/figures.json``.
+    """Write ``out/base``, ``out/length`` and ``out/figures.json``, which is measured on the stored models.
 
-    The value model is taught and measured on texts of the base model as stored, which is what will be served.
+    The value model is trained and measured on texts of the stored base model, which is the one that is served.
     """
     tokenizer = train_tokenizer(sample_texts(seed, 4000))
     vocab_size, eos = tokenizer.get_vocab_size(), tokenizer.encode(END).ids[0]
@@ -77,7 +77,7 @@ def make_models(out: Path, budget: Budget, seed: int, begin: Stage) -> None:
 
 @contextmanager
 def bfloat16_products() -> Iterator[None]:
-    """Multiply float32 matrices in bfloat16 where the processor can: twice as fast, and good enough to train with."""
+    """Multiply float32 matrices in bfloat16 if the processor supports it: twice as fast, and accurate enough for training."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -87,7 +87,7 @@ def bfloat16_products() -> Iterator[None]:
 
 
 def save_length_model(model: LenVM, directory: Path) -> None:
-    """Write the published layout: a decoder, its head in a file of its own, and γ, which no checkpoint has a place for."""
+    """Write the published format: a decoder, its head in a separate file, and γ, which checkpoints have no field for."""
     write_checkpoint(model.decoder.checkpoint_views(), model.config, directory, STORED)
     head = {name: tensor.to(STORED) for name, tensor in model.checkpoint_views().items()}
     save_file(head, directory / VALUE_HEAD, metadata={"format": "pt"})
@@ -95,7 +95,7 @@ def save_length_model(model: LenVM, directory: Path) -> None:
 
 
 def terminal() -> Stage:
-    """Print every fiftieth step with what is trained, its loss and the time since the start."""
+    """Print every fiftieth step with its stage, its loss and the time since the start."""
     start = time.monotonic()
 
     def begin(what: str) -> Progress:

@@ -1,1 +1,1 @@
-"""Results that were computed before, and results that are being computed right now."""
+"""Caches of scores, and sharing of scores that are being computed."""

@@ -1,4 +1,4 @@
-"""What scoring needs of a cache of results."""
+"""Interface between scoring and a cache of results."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 Logprobs = tuple[float, ...]
-"""[label]: log-probabilities over the whole vocabulary, in the order of the labels that the key was made with."""
+"""[label]: log-probabilities over the whole vocabulary, in the order of the labels in the cache key."""
 
 
 class ResultCache(Protocol):
-    """Keys are digests (``gateway/scoring/keys.py``); a value never changes, so there is nothing to invalidate.
+    """Keys are digests (``gateway/scoring/keys.py``). A value never changes, so no entry is ever invalidated.
 
-    No method raises: a cache that fails has nothing, and takes nothing.
+    No method raises: a cache that fails finds nothing and stores nothing.
     """
 
     async def get_many(self, keys: Sequence[bytes]) -> list[Logprobs | None]:
-        """The value of each key, None where there is none."""
+        """Return the value of each key, None for a missing one."""
         ...
 
     async def put_many(self, results: Mapping[bytes, Logprobs]) -> None:
-        """Keep ``results`` for as long as there is room."""
+        """Store ``results`` as far as there is room."""
         ...

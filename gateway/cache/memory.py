@@ -1,4 +1,4 @@
-"""The embedded cache: in this process, bounded, least recently used first out."""
+"""The in-process cache: bounded, and evicts the least recently used results first."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from gateway.cache.base import Logprobs
 
 ENTRY_BYTES = 250
-"""Measured with CPython 3.11: a 16-byte key, its place in the ordered dictionary, and an empty tuple."""
+"""Bytes of an entry, measured with CPython 3.11: a 16-byte key, its slot in the ordered dictionary, and an empty tuple."""
 LABEL_BYTES = 32
-"""A float and the reference to it."""
+"""Bytes of a float and the reference to it."""
 
 
 class MemoryCache:
-    """Holds at most ``max_entries`` results that take at most about ``max_bytes``; 0 of either holds nothing."""
+    """Holds at most ``max_entries`` results that take at most about ``max_bytes``; if either is 0, it holds nothing."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
@@ -26,7 +26,7 @@ class MemoryCache:
         return len(self._results)
 
     async def get_many(self, keys: Sequence[bytes]) -> list[Logprobs | None]:
-        """Found keys count as used."""
+        """Return the value of each key; found keys become the most recently used."""
         results = [self._results.get(key) for key in keys]
         for key, result in zip(keys, results, strict=True):
             if result is not None:
@@ -34,7 +34,7 @@ class MemoryCache:
         return results
 
     async def put_many(self, results: Mapping[bytes, Logprobs]) -> None:
-        """The least recently used ones make room."""
+        """Store ``results`` and evict the least recently used entries beyond the bounds."""
         for key, logprobs in results.items():
             if key in self._results:
                 continue

@@ -1,4 +1,4 @@
-"""Counts what a cache is asked and what it has."""
+"""Metrics of a cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from gateway.telemetry import Telemetry
 
 
 class MeteredCache:
-    """``cache``, with its hits, misses and the time of its lookups counted."""
+    """Wraps ``cache`` and counts its hits, misses and lookup times."""
 
     def __init__(self, cache: ResultCache, telemetry: Telemetry) -> None:
         self._cache = cache
         self._telemetry = telemetry
 
     async def get_many(self, keys: Sequence[bytes]) -> list[Logprobs | None]:
-        """Counted."""
+        """Look up ``keys`` and count hits, misses and the time."""
         began = time.perf_counter()
         results = await self._cache.get_many(keys)
         misses = results.count(None)
@@ -25,5 +25,5 @@ class MeteredCache:
         return results
 
     async def put_many(self, results: Mapping[bytes, Logprobs]) -> None:
-        """Passed on."""
+        """Store ``results``."""
         await self._cache.put_many(results)

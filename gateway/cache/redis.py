@@ -1,12 +1,12 @@
-"""The shared cache: results in Redis, under a name that says everything they depend on.
+"""The shared cache: results in Redis, under keys that cover all inputs of the result.
 
-An entry is ``PREFIX:score:`` and the 16 bytes of its key (``gateway/scoring/keys.py``: engine fingerprint, labels, tokens), and
-holds the log-probabilities as float32, which is what engines compute in; softmax is applied after. Entries are never updated and
-never deleted: they expire, at times spread so that what was written together is not computed again together, and Redis may evict
+The name of an entry is ``PREFIX:score:`` and the 16 bytes of its key (``gateway/scoring/keys.py``: engine fingerprint, labels,
+tokens). The value holds log-probabilities as float32, the precision of the engines; softmax is applied after the lookup. Entries
+are never updated or deleted. They expire, with jitter so that entries written together do not expire together, and Redis may evict
 them.
 
-Looking up is one MGET within the link's limit. Writing happens in the background, many requests' results in one script call, from a
-queue that drops what it has no room for.
+A lookup is one MGET within the link's time limit. Writes happen in the background: one script call stores the results of many
+requests, from a queue that drops results when it is full.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gateway.redis.scripts import Script
 from gateway.telemetry import Telemetry
 
 QUEUE_ENTRIES = 20_000
-"""Results waiting to be written, some 5 MB."""
+"""Most results waiting to be written, about 5 MB."""
 BATCH_ENTRIES = 500
-"""Of one write; Redis is busy with it for about a millisecond."""
+"""Most results of one write; Redis needs about a millisecond for it."""
 GATHER_SECONDS = 0.005
-"""A write waits this long for company, which costs nobody anything and saves most of its CPU time."""
+"""Delay of a write that gathers further results. No request waits for a write, and one large write needs less CPU time."""
 WRITE_SECONDS = 1.0
 JITTER = 0.1
-"""An entry's time to live is spread by this fraction to both sides."""
+"""Largest relative change of an entry's time to live, in both directions."""
 
 _STORE = Script(
     """
@@ -45,7 +45,7 @@ _STORE = Script(
 
 
 class RedisCache:
-    """Between :meth:`start` and :meth:`stop` results are written; they are read whenever the link is closed."""
+    """Writes results between :meth:`start` and :meth:`stop`; reads them while the link is closed, that is, Redis is available."""
 
     def __init__(self, link: Link, telemetry: Telemetry, *, prefix: str, ttl_seconds: float) -> None:
         self._link = link
@@ -57,11 +57,11 @@ class RedisCache:
         self._writer: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Write what :meth:`put_many` is given."""
+        """Start writing queued results."""
         self._writer = asyncio.create_task(self._keep_writing())
 
     async def stop(self) -> None:
-        """Write what is there, and no more."""
+        """Stop the background task and write the queued results."""
         if self._writer is not None:
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
@@ -69,7 +69,7 @@ class RedisCache:
             await self._write()
 
     async def get_many(self, keys: Sequence[bytes]) -> list[Logprobs | None]:
-        """One MGET."""
+        """Look up ``keys`` with :func:`read_values`. While Redis is away, every key is missing."""
         if not keys:
             return []
         names = [self._prefix + key for key in keys]
@@ -80,7 +80,7 @@ class RedisCache:
         return [None if value is None else _unpacked(value) for value in values]
 
     async def put_many(self, results: Mapping[bytes, Logprobs]) -> None:
-        """Queue ``results``; nothing is waited for."""
+        """Queue ``results`` and return at once. Results beyond the queue's room, or while Redis is away, are dropped."""
         room = 0 if self._link.is_open else QUEUE_ENTRIES - len(self._queue)
         self._queue.extend(list(results.items())[:room])
         if room < len(results):
@@ -106,8 +106,8 @@ class RedisCache:
             self._telemetry.cache_written("stored", len(entries))
 
     async def _store(self, entries: list[tuple[bytes, bytes, int]]) -> None:
-        """One script call costs a fifth of the CPU time of as many SETs here; its keys must share a node, so a cluster gets
-        SETs."""
+        """Store ``entries``. One script call takes a fifth of the gateway's CPU time of separate SETs. The keys of a script must be
+        on one node, so a cluster gets SETs."""
         client = self._link.client
         if isinstance(client, RedisCluster):
             pipeline = client.pipeline()
@@ -119,15 +119,15 @@ class RedisCache:
             await _STORE(client, [name for name, _, _ in entries], arguments)
 
     def _ttl(self) -> int:
-        """Milliseconds."""
+        """Time to live in milliseconds, with jitter."""
         return max(1, int(self._ttl_ms * random.uniform(1 - JITTER, 1 + JITTER)))
 
 
 def _packed(logprobs: Logprobs) -> bytes:
-    """In the machine's byte order, as the tokens in the key are."""
+    """Encode as float32 in the machine's byte order, which the tokens in the key have too."""
     return array("f", logprobs).tobytes()
 
 
 def _unpacked(value: bytes) -> Logprobs | None:
-    """None for what was not written here."""
+    """Decode a value; None if its length is not valid."""
     return tuple(array("f", value)) if value and len(value) % 4 == 0 else None

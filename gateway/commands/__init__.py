@@ -1,1 +1,1 @@
-"""What the subcommands of ``yardstick`` do. Each is imported only when it runs."""
+"""Implementations of the subcommands of ``yardstick``. Each is imported only when it runs."""

@@ -14,7 +14,7 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 def bench(arguments: Sequence[str], checkout: Path = _CHECKOUT) -> NoReturn:
-    """Replace this process with ``python -m benchmarks``. Raises :class:`CommandError` where the package is not in a checkout."""
+    """Replace this process with ``python -m benchmarks``. Raises :class:`CommandError` if the package is not in a checkout."""
     if not (checkout / "benchmarks" / "__main__.py").is_file():
         raise CommandError(
             "the benchmarks are not in the installed package; run `python -m benchmarks` in a checkout of the source"

@@ -1,5 +1,5 @@
-"""How a subcommand ends early."""
+"""The error that ends a subcommand early."""
 
 
 class CommandError(Exception):
-    """The command cannot go on; the message is one line for the person at the terminal: what is wrong and what to do."""
+    """The command cannot continue. The message is one line for the user: the problem and the remedy."""

@@ -1,4 +1,4 @@
-"""What ``yardstick serve`` shows once it is ready: a list scored by the demo model, and the calls to go on with."""
+"""The example that ``yardstick serve`` prints once it is ready: a list scored by the demo model, and calls to try next."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def show_example(console: Console, url: str, model: str) -> None:
 
 
 def score_example(url: str, model: str) -> Results:
-    """The example's scores."""
+    """Return the example's scores."""
     job = ScoreJob(PROMPT, LABELS, url, None, model, apply_softmax=True, item_first=False, batch=len(ITEMS), suffix=SUFFIX)
     return score_items(job, list(ITEMS))
 
 
 def show_calls(console: Console, url: str, model: str, *, with_key: bool, guides: bool) -> None:
-    """Print the curl line and the OpenAI SDK lines that score the example, exactly as they can be pasted. ``guides``: the model has
-    a length model."""
+    """Print the curl command and the OpenAI SDK code that score the example, ready to be pasted. ``guides``: the model has a length
+    model."""
     body = example_body(model)
     authorization = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if with_key else ""
     curl = f"curl {url}/v1/score -H 'content-type: application/json'{authorization} -d {shlex.quote(json.dumps(body))}"
@@ -62,6 +62,6 @@ def show_calls(console: Console, url: str, model: str, *, with_key: bool, guides
 
 
 def example_body(model: str) -> dict[str, Any]:
-    """The example as a request; docs/demo-models.md has the format of its prompts."""
+    """Return the example's request body; docs/demo-models.md documents the format of its prompts."""
     items = [item + SUFFIX for item in ITEMS]
     return {"model": model, "query": PROMPT, "items": items, "labels": list(LABELS), "apply_softmax": True}

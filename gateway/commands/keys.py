@@ -1,4 +1,4 @@
-"""``yardstick keys``: the file of API keys that ``--api-keys-file`` names."""
+"""``yardstick keys``: edits the file of API keys that ``--api-keys-file`` names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RANDOM_BYTES = 32
 
 
 def new(name: str, file: Path, **fields: Any) -> None:
-    """Add a key to ``file`` and print it to standard output, once. ``fields`` are attributes of :class:`ApiKey`.
+    """Add a key to ``file`` and print it once to standard output. ``fields`` are attributes of :class:`ApiKey`.
 
     Raises :class:`CommandError`.
     """
@@ -46,7 +46,7 @@ def _read(file: Path) -> list[ApiKey]:
 
 
 def _write(file: Path, content: KeyFile) -> None:
-    """Replace the file in one step, readable by its owner only."""
+    """Replace the file atomically, readable by its owner only."""
     text = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""Starting the project's other programs, each as a process of its own."""
+"""Starts the project's other programs as separate processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gateway.commands.errors import CommandError
 
 _PR_SET_PDEATHSIG = 1
 _CLIENT_VARIABLES = ("YARDSTICK_API_KEY",)
-"""Meant for clients; a gateway takes every other ``YARDSTICK_`` variable for a setting."""
+"""Variables for clients. A gateway treats every other ``YARDSTICK_`` variable as a setting."""
 _CLIENTS = ("loadgen", "benchmarks")
 _LAST_LINES_SECONDS = 2.0
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process with ``python -m module``. Raises :class:`CommandError` where that is not installed."""
+    """Replace this process with ``python -m module``. Raises :class:`CommandError` if the engine is needed and not installed."""
     if module.startswith("engine"):
         require_engine()
     environment = dict(os.environ) if module in _CLIENTS else program_environment()
@@ -30,20 +30,20 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def require_engine() -> None:
-    """Raises :class:`CommandError` where only the gateway is installed."""
+    """Raise :class:`CommandError` if only the gateway is installed."""
     if importlib.util.find_spec("torch") is None:
         raise CommandError("the engine is not installed here; install it with: pip install 'yardstick-llm[engine]'")
 
 
 def program_environment() -> dict[str, str]:
-    """The environment that the project's programs get: without what is meant for clients."""
+    """Return the environment for the project's programs, without the variables for clients."""
     return {name: value for name, value in os.environ.items() if name not in _CLIENT_VARIABLES}
 
 
 class Child:
-    """A program of ours, in a session of its own so that Ctrl-C reaches it only through us; on Linux it dies when we do.
+    """A child program in its own session, so that Ctrl-C reaches only this process. On Linux it ends when this process ends.
 
-    Its output is kept back until :meth:`follow` is told where it goes.
+    Its output is not read until :meth:`follow` is called.
     """
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
@@ -62,37 +62,37 @@ class Child:
         )
 
     def follow(self, on_line: Callable[[str], None]) -> None:
-        """Hand every line that the program writes to ``on_line``, from a thread."""
+        """Pass every line that the program writes to ``on_line``, from a thread."""
         self._reader = threading.Thread(target=self._read, args=[on_line], daemon=True)
         self._reader.start()
 
     @property
     def running(self) -> bool:
-        """False once the program has ended."""
+        """Whether the program runs."""
         return self._process.poll() is None
 
     def read_to_the_end(self) -> None:
-        """After the program has ended: wait until its last line is handed on."""
+        """Wait until the last line of an ended program has been passed on."""
         self._reader.join(_LAST_LINES_SECONDS)
 
     @property
     def ending(self) -> str:
-        """How it ended, once it has."""
+        """Description of the exit status of an ended program."""
         code = self._process.returncode
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    def stop(self, patience: float) -> None:
-        """Ask it to end; after ``patience`` seconds, end it."""
+    def stop(self, seconds: float) -> None:
+        """Ask the program to end; kill it after ``seconds``."""
         if not self.running:
             return
         self._process.terminate()
         try:
-            self._process.wait(patience)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the program."""
         self._process.kill()
         self._process.wait()
 
@@ -103,7 +103,7 @@ class Child:
 
 
 def _death_signal() -> Callable[[], None] | None:
-    """What a new process calls first: it asks the kernel for SIGTERM when the process that started it dies, however it dies."""
+    """Return the first call of a new process: it asks the kernel for SIGTERM when its parent dies. None if not on Linux."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
@@ -111,7 +111,7 @@ def _death_signal() -> Callable[[], None] | None:
 
     def arm() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the kernel was asked
+        if os.getppid() != parent:  # the parent died before the request to the kernel
             os._exit(1)
 
     return arm

@@ -1,4 +1,4 @@
-"""Scores of a list of items, written for a person, for a program, or for a spreadsheet."""
+"""Writes the scores of a list of items as a table, as JSON or as CSV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gateway.commands.errors import CommandError
 
 @dataclass(frozen=True)
 class Results:
-    """What was scored, in the order of the items."""
+    """Scores in the order of the items."""
 
     model: str
     labels: Sequence[str]
@@ -28,7 +28,7 @@ class Results:
     total_tokens: int
 
     def by_first_label(self) -> Results:
-        """The same, best first; equal ones keep their order."""
+        """Return the results sorted by the first label, best first; the order of equal ones is kept."""
         order = sorted(range(len(self.items)), key=lambda index: -self.scores[index][0])
         items, scores = [self.items[index] for index in order], [self.scores[index] for index in order]
         return Results(self.model, self.labels, items, scores, self.total_tokens)
@@ -51,7 +51,7 @@ def write(results: Results, format: str, output: Path | None, *, by_first_label:
 
 
 def as_table(results: Results) -> Table:
-    """A row for each item."""
+    """Return a table with a row for each item."""
     table = Table(caption=f"{results.model}, {results.total_tokens} tokens", caption_justify="left")
     table.add_column("Item", overflow="fold")
     for label in results.labels:

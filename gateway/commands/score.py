@@ -1,4 +1,4 @@
-"""``yardstick score``: a list of items to a running gateway, in batches."""
+"""``yardstick score``: sends a list of items to a running gateway, in batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """The command line."""
+    """Options of the command line."""
 
     query: str
     labels: tuple[str, ...]
@@ -32,7 +32,7 @@ class ScoreJob:
     item_first: bool
     batch: int
     suffix: str = ""
-    """Text that ends every prompt, such as a question about the item."""
+    """Text appended to every item, such as a question about it."""
 
 
 def run(job: ScoreJob, lines: Iterable[str]) -> Results:
@@ -41,7 +41,7 @@ def run(job: ScoreJob, lines: Iterable[str]) -> Results:
 
 
 def score_items(job: ScoreJob, items: list[str]) -> Results:
-    """Score ``items``, which may have several lines each; results name them without suffix. Raises :class:`CommandError`."""
+    """Score ``items``, which may have several lines each; the results omit the suffix. Raises :class:`CommandError`."""
     scores: list[list[float]] = []
     model, tokens = job.model or "", 0
     with _client(job) as client, _progress() as progress:

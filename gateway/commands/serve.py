@@ -1,4 +1,4 @@
-"""``yardstick serve``: an engine and a gateway on this machine, watched until one ends or we are told to stop."""
+"""``yardstick serve``: runs an engine and a gateway on this machine until one of them ends or a signal arrives."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_
 
 _DEMO_NAME = "yardstick-demo"
 _ENGINE_OPTIONS = ("length_gamma", "dtype", "quantize", "max_total_tokens")
-"""Options that the engine gets as they are; :mod:`engine.settings` defines them."""
+"""Options that are passed to the engine unchanged; :mod:`engine.settings` defines them."""
 _POLL_SECONDS = 0.1
 _ENGINE_SECONDS = 10.0
-"""Time that the engine has to end once the gateway, and with it every request, has ended."""
+"""Time that the engine has to end after the gateway, and with it every request, has ended."""
 _SPARE_SECONDS = 5.0
-"""The gateway ends by itself within its grace period; it is killed when it takes this much longer."""
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where to find ourselves when listening everywhere
+"""The gateway ends within its grace period; it is killed if it takes this much longer."""
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - local addresses of servers that listen on all addresses
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The command line. None: not given."""
+    """Options of the command line; None means not given."""
 
     model: str | None
     length_model: str | None
@@ -54,23 +54,23 @@ class ServeOptions:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """Name of the model for clients."""
         return _DEMO_NAME if self.model is None else Path(self.model).resolve().name
 
 
 class _Models(NamedTuple):
-    """Directories or hub ids."""
+    """Model directories or Hugging Face hub ids."""
 
     model: str
     length: str | None
 
 
 class _Stop(Exception):
-    """We were told to end."""
+    """A signal asked this process to end."""
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until Ctrl-C or SIGTERM. Raises :class:`CommandError` where it cannot start or a process ends by itself."""
+    """Serve until Ctrl-C or SIGTERM. Raises :class:`CommandError` if it cannot start or a process ends by itself."""
     require_engine()
     settings = gateway_settings(options, program_environment())
     _check_port(settings)
@@ -84,7 +84,7 @@ def serve(options: ServeOptions) -> None:
 
 
 def gateway_settings(options: ServeOptions, environment: Mapping[str, str]) -> Settings:
-    """The settings that the gateway gets: ``environment``, then options, then the engine that is started here.
+    """Return the gateway's settings: ``environment``, overridden by options and by the engine that is started here.
 
     Raises :class:`CommandError`.
     """
@@ -109,7 +109,7 @@ def gateway_settings(options: ServeOptions, environment: Mapping[str, str]) -> S
 
 
 class _Supervisor:
-    """The engine and the gateway in front of it."""
+    """Watches the engine and the gateway in front of it."""
 
     def __init__(self, engine: Child, gateway: Child, settings: Settings) -> None:
         self._settings = settings
@@ -122,7 +122,7 @@ class _Supervisor:
             child.follow(partial(self._on_line, child.name))
 
     def wait_until_ready(self, options: ServeOptions) -> None:
-        """Return when the gateway is, which needs the engine. Raises :class:`CommandError` where one ends."""
+        """Return when the gateway is ready, which needs the engine. Raises :class:`CommandError` if one of them ends."""
         started = time.monotonic()
         what = options.model or "the demo model"
         self._console.print(f"Loading {what} …", soft_wrap=True)
@@ -135,7 +135,7 @@ class _Supervisor:
         self._console.print(f"Ready after {time.monotonic() - started:.1f} s: {self._url}/v1")
 
     def say_ready(self, options: ServeOptions) -> None:
-        """Show what can be done now, and on the demo model what comes of it."""
+        """Print calls to try, and for the demo model without keys an example with its scores."""
         out = Console(highlight=False)
         with_key = self._settings.api_keys_file is not None
         if options.model is None and not with_key:
@@ -145,13 +145,13 @@ class _Supervisor:
         self._console.print("\nServing; press Ctrl-C to stop.")
 
     def watch(self) -> None:
-        """Return never; raises :class:`CommandError` when a process ends, :class:`_Stop` when we are told to."""
+        """Never return. Raises :class:`CommandError` when a process ends; a signal raises :class:`_Stop`."""
         while True:
             self._check_running()
             time.sleep(_POLL_SECONDS)
 
     def say_stopping(self) -> None:
-        """Show that we end, and nothing of what the programs say about it."""
+        """Print that the programs stop, and suppress their further output."""
         self._talkative = False
         seconds = self._settings.grace_seconds
         self._console.print(f"Stopping; open requests have {seconds:g} s to end. Press Ctrl-C again to end at once.")
@@ -172,7 +172,7 @@ class _Supervisor:
         status.update(f"{seconds:.0f} s  {self._latest['engine'][:100]}")
 
     def _on_line(self, name: str, line: str) -> None:
-        """Called from a child's reader thread. A line that begins with the program's name is its reason to end, so it stays."""
+        """Store a line of a child, in its reader thread. A line with the program's name is its reason to end, so it is kept."""
         prefix = f"{name}: "
         if not line:
             return
@@ -184,7 +184,7 @@ class _Supervisor:
 
 @contextmanager
 def _children(options: ServeOptions, settings: Settings, models: _Models) -> Iterator[_Supervisor]:
-    """Both programs, started; whatever happens, both are ended, the gateway first so that it can finish its answers."""
+    """Start both programs. In every case end both, the gateway first so that it can finish its responses."""
     engine = Child("engine", _engine_arguments(options, models, urlsplit(settings.engines[0]).port or 0))
     gateway = Child("gateway", _gateway_arguments(settings))
     supervisor = _Supervisor(engine, gateway, settings)
@@ -197,7 +197,7 @@ def _children(options: ServeOptions, settings: Settings, models: _Models) -> Ite
         try:
             gateway.stop(settings.grace_seconds + _SPARE_SECONDS)
             engine.stop(_ENGINE_SECONDS)
-        finally:  # a second signal ends both at once
+        finally:  # reached early if a second signal interrupts the wait
             gateway.kill()
             engine.kill()
 
@@ -214,7 +214,7 @@ def _engine_arguments(options: ServeOptions, models: _Models, port: int) -> list
 
 
 def _gateway_arguments(settings: Settings) -> list[str]:
-    """What may differ from the environment, which the gateway reads too."""
+    """Return the settings that may differ from the environment, which the gateway reads too."""
     arguments = ["gateway", "--engine", settings.engines[0], "--host", settings.host, "--port", str(settings.port)]
     if settings.api_keys_file is not None:
         arguments += ["--api-keys-file", str(settings.api_keys_file)]
@@ -223,7 +223,7 @@ def _gateway_arguments(settings: Settings) -> list[str]:
 
 @contextmanager
 def _told_to_stop() -> Iterator[None]:
-    """Turn the signals that ask a program to end into :class:`_Stop`."""
+    """Convert the signals that ask a program to end into :class:`_Stop`."""
 
     def stop(_: int, __: FrameType | None) -> None:
         raise _Stop
@@ -237,7 +237,7 @@ def _told_to_stop() -> Iterator[None]:
 
 
 def _check_port(settings: Settings) -> None:
-    """Before anything is loaded: find out whether the gateway will be able to listen."""
+    """Check that the gateway can listen, before anything is loaded. Raises :class:`CommandError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -251,7 +251,7 @@ def _check_port(settings: Settings) -> None:
 
 
 def _models(options: ServeOptions) -> _Models:
-    """What the engine loads: the demo models where none is named; a length model of one's own goes with either."""
+    """Return the models to load: the demo models if none is named. A length model of the user applies to both cases."""
     if options.model is not None:
         return _Models(options.model, options.length_model)
     return _Models(_demo_model("base"), options.length_model or _demo_model("length"))
@@ -274,7 +274,7 @@ def _free_port() -> int:
 
 
 def _answers(client: httpx.Client, url: str) -> bool:
-    """Whether the gateway is ready. Raises :class:`CommandError` where waiting cannot help."""
+    """Return whether the gateway is ready. Raises :class:`CommandError` if waiting cannot help."""
     try:
         response = client.get(url)
     except httpx.TransportError:

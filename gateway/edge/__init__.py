@@ -1,1 +1,1 @@
-"""The HTTP edge: connections, request heads and bodies, and what is refused before a route sees it."""
+"""The HTTP edge: connections, request heads and bodies, and the checks that refuse a request before it reaches a route."""

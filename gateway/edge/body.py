@@ -1,4 +1,4 @@
-"""Reads request bodies: bounded in bytes, each by itself and all of them together."""
+"""Reads request bodies. Both the bytes of each body and the bytes of all bodies together are bounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GONE = "The client left before its request was read."
 
 
 class Hold:
-    """The bytes that one request holds of the room for all bodies, until :meth:`end`."""
+    """Bytes of the common body budget that one request holds until :meth:`end`."""
 
     __slots__ = ("_bytes", "_room", "_telemetry", "tenant", "weight")
 
@@ -30,7 +30,7 @@ class Hold:
         self._bytes = 0
 
     def grow_to(self, size: int) -> None:
-        """Hold at least ``size`` bytes. Raises :class:`Overloaded` where there is no room for them."""
+        """Hold at least ``size`` bytes. Raises :class:`Overloaded` if the budget does not allow it."""
         more = size - self._bytes
         if more <= 0:
             return
@@ -40,7 +40,7 @@ class Hold:
         self._bytes = size
 
     def end(self) -> None:
-        """Give them back."""
+        """Return the bytes to the budget."""
         if self._bytes:
             self._room.give(self.tenant, self._bytes)
 
@@ -56,11 +56,11 @@ class BodyReader:
         telemetry.watch_bodies(lambda: self._bytes.used, lambda: self._uploads.used)
 
     def hold(self, tenant: str | None, weight: float = 1.0) -> Hold:
-        """A hold of a request of ``tenant``, on no bytes yet. ``weight`` is the tenant's share next to others."""
+        """Create the hold of a request of ``tenant``, with no bytes yet. ``weight`` scales the tenant's share."""
         return Hold(self._bytes, tenant, weight, self._telemetry)
 
     async def read(self, scope: Scope, receive: Receive, hold: Hold) -> bytes:
-        """The whole body, inflated. ``hold`` grows with it. The protocol bounds the time.
+        """Return the whole inflated body. ``hold`` grows with it. The protocol limits the time.
 
         Raises :class:`BodyTooLarge`, :class:`Overloaded`, :class:`RequestTimeout`, :class:`UnsupportedEncoding`,
         :class:`InvalidRequest`, :class:`ClientGone`.
@@ -89,7 +89,7 @@ class BodyReader:
         if not self._uploads.take(hold.tenant, weight=hold.weight):
             raise self._counted("uploads", Overloaded("Too many request bodies are being sent; try again soon.", retry_after=1))
         try:
-            # closed before an error leaves, whose traceback may outlive the request
+            # closed before an error propagates, because a traceback may outlive the request
             with io.BytesIO() as body:
                 more = True
                 while more:
@@ -105,7 +105,7 @@ class BodyReader:
             self._uploads.give(hold.tenant)
 
     async def _receive(self, receive: Receive) -> tuple[bytes, bool]:
-        """The next part of the body, and whether more follows."""
+        """Return the next part of the body, and whether more follows."""
         message = await receive()
         if message["type"] != "http.request":
             raise ClientGone(_GONE)
@@ -114,7 +114,7 @@ class BodyReader:
     async def _inflate(self, body: io.BytesIO, data: bytes, hold: Hold, inflater: Inflater) -> None:
         for piece in inflater.feed(data):
             self._append(body, piece, hold)
-            await asyncio.sleep(0)  # other requests have their turn
+            await asyncio.sleep(0)  # lets the event loop serve other requests
 
     def _append(self, body: io.BytesIO, data: bytes, hold: Hold) -> None:
         self._check(body.tell() + len(data), hold)

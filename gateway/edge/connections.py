@@ -1,4 +1,4 @@
-"""All open connections of a gateway: how many there are, which of them wait for a request, and whose time is up."""
+"""Registry of all open connections: their number, their deadlines, and which of them are idle."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
 SWEEP_SECONDS = 0.25
-"""Time between two checks of all deadlines. One timer for all connections: a timer for each costs more than the check."""
+"""Interval between checks of all deadlines. One timer serves all connections: a timer for each costs more than the check."""
 REFUSED_AT_ONCE = 256
-"""Connections beyond the limit that are answered 429 at a time. Others beyond it are closed without an answer."""
+"""Most connections beyond the limit that are answered 429 at a time. Further ones are closed without an answer."""
 
 
 class Connection(Protocol):
-    """A connection as the registry sees it."""
+    """Interface of a connection to the registry."""
 
     def check_deadlines(self, now: float) -> None:
         """End the connection, or answer 408, if a deadline has passed. ``now`` is the event loop's time."""
 
     def evict(self) -> None:
-        """Close: no request is in progress and the place is needed."""
+        """Close an idle connection to make room for another."""
 
 
 class Connections:
-    """The open connections. Bounded: a new one beyond ``max_connections`` takes the place of the one that waits longest for a
-    request; where all of them work, it is refused."""
+    """The open connections, bounded. A new connection beyond ``max_connections`` replaces the one that has been idle longest; if
+    none is idle, the new one is refused."""
 
     def __init__(self, settings: Settings, telemetry: Telemetry, log: AccessLog | None) -> None:
-        """``log``: where requests are logged that the application never sees."""
+        """``log``: log of requests that are answered without the application."""
         self.settings = settings
         self.telemetry = telemetry
         self.log = log
         self.open: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
-        """Connections without a request in progress; the one that waits longest is first."""
+        """Connections without a request in progress, the longest idle first."""
         self._sweeping = False
         telemetry.watch_connections(lambda: len(self.open))
 
     @property
     def can_answer(self) -> bool:
-        """Whether one more refused connection may stay open for its answer."""
+        """Whether one more refused connection may stay open to receive its answer."""
         return len(self.open) <= self.settings.max_connections + REFUSED_AT_ONCE
 
     def admit(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> bool:
-        """Count a new connection. False: there is no room for it; it should be refused."""
+        """Count a new connection. Returns False if there is no room and the caller should refuse it."""
         self.open.add(connection)
         if not self._sweeping:
             self._sweeping = True
@@ -58,16 +58,16 @@ class Connections:
         return True
 
     def forget(self, connection: Connection) -> None:
-        """The connection is closed."""
+        """Remove a closed connection."""
         self.open.discard(connection)
         self._waiting.pop(connection, None)
 
     def works(self, connection: Connection) -> None:
-        """A request arrived: the connection is not evicted any more."""
+        """Mark a connection as busy, because a request arrived; it is not evicted while busy."""
         self._waiting.pop(connection, None)
 
     def waits(self, connection: Connection) -> None:
-        """The connection waits for its next request."""
+        """Mark a connection as idle."""
         self._waiting[connection] = None
 
     def _evict_one(self) -> bool:

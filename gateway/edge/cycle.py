@@ -11,18 +11,18 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from gateway.errors import GatewayError
 
 INCOMING = "yardstick.incoming"
-"""The key of the :class:`Incoming` in a scope."""
+"""Key of the :class:`Incoming` in an ASGI scope."""
 
 
 class Incoming:
-    """A request as it arrives. Scopes refer to this, not to the :class:`Cycle`, which refers to the scope: reference cycles would
-    keep bodies until the next garbage collection."""
+    """Headers and arrival state of a request. Scopes refer to this object and not to the :class:`Cycle`, which refers to the scope:
+    a reference cycle would keep bodies in memory until the next garbage collection."""
 
     __slots__ = ("complete", "headers")
 
     def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.headers = dict(headers)
-        """The headers by their lower-case names; several of one name are joined by commas."""
+        """Headers by lower-case name; the values of repeated headers are joined by commas."""
         if len(self.headers) != len(headers):
             self.headers = _joined(headers)
         self.complete = False
@@ -30,16 +30,16 @@ class Incoming:
 
     @staticmethod
     def of(scope: Scope) -> Incoming:
-        """What arrives for ``scope``. Every scope of our protocol has it."""
+        """Return the request of ``scope``. Every scope of this protocol has one."""
         incoming: Incoming = scope[INCOMING]  # type: ignore[literal-required]
         return incoming
 
 
 class Cycle(RequestResponseCycle):
-    """uvicorn's, whose body can fail. Every ``receive`` after that raises."""
+    """uvicorn's cycle, extended with failures of the body. After a failure every ``receive`` raises it."""
 
     failure: GatewayError | None = None
-    """Why the rest of the body will not be read."""
+    """Reason why the rest of the body is not read."""
 
     def fail(self, error: GatewayError) -> None:
         """Raise ``error`` from ``receive``, and close after the response."""
@@ -48,7 +48,7 @@ class Cycle(RequestResponseCycle):
         self.message_event.set()
 
     def receive(self) -> Coroutine[Any, Any, Any]:
-        """The ASGI ``receive``. Raises :class:`InvalidRequest` where the body is not valid HTTP, and :class:`RequestTimeout`."""
+        """The ASGI ``receive``. Raises :class:`InvalidRequest` if the body is not valid HTTP, and :class:`RequestTimeout`."""
         return RequestResponseCycle.receive(self) if self.failure is None else self._raise(self.failure)
 
     async def _raise(self, error: GatewayError) -> Any:

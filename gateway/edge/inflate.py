@@ -1,4 +1,4 @@
-"""Request bodies with a content coding, inflated piece by piece."""
+"""Inflates request bodies with a content coding, piece by piece."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Iterator
 from gateway.errors import InvalidRequest, UnsupportedEncoding
 
 PIECE = 128 * 1024
-"""Bytes that one step inflates: well under a millisecond."""
+"""Most bytes that one step produces; a step takes well under a millisecond."""
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """zlib's ``wbits``: gzip (RFC 1952), and deflate in the zlib format (RFC 1950), as RFC 9110 8.4.1 defines the two codings."""
 
 
 class Inflater:
-    """Inflates one body. Holds no more than one piece beyond what it was given."""
+    """Inflates one body. It holds at most one piece beyond its input."""
 
     def __init__(self, coding: bytes) -> None:
-        """Raises :class:`UnsupportedEncoding`."""
+        """``coding``: value of the Content-Encoding header. Raises :class:`UnsupportedEncoding`."""
         bits = _WINDOW_BITS.get(coding.strip().lower())
         if bits is None:
             raise UnsupportedEncoding("This content encoding is not read here; send the body as gzip, deflate or without encoding.")
         self._zlib = zlib.decompressobj(wbits=bits)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The pieces that ``data`` inflates to. The caller may stop between two. Raises :class:`InvalidRequest`."""
+        """Yield the pieces that ``data`` inflates to. The caller may pause between pieces. Raises :class:`InvalidRequest`."""
         full = bool(data)
         while full or data:
             if self._zlib.eof:
@@ -33,12 +33,12 @@ class Inflater:
                 piece = self._zlib.decompress(data, PIECE)
             except zlib.error:
                 raise InvalidRequest("The body is not valid in the encoding that its Content-Encoding header names.") from None
-            data, full = self._zlib.unconsumed_tail, len(piece) == PIECE  # a full piece: zlib may hold more than it gave
+            data, full = self._zlib.unconsumed_tail, len(piece) == PIECE  # after a full piece, zlib may hold more output
             yield piece
         if self._zlib.unused_data or (self._zlib.eof and data):
             raise InvalidRequest("The body goes on after the end of its compressed data; send one compressed stream.")
 
     def end(self) -> None:
-        """The body is complete. Raises :class:`InvalidRequest` where its compressed data are not."""
+        """Check that the compressed data are complete, at the end of the body. Raises :class:`InvalidRequest`."""
         if not self._zlib.eof:
             raise InvalidRequest("The compressed body ends too early; send it whole.")

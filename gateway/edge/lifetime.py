@@ -1,6 +1,6 @@
-"""The life of one connection: its deadlines, its end, and the answers that it gives by itself.
+"""Lifetime of one connection: deadlines, closing, and responses without the application.
 
-uvicorn's protocol, on which this builds, has a deadline for idle connections only.
+The base class, uvicorn's protocol, has a deadline only for idle connections.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from gateway.context import new_id
 from gateway.edge.connections import Connections
 from gateway.edge.cycle import Cycle
 from gateway.edge.transport import GatheringTransport
 from gateway.errors import GatewayError, Overloaded, RequestTimeout
-from gateway.exchange import new_id
 
 LINGER_SECONDS = 1.0
-"""Time that a client has to read an answer that was sent before its request was complete."""
+"""Time that a client has to read a response that was sent before its request was complete."""
 MAX_DROPPED = 64 << 20
-"""Bytes that are read and dropped before a connection is aborted."""
+"""Bytes that a connection reads and drops before it is aborted."""
 
 
 class Phase(Enum):
-    """What a connection waits for."""
+    """What the connection waits for in each phase."""
 
     WAITING = auto()
-    """The first byte of the next request."""
+    """Waits for the first byte of the next request."""
     HEAD = auto()
-    """The rest of a request line and headers."""
+    """Waits for the rest of the request line and headers."""
     WORKING = auto()
-    """The rest of a body, or the end of the response."""
+    """Waits for the rest of the body, or for the end of the response."""
     CLOSING = auto()
-    """The client, to read what was written. Nothing more is answered."""
+    """Waits for the client to read what was written. No further request is answered."""
 
 
-# As globals: looking up a member of an enumeration costs more than comparing it (Python 3.11).
+# These are globals because looking up an enumeration member costs more than comparing it (Python 3.11).
 WAITING, HEAD, WORKING, CLOSING = Phase
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """One connection, whose every phase ends in time."""
+    """One connection with a deadline for every phase."""
 
     cycle: Cycle
     transport: GatheringTransport  # type: ignore[assignment]
@@ -54,23 +54,23 @@ class BoundedConnection(HttpToolsProtocol):
         self._settings = settings = connections.settings
         self._phase: Phase = WAITING
         self._head_began = self.loop.time()
-        """When the connection was made, or the head of its latest request began, in the event loop's time."""
+        """Time of the connection, or of the first byte of its latest request, on the event loop's clock."""
         self._deadline = self._head_began + settings.header_seconds
-        """When the present phase must have ended, in the event loop's time."""
+        """End of the current phase, on the event loop's clock."""
         self._write_deadline = inf
-        """When the client must have read more, while too much waits to be sent."""
+        """Time by which the client must have read more, while the write buffer is full; infinite otherwise."""
         self._unwritten = 0
-        """Bytes that waited to be sent at the last progress."""
+        """Size of the write buffer at the last progress, in bytes."""
         self._body_began = 0.0
         self._body_bytes = 0
         self._keep_alive = True
-        """Whether the connection stays open after a request that arrives as a whole."""
+        """Whether the connection stays open after a request that arrives completely."""
         self._dropping = False
-        """Whatever arrives is dropped; only the end of the connection matters."""
+        """Whether input is dropped, because the connection is about to close."""
         self._dropped = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected."""
+        """Start a new connection, or refuse it if there are too many."""
         super().connection_made(GatheringTransport(transport, self.loop, self._close))  # type: ignore[arg-type]
         if not self._connections.admit(self, self.loop):
             if self._connections.can_answer:
@@ -79,14 +79,14 @@ class BoundedConnection(HttpToolsProtocol):
                 self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection ended."""
+        """Release the resources of a connection that ended."""
         self._connections.forget(self)
         self._deadline = self._write_deadline = inf
         self._dropping = True
         super().connection_lost(exc)
 
     def check_deadlines(self, now: float) -> None:
-        """Called by the registry a few times a second."""
+        """Act on expired deadlines. The registry calls this a few times per second."""
         if now >= self._write_deadline:
             self._check_writing()
         elif now < self._deadline:
@@ -111,18 +111,18 @@ class BoundedConnection(HttpToolsProtocol):
             self._body_failed(RequestTimeout(words), "body_timeout")
 
     def evict(self) -> None:
-        """Close, to make room for another connection."""
+        """Abort the connection to make room for another."""
         self.transport.abort()
 
     def pause_writing(self) -> None:
-        """Too much waits to be sent: the client must read some of it in time."""
+        """Start the deadline for the client to read, because the write buffer is full."""
         super().pause_writing()
         self._await_reader()
 
     def resume_writing(self) -> None:
-        """The client has read enough."""
+        """End the deadline for the client to read, because it has read enough."""
         super().resume_writing()
-        if self._phase is not CLOSING:  # while closing, everything must be read
+        if self._phase is not CLOSING:  # while closing, the client must read everything in time
             self._write_deadline = inf
 
     def _await_reader(self) -> None:
@@ -130,7 +130,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._write_deadline = self.loop.time() + self._settings.write_seconds
 
     def _check_writing(self) -> None:
-        """Abort unless the client has read something since the last check. What works for it is cancelled by the disconnect."""
+        """Abort if the client has read nothing since the last check. The disconnect cancels the request's work."""
         unwritten = self.transport.get_write_buffer_size()
         if unwritten and unwritten >= self._unwritten:
             self._connections.telemetry.rejected("write_timeout")
@@ -141,7 +141,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._write_deadline = inf
 
     def _close(self) -> None:
-        """Close once everything is sent; where the client may still be sending, after it has had time to read the answer."""
+        """Close after all output is sent. If the client may still be sending, it first gets time to read the response."""
         inner = self.transport.inner
         lingers = self._phase is not CLOSING and (self._dropping or (self.cycle is not None and self.cycle.more_body))
         self._phase = CLOSING
@@ -160,7 +160,7 @@ class BoundedConnection(HttpToolsProtocol):
             inner.close()
 
     def _refuse(self, error: GatewayError, reason: str) -> None:
-        """Answer ``error`` without the application, and close."""
+        """Answer with ``error`` without the application, and close."""
         self._connections.telemetry.rejected(reason)
         request_id = new_id()
         if (log := self._connections.log) is not None:
@@ -180,7 +180,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _body_failed(self, error: GatewayError, reason: str) -> None:
-        """The application gets ``error`` in place of the rest of the body."""
+        """Raise ``error`` in the application in place of the rest of the body."""
         self._connections.telemetry.rejected(reason)
         self._deadline = inf
         self._dropping = True
@@ -192,12 +192,12 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def shutdown(self) -> None:
-        """The server ends: close now, or after the response in progress."""
+        """Close now, or after the response in progress, because the server shuts down."""
         self._keep_alive = False
         super().shutdown()
 
     def on_response_complete(self) -> None:
-        """The response is written: wait for the next request."""
+        """Wait for the next request after a complete response."""
         self.server_state.total_requests += 1
         if self._phase is CLOSING or self.transport.is_closing():
             return

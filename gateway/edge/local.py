@@ -1,8 +1,8 @@
-"""Servers without keys: protects them from web pages in a browser on the same machine.
+"""Protects servers without keys from web pages in a browser on the same machine.
 
-Such a server listens on loopback only, but a web page that the user visits can reach it: through a name that its owner points to
-127.0.0.1 (DNS rebinding; the ``Host`` header shows it), or with requests whose answers it cannot read (CSRF; ``Origin`` and
-``Sec-Fetch-Site`` show it). With keys, a page would need a key.
+A server without keys listens on loopback only, but a web page that the user visits can reach it in two ways: through a host name
+that its owner points to 127.0.0.1 (DNS rebinding; the ``Host`` header reveals it), or with requests whose responses the page cannot
+read (CSRF; ``Origin`` and ``Sec-Fetch-Site`` reveal it). On a server with keys, a page would need a key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LocalGuard:
         self._is_allowed_host = lru_cache(256)(self._check_host)
 
     def refusal(self, scope: HTTPScope) -> GatewayError | None:
-        """Why the request is not answered; None where it is."""
+        """Return the error for a request that is refused; None if it is allowed."""
         headers = Incoming.of(scope).headers
         host = headers.get(b"host", b"")
         if host and not self._is_allowed_host(host):

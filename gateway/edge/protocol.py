@@ -1,11 +1,11 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with bounds on everything that a client may send, and on the time it may take.
+"""One HTTP/1.1 connection: uvicorn's protocol with bounds on the size of all input and on the time that it takes.
 
 Differences from uvicorn, all of which docs/http.md describes:
 
-- Requests that are not HTTP, too large or too slow are answered in OpenAI's error shape.
+- Requests that are not HTTP, too large or too slow get a response in OpenAI's error format.
 - ``Upgrade`` is ignored, as RFC 9110 7.8 allows, and the body of such a request is read.
 - One request at a time: bytes after a request are dropped until its response is complete, and the connection is then closed.
-- A connection is closed in two steps where the client may still be sending, so that a TCP reset does not destroy the answer.
+- A connection is closed in two steps if the client may still be sending, so that a TCP reset does not destroy the response.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
 SLICE = 16 * 1024
-"""Bytes of a chunked body that are parsed in one turn of the event loop: at most 2,700 chunks, about a millisecond."""
+"""Bytes of a chunked body that are parsed per event loop iteration: at most 2,700 chunks, about a millisecond."""
 CHUNK_OVERHEAD = 12
-"""Bytes around the data of one chunk that are normal."""
+"""Bytes of framing that are allowed for each chunk."""
 MAX_OVERHEAD = 64 * 1024
-"""Further bytes of a chunked body that are not data: chunk extensions and trailers."""
+"""Bytes of a chunked body that are allowed beyond data and normal framing: chunk extensions and trailers."""
 _HOP_BY_HOP = (b"upgrade", b"http2-settings", b"connection")
 _NOT_HTTP = "This is not a valid HTTP/1.1 request: {}. Check the client, or whatever stands between it and this server."
 
 
 class _Pipelined(Exception):
-    """A request began before the response to the one before it was complete."""
+    """A request began before the response to the previous one was complete."""
 
 
 def protocol_factory(settings: Settings, telemetry: Telemetry, log: AccessLog | None) -> Callable[..., Protocol]:
-    """Makes the protocols of one server; for ``uvicorn.Config(http=…)``."""
+    """Return the protocol factory of one server, for ``uvicorn.Config(http=…)``."""
     return partial(Protocol, Connections(settings, telemetry, log))
 
 
 class Protocol(BoundedConnection):
-    """One connection: bytes in, requests out."""
+    """One connection: parses bytes and starts requests."""
 
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(connections, **uvicorn)
         self._room = self._settings.max_header_bytes
-        """Bytes that may be parsed without looking at them in pieces. Before the head is complete, the rest of its bound."""
+        """Bytes that may be parsed in one piece. Before the head is complete, this is the rest of its size limit."""
         self._max_headers = self._settings.max_headers
         self._incoming = Incoming([])
         self._overhead = 0
-        """Bytes of the chunked body beyond its data and the normal overhead of its chunks."""
+        """Bytes of the chunked body beyond its data and the normal framing of its chunks."""
         self._backlog = memoryview(b"")
-        """Bytes of a chunked body that have not been parsed. Nothing is read meanwhile, so this is at most one read's worth."""
+        """Unparsed bytes of a chunked body. Reading pauses meanwhile, so this is at most the data of one read."""
 
     # --- bytes in
 
     def data_received(self, data: bytes) -> None:
-        """Bytes arrived."""
+        """Parse, or drop, bytes that arrived."""
         if self._dropping:
             self._drop(len(data))
             return
@@ -88,7 +88,7 @@ class Protocol(BoundedConnection):
             self._parse_failed(error)
 
     def _feed_carefully(self, data: bytes) -> None:
-        """Feed ``data`` of which more than is harmless may be part of the head, or of a chunked body."""
+        """Feed ``data`` of which more than ``_room`` bytes may belong to the head, or to a chunked body."""
         if self._phase is WORKING:
             self._backlog = memoryview(data)
             self._feed_slice()
@@ -107,8 +107,8 @@ class Protocol(BoundedConnection):
             self._refuse(HeadersTooLarge(f"Request line and headers are longer than {limit} bytes; shorten them."), "headers")
 
     def _feed_slice(self) -> None:
-        """Parse one slice of a chunked body; the next one follows in the event loop's next turn."""
-        if not self._dropping:  # it may have ended since this was called
+        """Parse one slice of a chunked body, and schedule the next slice for the next event loop iteration."""
+        if not self._dropping:  # the connection may have ended since this call was scheduled
             part, self._backlog = self._backlog[:SLICE], self._backlog[SLICE:]
             self._overhead += len(part)
             self._feed(part)
@@ -122,7 +122,7 @@ class Protocol(BoundedConnection):
             self.transport.release()
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Parse the request again without its offer to upgrade. The parser skips the bodies of requests that have one."""
+        """Parse the request again without its upgrade headers, because the parser skips the bodies of upgrade requests."""
         if self.parser.get_method() == b"CONNECT":
             self._refuse(MethodNotAllowed("This server is no proxy; CONNECT is not supported."), "parse")
             return
@@ -144,27 +144,27 @@ class Protocol(BoundedConnection):
             self._refuse(refusal, "headers" if refusal.status == HeadersTooLarge.status else "parse")
         elif self.cycle.more_body and not isinstance(cause, _Pipelined):
             self._body_failed(refusal, "parse")
-        else:  # the next request came too early
+        else:  # the next request arrived before the response
             self._dropping = True
             self.cycle.keep_alive = False
 
-    # --- the parser's events
+    # --- events of the parser
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start a request. Raises :class:`_Pipelined` while another is in progress."""
         if self._phase is WORKING:
             raise _Pipelined
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header is complete, or a trailer."""
+        """Store a header or a trailer."""
         name = name.lower()
         self.headers.append((name, value))
-        if len(self.headers) > self._max_headers:  # here and not later: 64 KiB of them would take 10 ms
+        if len(self.headers) > self._max_headers:  # checked per header: 64 KiB of headers would take 10 ms
             raise HeadersTooLarge(f"The request has more than {self._max_headers} headers; send fewer.")
 
     def on_headers_complete(self) -> None:
-        """The head is complete: start the application."""
+        """Check the complete head and start the application."""
         parser, scope = self.parser, self.scope
         if parser.should_upgrade():
             return  # _ignore_upgrade parses it again
@@ -176,7 +176,7 @@ class Protocol(BoundedConnection):
                 raise InvalidRequest("Only HTTP/1.1 and HTTP/1.0 are spoken here.")
             scope["http_version"] = version
         host = headers.get(b"host")
-        if (b"," in host) if host is not None else version == "1.1":  # a list: there were several
+        if (b"," in host) if host is not None else version == "1.1":  # a comma means several Host headers
             raise InvalidRequest("A request needs exactly one Host header, which names one host.")
         url = httptools.parse_url(self.url)
         raw_path = url.path or b"/"
@@ -192,7 +192,7 @@ class Protocol(BoundedConnection):
         self._room = -1 if b"transfer-encoding" in headers else sys.maxsize
         self._keep_alive = version == "1.1" and parser.should_keep_alive()
         self._connections.works(self)
-        self.headers = []  # trailers are dropped with it
+        self.headers = []  # collects trailers, which are dropped
         self.cycle = Cycle(
             scope=scope,
             transport=self.transport,  # type: ignore[arg-type]
@@ -203,18 +203,18 @@ class Protocol(BoundedConnection):
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
             expect_100_continue=headers.get(b"expect", b"").lower() == b"100-continue",
-            keep_alive=False,  # until the request is complete: the rest of a body that nobody wants is not read
+            keep_alive=False,  # until the request is complete: an unread rest of a body closes the connection
             on_response=self.on_response_complete,
         )
         self._incoming = scope[INCOMING] = incoming  # type: ignore[literal-required]
         self._start_asgi_task(self.cycle, self.app)
 
     def on_chunk_header(self) -> None:
-        """A chunk begins."""
+        """Deduct the normal framing of a chunk."""
         self._overhead -= CHUNK_OVERHEAD
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body arrived."""
+        """Pass a part of the body on."""
         cycle = self.cycle
         if cycle.response_complete:
             return
@@ -226,12 +226,12 @@ class Protocol(BoundedConnection):
         cycle.message_event.set()
 
     def on_response_complete(self) -> None:
-        """The response is written."""
+        """Reset the bound on the head for the next request."""
         self._room = self._settings.max_header_bytes
         super().on_response_complete()
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """Mark the request as complete."""
         cycle = self.cycle
         if self._phase is WORKING and not cycle.response_complete:
             self._deadline = inf
@@ -243,6 +243,6 @@ class Protocol(BoundedConnection):
 
 
 def _plain(error: httptools.HttpParserError) -> str:
-    """The parser's words for what is wrong; they hold nothing that the client sent."""
+    """Return the parser's reason, which contains no input of the client."""
     words = str(error)
     return words[:1].lower() + words[1:] if words.isprintable() and "callback" not in words.lower() else "the URL cannot be read"

@@ -9,7 +9,7 @@ from gateway.errors import GatewayError
 
 
 def answer_refusal(error: GatewayError) -> ASGIApp:
-    """An ASGI application that answers ``error`` in OpenAI's shape."""
+    """Return an ASGI application that responds with ``error`` in OpenAI's format."""
     body = msgspec.json.encode(error.body)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]

@@ -1,4 +1,4 @@
-"""A transport that coalesces writes and can stop reading for two reasons at once."""
+"""A transport that coalesces writes, and whose reading can be paused for two independent reasons."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ GATHER_BYTES = 64 * 1024
 
 
 class GatheringTransport:
-    """Joins all writes of one turn of the event loop into one; the extra system call dominates small answers."""
+    """Joins all writes of one event loop iteration into one; the extra system call dominates small responses."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, on_close: Callable[[], None]) -> None:
-        """``on_close`` is called in place of closing ``transport``, after everything written before has been passed on."""
+        """``on_close`` is called instead of closing ``transport``, after all earlier writes have been passed on."""
         self.inner = transport
         self._loop = loop
         self._on_close = on_close
@@ -23,33 +23,33 @@ class GatheringTransport:
         self._paused = False
 
     def write(self, data: bytes) -> None:
-        """Pass ``data`` on before the event loop's next turn, or at once where much has been gathered."""
+        """Pass ``data`` on at the next event loop iteration, or at once if much has been gathered."""
         if not self._parts:
             self._loop.call_soon(self._flush)
         self._parts.append(data)
         self._gathered += len(data)
-        if self._gathered > GATHER_BYTES:  # so that the transport can apply backpressure within this turn
+        if self._gathered > GATHER_BYTES:  # lets the transport apply backpressure within this iteration
             self._flush()
 
     def close(self) -> None:
-        """Close after everything written before."""
+        """Pass all earlier writes on, then call ``on_close``."""
         self._flush()
         self._on_close()
 
     def pause_reading(self) -> None:
-        """Stop reading on behalf of flow control."""
+        """Pause reading on behalf of flow control."""
         self._paused = True
         if not self._held and not self.inner.is_closing():
             self.inner.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on, unless held."""
+        """Resume reading on behalf of flow control; :meth:`hold` still keeps it paused."""
         self._paused = False
         if not self._held and not self.inner.is_closing():
             self.inner.resume_reading()
 
     def hold(self) -> None:
-        """Stop reading until :meth:`release`, whatever flow control does meanwhile."""
+        """Pause reading until :meth:`release`, independently of flow control."""
         if not self._held:
             self._held = True
             if not self._paused and not self.inner.is_closing():

@@ -1,1 +1,1 @@
-"""Generating: prompts to engines, deltas to pieces of text."""
+"""Generation: sends prompts to engines and turns deltas into pieces of text."""

@@ -1,4 +1,4 @@
-"""Prompts to engines, and what comes back as pieces in the order they arrive."""
+"""Generates the sequences of one prompt, and of several prompts, as pieces in the order of arrival."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 
 CONCURRENT_PROMPTS = 64
-"""Of one request; the others wait here and not in the engine's queue."""
+"""Prompts of one request that are generated at a time; the others wait here and not in the engine's queue."""
 
 
 class Generation:
-    """One prompt on its way: the request for the engine, its ``n`` sequences, its counts."""
+    """One prompt being generated: the engine request, its ``n`` sequences and its token counts."""
 
     def __init__(
         self,
@@ -31,15 +31,15 @@ class Generation:
         echo: str | None = None,
         most_expected: int,
     ) -> None:
-        """``first_index``: the number of its first choice in the answer. ``echo``: the prompt's text, to be told first.
-        ``most_expected``: tokens that a sequence is expected to have at most."""
+        """``first_index``: index of the prompt's first choice in the answer. ``echo``: the prompt's text, which is sent first.
+        ``most_expected``: upper bound on the expected tokens of a sequence."""
         self.model = model
         self.request = request
         self.cached_tokens = 0
         self.queue_seconds = 0.0
-        """Time that it waited in the queue of an engine."""
+        """Time that the request waited in an engine's queue, in seconds."""
         self.expected_tokens = len(request.prompt) + request.sampling.n * min(request.sampling.max_tokens, most_expected)
-        """Of prompt and sequences, before it runs."""
+        """Expected tokens of the prompt and all sequences."""
         self._relay: Relay | None = None
         self._logprobs = options.logprobs
         self._echo = echo
@@ -51,18 +51,18 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        """Of all sequences, so far."""
+        """Output tokens of all sequences so far."""
         return sum(sequence.completion_tokens for sequence in self.sequences)
 
     @property
     def used_tokens(self) -> int:
-        """Of the prompt, once an engine was given it, and of all sequences so far."""
+        """Prompt tokens, if an engine was given the prompt, plus output tokens of all sequences so far."""
         prompt = len(self.request.prompt) if self._relay is not None and self._relay.sent else 0
         return prompt + self.completion_tokens
 
     async def pieces(self, dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
-        """As many at a time as have arrived, until every sequence has ended. Raises :class:`GatewayError`."""
-        early: list[wire.Delta] = []  # of sequences that overtook the prompt's log-probabilities
+        """Yield the pieces in batches, as they arrive, until every sequence has ended. Raises :class:`GatewayError`."""
+        early: list[wire.Delta] = []  # deltas of other sequences that arrived before the prompt's log-probabilities
         echoed = self._echo is None
         self._relay = Relay(dispatcher, self.model, self.request)
         async with aclosing(self._relay.deltas()) as batches:
@@ -97,12 +97,12 @@ class Generation:
         return self.sequences[index]
 
     async def _echoes(self, logprobs: wire.Logprobs | None) -> list[Piece]:
-        """The prompt, once for each sequence."""
+        """Return one piece with the prompt's text for each sequence."""
         text = self._echo or ""
         tokens = await prompt_tokens(self.model.tokenizer, self.request.prompt, text, logprobs) if self._logprobs else []
         return [Piece(sequence.index, text, tokens) for sequence in self.sequences]
 
 
 def run_all(generations: list[Generation], dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
-    """The pieces of all prompts. The first failure ends them all; closing the iterator does too."""
+    """Yield the pieces of all prompts. The first failure ends all of them, as closing the iterator does."""
     return merged([generation.pieces(dispatcher) for generation in generations], CONCURRENT_PROMPTS)

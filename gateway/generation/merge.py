@@ -1,4 +1,4 @@
-"""Several streams as one, in the order of arrival."""
+"""Merges several streams into one, in the order of arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int = 64) -> AsyncGenerator[T, None]:
-    """Everything that ``streams`` bring, ``at_once`` of them at a time. The first failure ends them all, as closing does."""
+    """Yield every item of ``streams``; ``at_once`` of them run at a time. The first failure ends all, as closing does."""
     return streams[0] if len(streams) == 1 else _merged(streams, at_once)
 
 
@@ -31,7 +31,7 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]], at_once: int) -> A
                     async for news in stream:
                         await arrived.put((news,))
                 await arrived.put(None)
-        except Exception as error:  # handed to the one who reads
+        except Exception as error:  # the consumer raises it
             await arrived.put(error)
 
     runs = [asyncio.create_task(run()) for _ in range(min(at_once, len(streams)))]

@@ -1,4 +1,4 @@
-"""A validated request and a prompt's tokens to a :class:`Generation`."""
+"""Builds a :class:`Generation` from a validated request and the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.sequence import TextOptions
-from gateway.length.guidance import CONSTRAINT_MIN_P
+from gateway.lenvm.guidance import CONSTRAINT_MIN_P
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 
 UNSTATED_TOKENS = 1024
-"""What an answer whose length the client leaves open is expected to have at most, where a key's tokens are counted beforehand:
-the whole context would let no such request through."""
+"""Output tokens charged in advance to a key's limits if the request states no maximum. Charging the whole context would exceed
+most limits."""
 WHOLE_TOKENS = 16
-"""Tokens that come at a time where nothing is streamed: few enough for another engine to go on from, if this one is lost."""
+"""Tokens in each delta if nothing is streamed: few enough that another engine can resume without much repeated work."""
 MAX_BIASES = 4096
 MAX_STOP_CHARACTERS = 4096
 
 
 def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> None:
-    """Raise :class:`InvalidRequest` for what this model cannot do."""
+    """Raise :class:`InvalidRequest` if the model does not support the request."""
     limits = model.info.limits
     if "generate" not in model.info.capabilities:
         raise InvalidRequest(f"The model {model.name!r} only scores; use /v1/score.", param="model")
@@ -68,7 +68,7 @@ def plan(
     priority: int,
     caller: wire.Caller,
 ) -> Generation:
-    """``max_tokens`` None: as many as the context holds; it is the limit in any case. ``param`` is where the prompt came from."""
+    """``max_tokens``: None for as many as the context holds, which limits it in any case. ``param``: the field of the prompt."""
     if not prompt:
         raise InvalidRequest(f"`{param}` is empty; there is nothing to continue.", param=param)
     model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
@@ -86,9 +86,9 @@ def plan(
         sampling=sampling,
         logprobs=logprobs,
         length_guidance=guidance,
-        # without output tokens the engine has nothing else to do, so it is always asked for these
+        # a request without output tokens must ask the engine for prompt log-probabilities, or there is nothing to compute
         prompt_logprobs=None if echo is None else logprobs if logprobs is not None else 0 if limit == 0 else None,
-        # an answer with stop strings is read as it comes: the text may end it
+        # stop strings need every token at once, because the gateway ends the sequence at one
         tokens_per_delta=1 if fields.stream or fields.stops else WHOLE_TOKENS,
         priority=priority,
         caller=caller,

@@ -1,7 +1,7 @@
-"""One generation on as many replicas as it takes: where one is lost, another goes on after the last token that arrived.
+"""Runs one generation on several replicas, one after another: if a replica fails, another resumes after the last received token.
 
-The noise of a token depends on (seed, sequence index, position) alone, so what comes is what would have come. Each sequence is
-resumed by itself: ``resume_offset`` is for one.
+The noise of a token depends only on (seed, sequence index, position), so the resumed output is the output that the first replica
+would have sent. Each sequence is resumed by a request of its own, because ``resume_offset`` applies to one sequence.
 """
 
 from __future__ import annotations
@@ -15,61 +15,61 @@ import msgspec
 from engine import wire
 from gateway.errors import EngineLost, GatewayError
 from gateway.generation.merge import merged
-from gateway.pool.dispatch import Dispatcher, Tries, rest_of
+from gateway.pool.dispatch import Attempts, Dispatcher, rest_of
 from gateway.pool.replica import ServedModel
 
 
 class Relay:
-    """Owns what is known of each sequence: how far it has come."""
+    """Keeps the output of each open sequence, from which another replica can resume."""
 
     def __init__(self, dispatcher: Dispatcher, model: ServedModel, request: wire.Generate) -> None:
         self._dispatcher = dispatcher
         self._model = model
         self._request = request
         self._open: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
-        """The output so far of the sequences that have not ended."""
-        self._tries = dispatcher.tries()
+        """Output so far of each sequence that has not ended, by index."""
+        self._tries = dispatcher.attempts()
 
     @property
     def sent(self) -> bool:
-        """Whether a replica was given the request."""
+        """Whether the request was sent to a replica."""
         return self._tries.sent
 
     async def deltas(self) -> AsyncGenerator[list[wire.Delta], None]:
-        """As many at a time as arrive, without a gap or a repeat, until every sequence has ended. Close the iterator to abort.
-        Raises :class:`GatewayError` where no other replica can go on."""
-        tries = self._tries
+        """Yield deltas in batches, as they arrive, without gaps or repeats, until every sequence has ended. Close the iterator to
+        abort. Raises :class:`GatewayError` if no other replica can resume."""
+        attempts = self._tries
         try:
-            async with aclosing(self._follow(self._request, tries)) as batches:
+            async with aclosing(self._follow(self._request, attempts)) as batches:
                 async for batch in batches:
                     yield batch
             return
         except GatewayError as error:
-            self._dispatcher.check_retry(error, self._model, tries)
-        runs = [self._resumed(index, Tries(tries.patience, list(tries.replicas))) for index in list(self._open)]
+            self._dispatcher.check_retry(error, self._model, attempts)
+        runs = [self._resumed(index, Attempts(attempts.wait_seconds, list(attempts.replicas))) for index in list(self._open)]
         async with aclosing(merged(runs)) as batches:
             async for batch in batches:
                 yield batch
 
-    async def _resumed(self, index: int, tries: Tries) -> AsyncGenerator[list[wire.Delta], None]:
-        """The rest of one sequence."""
+    async def _resumed(self, index: int, attempts: Attempts) -> AsyncGenerator[list[wire.Delta], None]:
+        """Yield the remaining deltas of one sequence."""
         while index in self._open:
             self._dispatcher.resumed()
             rest = rest_of(self._request, self._open[index], index)
             try:
-                async with aclosing(self._follow(rest, tries, index)) as batches:
+                async with aclosing(self._follow(rest, attempts, index)) as batches:
                     async for batch in batches:
                         yield batch
             except GatewayError as error:
-                self._dispatcher.check_retry(error, self._model, tries)
+                self._dispatcher.check_retry(error, self._model, attempts)
 
     async def _follow(
-        self, request: wire.Generate, tries: Tries, index: int | None = None
+        self, request: wire.Generate, attempts: Attempts, index: int | None = None
     ) -> AsyncGenerator[list[wire.Delta], None]:
-        """The deltas of ``request``, which is for the whole, or for the rest of the sequence ``index``."""
-        async with aclosing(self._dispatcher.generate(self._model, request, tries)) as batches:
+        """Yield the deltas of ``request``: the whole generation if ``index`` is None, else the rest of sequence ``index``."""
+        async with aclosing(self._dispatcher.generate(self._model, request, attempts)) as batches:
             async for batch in batches:
-                if index is not None:  # its prompt was counted when it began
+                if index is not None:  # the prompt's cached tokens were counted by the first attempt
                     batch = [msgspec.structs.replace(delta, index=index, cached_tokens=0) for delta in batch]
                 good = list(takewhile(self._take, batch))
                 if good:
@@ -80,7 +80,7 @@ class Relay:
             raise EngineLost("The engine's answer ended too early; try again.", retryable=True)
 
     def _take(self, delta: wire.Delta) -> bool:
-        """Whether ``delta`` comes next; then it counts."""
+        """Return whether ``delta`` continues its sequence; if so, record it."""
         output = self._open.get(delta.index)
         if output is None or delta.offset != len(output) or delta.finish == "abort":
             return False
@@ -90,7 +90,7 @@ class Relay:
         return True
 
     def _fault(self, delta: wire.Delta) -> EngineLost:
-        """Why ``delta`` cannot come next."""
+        """Return the error that explains why ``delta`` does not continue its sequence."""
         if delta.index not in self._open:
             return EngineLost("The engine sent a sequence that was not asked for, or that had ended.", retryable=True)
         if delta.finish == "abort":

@@ -1,4 +1,4 @@
-"""One sequence: the engine's deltas in, text out, ended by the engine or by a stop string."""
+"""One output sequence: turns the engine's deltas into text, and ends at the engine's finish or at a stop string."""
 
 from __future__ import annotations
 
@@ -16,74 +16,74 @@ from gateway.text.vocabulary import Vocabulary
 Finish = Literal["stop", "length"]
 
 LEAST_LOGPROB = -9999.0
-"""Stands for −∞, which JSON cannot say, as in OpenAI's API: a candidate that guidance ruled out."""
+"""Replaces −∞, which JSON cannot represent, as in OpenAI's API: the log-probability of a candidate that guidance excludes."""
 
 
 @dataclass(slots=True)
 class Token:
-    """A token as log-probabilities show it."""
+    """One token with its log-probabilities."""
 
     id: int
     logprob: float | None
     top: list[tuple[int, float]]
-    """The most probable tokens at its place, best first."""
+    """Most probable tokens at this position, best first."""
     values: dict[int, float]
-    """Of guided tokens whose values were asked for: the length model's, of those of ``top`` that it judged."""
+    """Length values of the tokens in ``top`` that the length model judged, by token id, if guided values were requested."""
     offset: int
-    """Characters of the text before it."""
+    """Characters of text before the token."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of a sequence."""
+    """New output of a sequence."""
 
     index: int
-    """The number of its choice in the answer."""
+    """Index of the choice in the answer."""
     text: str
     tokens: list[Token] = field(default_factory=list)
-    """Where log-probabilities were asked for: the tokens that begin in ``text``."""
+    """Tokens whose text begins in ``text``, if log-probabilities were requested."""
     finish: Finish | None = None
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What becomes of the tokens of a sequence."""
+    """Options for turning a sequence's tokens into text."""
 
     logprobs: bool = False
     stops: Run[str] = ()
     min_tokens: int = 0
-    """Stop strings that are complete before so many tokens do not end the sequence."""
+    """Stop strings that are complete before this many tokens do not end the sequence."""
     skip_special_tokens: bool = True
     keeps_stop: bool = False
-    """The text or token that ended the sequence is part of its text."""
+    """Whether the stop string or token that ends the sequence stays in its text."""
 
 
 class Sequence:
-    """Owns what is held back: characters that are not complete, text that may become a stop string, and the tokens of both."""
+    """Holds back incomplete characters and text that may become a stop string, with their tokens, until they are certain."""
 
     def __init__(self, index: int, tokenizer: Vocabulary, prompt: Run[int], options: TextOptions, *, offset: int = 0) -> None:
-        """``offset``: characters that stand before the sequence in its text (an echoed prompt)."""
+        """``offset``: characters before the sequence in its text (an echoed prompt)."""
         self.index = index
         self.finish: Finish | None = None
         self.completion_tokens = 0
-        """Tokens up to the one that ended the sequence, that one included."""
+        """Tokens up to and including the one that ended the sequence."""
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopStrings(options.stops)
         self._received = 0
-        self._read = offset  # characters that the tokens so far made
-        self._told = offset  # characters that were passed on
-        self._unsaid = ""  # what was read and not told
-        self._waiting: list[Token] = []  # tokens that begin in it
+        self._read = offset  # end of the text read so far, in characters
+        self._told = offset  # end of the text passed on so far, in characters
+        self._unsaid = ""  # text read and not passed on
+        self._waiting: list[Token] = []  # tokens not passed on yet
 
     def push(self, delta: wire.Delta) -> Piece:
-        """Raises :class:`EngineLost` where ``delta`` does not follow the one before."""
+        """Process one delta and return the new output. Raises :class:`EngineLost` if ``delta`` does not follow the last one."""
         if delta.offset != self._received:
             raise EngineLost(f"The engine skipped or repeated output: at {delta.offset} instead of {self._received}.")
         if delta.finish == "abort":
             raise EngineLost("The engine gave the request up; try again.")
         self._received += len(delta.tokens)
-        if self.finish is not None:  # a stop string ended it; its neighbours go on
+        if self.finish is not None:  # a stop string ended this sequence, and the engine still generates the others
             return Piece(self.index, "")
         tokens, hidden = delta.tokens, 0
         if delta.finish == "stop" and not self._options.keeps_stop:
@@ -95,7 +95,7 @@ class Sequence:
         return Piece(self.index, text, self._tokens_told(), self.finish)
 
     def _read_tokens(self, tokens: list[int], logprobs: wire.Logprobs | None) -> str:
-        """One token at a time where it matters which one did it, all at once where not."""
+        """Return the certain text of ``tokens``. Tokens are processed singly only for log-probabilities and stop strings."""
         if not self._options.logprobs and not self._options.stops:
             self.completion_tokens += len(tokens)
             return self._detokenizer.push(tokens)
@@ -110,7 +110,7 @@ class Sequence:
         return told
 
     def _tell(self, text: str) -> str:
-        """The part of the text that is certain, now that ``text`` is read too. May end the sequence."""
+        """Add ``text`` and return the text that is now certain. May end the sequence."""
         self._read += len(text)
         if self.completion_tokens < self._options.min_tokens:
             certain, stopped = text, False
@@ -125,11 +125,11 @@ class Sequence:
         return certain
 
     def _stop_met(self, before: str) -> str:
-        """The stop string that comes after ``before`` in the text that was held back; of several, the first to be complete."""
+        """Return the stop string that follows ``before`` in the held-back text; if several match, the shortest."""
         return min((stop for stop in self._options.stops if self._unsaid.startswith(stop, len(before))), key=len)
 
     def _end(self, finish: Finish) -> str:
-        """The text that nothing more will come after."""
+        """End the sequence and return the rest of its text."""
         told = self._tell(self._detokenizer.finish())
         if self.finish is None:
             rest = self._stops.finish()
@@ -139,7 +139,8 @@ class Sequence:
         return told
 
     def _tokens_told(self) -> list[Token]:
-        """The waiting tokens whose text has begun; the end takes them all, but for those after a stop string."""
+        """Return the waiting tokens whose text was passed on, or began to be. At the end all are returned, except those after a
+        stop string."""
         if not self._waiting:
             return []
         ended = self.finish is not None and self._told == self._read
@@ -159,7 +160,7 @@ def _token(id: int, place: int, logprobs: wire.Logprobs | None, offset: int) -> 
 
 
 async def prompt_tokens(tokenizer: Vocabulary, ids: Run[int], text: str, logprobs: wire.Logprobs | None) -> list[Token]:
-    """The tokens of an echoed prompt with their places in ``text``. A token that was put before the text takes no room."""
+    """Return the tokens of an echoed prompt with their offsets in ``text``. A special token added before the text has no width."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     tokens: list[Token] = []
     offset, breath = 0, Breath()

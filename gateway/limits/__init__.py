@@ -1,1 +1,1 @@
-"""What one client may take, and how much the gateway takes on at all."""
+"""Limits of API keys, and admission: the bounds on all work that the gateway accepts."""

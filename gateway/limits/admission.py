@@ -1,4 +1,4 @@
-"""Admission: bounds the requests to ``/v1`` that a gateway works on, and the bytes of their bodies, fairly between keys."""
+"""Admission: bounds the requests to ``/v1`` in progress and the bytes of their bodies, fairly between keys."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from litestar.enums import ScopeType
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.context import RequestContext
 from gateway.edge.body import BodyReader
 from gateway.errors import Overloaded
-from gateway.exchange import Exchange
 from gateway.limits.fair import FairRoom
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
 
 class Admission(ASGIMiddleware):
-    """Reads the body, and passes the request on once it is complete. Answers 429 where too much is in progress already.
+    """Reads the body and passes the complete request on. Answers 429 if too much is in progress.
 
-    A request counts as in flight from the time when its body is complete; before, it counts as an upload. Each kind of room is
-    shared between keys by :class:`FairRoom`, so it stands behind :class:`~gateway.auth.RequireKey`.
+    A request counts as in flight from the time when its body is complete; before that, it counts as an upload. :class:`FairRoom`
+    shares each kind of room between keys, so this middleware stands behind :class:`~gateway.auth.RequireKey`.
     """
 
     scopes = (ScopeType.HTTP,)
@@ -31,12 +31,12 @@ class Admission(ASGIMiddleware):
         self._telemetry = telemetry
 
     def __deepcopy__(self, _: object) -> Self:
-        """The framework copies routers with all that is in them, but there is one admission."""
+        """Return this object: the framework copies routers and their contents, but all copies must share one admission."""
         return self
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Count the request until its answer is sent. Raises what :meth:`BodyReader.read` raises, and :class:`Overloaded`."""
-        key = Exchange.in_scope(scope).key
+        key = RequestContext.in_scope(scope).key
         tenant, weight = (None, 1.0) if key is None else (key.id, key.weight)
         hold = self._bodies.hold(tenant, weight)
         try:
@@ -54,7 +54,7 @@ class Admission(ASGIMiddleware):
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """An ASGI ``receive`` that gives ``body``, which has been read already, and then goes on with ``receive``."""
+    """Return an ASGI ``receive`` that first gives ``body``, which has been read already, and then calls ``receive``."""
     kept: bytes | None = body
 
     async def replayed() -> Any:

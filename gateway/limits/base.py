@@ -1,22 +1,22 @@
-"""Limits of keys: what they bound, how, and what is answered.
+"""Limits of keys: data types, the accounting rules and the limiter protocol.
 
-Requests, tokens and items a minute follow the *generic cell rate algorithm* (ITU-T I.371; a leaky bucket kept as one time): a
-limit of ``n`` a minute lets ``n`` through at once after a minute of rest and then one more every ``60 / n`` s. All that is kept
-of a client is the time at which its allowance will be whole again: a cost moves it ahead, a refund moves it back. It was chosen
-over windows because
+Requests, tokens and items per minute follow the *generic cell rate algorithm* (ITU-T I.371; a leaky bucket stored as one time). A
+limit of ``n`` per minute lets ``n`` through at once after a minute of rest, and then one more every ``60 / n`` s. The only state of
+a rate is the time at which its allowance is whole again: a cost moves the time ahead, and a refund moves it back. Reasons for this
+algorithm instead of windows:
 
-- one number a limit is little to keep, and to change atomically, in Redis as here;
-- what comes back comes back continuously: no crowd at the turn of a minute, and the time to wait is exact;
-- what is left and when all will be back, which the headers tell, follow from the same number.
+- One number per limit is cheap to store and to change atomically, in Redis as here.
+- The allowance returns continuously: there is no burst at the start of each minute, and the waiting time is exact.
+- The remaining allowance and its reset time, which the headers report, follow from the same number.
 
-In the worst minute, the one that begins after a rest, twice the limit passes; over any longer time it is the limit.
+In the worst minute, which begins after a rest, twice the limit passes; over longer times the average approaches the limit.
 
-A request takes its expected cost when it begins and is settled once, when it ends: :func:`used` says what it is charged in the end,
-and the difference to the expected cost is given back (or taken, where more was used). Over all time that has passed, what is
-charged in the end is at most the limit times the minutes, and one limit more.
+A request takes its expected cost when it begins and is settled once, when it ends: :func:`used` computes the final charge, and the
+difference from the expected cost is given back, or taken if more was used. Over any time since the start, the final charges sum to
+at most the limit times the minutes, plus one limit.
 
-Concurrency is a set of leases, one for each request being worked on. They end with the request; those of a gateway that died run
-out.
+Concurrency is a set of leases, one for each request in progress. A lease ends with its request; the leases of a gateway that died
+expire.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 RATES = ("requests", "tokens", "items")
-"""In the order in which they stand in every tuple here."""
+"""Names of the rates, in the order of every tuple in this module."""
 CONCURRENCY = "concurrency"
 MINUTE = 60.0
 BUSY_SECONDS = 1.0
-"""What is told to wait where all leases are taken: nobody knows when one ends."""
+"""Retry-After if the concurrency limit is reached; the real wait is unknown."""
 
 
 class Limits(NamedTuple):
-    """Of one key; None is no limit."""
+    """Limits of one key; None is no limit."""
 
     rates: tuple[int | None, int | None, int | None] = (None, None, None)
-    """A minute, as in :data:`RATES`."""
+    """Limits per minute, in the order of :data:`RATES`."""
     concurrency: int | None = None
 
     @property
     def any(self) -> bool:
-        """Whether anything is limited."""
+        """Whether the key has any limit."""
         return self.concurrency is not None or self.rates != (None, None, None)
 
 
 class Cost(NamedTuple):
-    """Of one request."""
+    """Cost of one request in each rate."""
 
     requests: int
     tokens: int
@@ -57,66 +57,66 @@ class Cost(NamedTuple):
 
 NOTHING = Cost(0, 0, 0)
 CLIENT_GONE = 499
-"""Status of an exchange whose client left before an answer began."""
+"""Status of a request whose client left before an answer began."""
 
 
 class Level(NamedTuple):
-    """How much is left of a rate."""
+    """Remaining allowance of one rate."""
 
     limit: int
-    """A minute."""
+    """Limit per minute."""
     remaining: int
     reset: float
-    """Seconds until all of it will be."""
+    """Seconds until the whole allowance is available."""
 
 
 class Verdict(NamedTuple):
-    """The answer to a request for a part of the limits."""
+    """Result of :meth:`Limiter.take`."""
 
     denied: str | None
-    """The limit that stands in the way, one of :data:`RATES` or :data:`CONCURRENCY`; then nothing was taken."""
+    """The limit that denies the request: one of :data:`RATES` or :data:`CONCURRENCY`. Nothing is taken then. None if allowed."""
     wait: float
-    """Seconds until it will not; infinite where it always will."""
+    """Seconds until the request fits; infinite if it never fits."""
     levels: tuple[Level | None, Level | None, Level | None]
-    """Of each rate, after this request."""
+    """State of each rate after this request."""
 
 
 class Lease(msgspec.Struct, eq=False):
-    """What a request took, to be settled when it ends."""
+    """The share of the limits that one request takes; it is settled when the request ends."""
 
     owner: str
-    """The key's id."""
+    """Id of the key."""
     id: str
     limits: Limits
     cost: Cost
     """Expected cost, taken when the request begins."""
     used_tokens: int | None = None
-    """Tokens that an answered request used; None: the expected ones."""
+    """Tokens used by an answered request; None means the expected number."""
     begun: Cost = NOTHING
-    """The part of the request that was sent to engines so far."""
+    """Cost of the messages that were sent to engines so far."""
     charged: Cost | None = None
     """Final cost; None until the request has ended."""
     shared: bool = False
-    """Taken from Redis."""
+    """Whether Redis granted the lease."""
     _messages: set[str] = msgspec.field(default_factory=set)
-    """Ids of the messages that :attr:`begun` counts."""
+    """Ids of the messages in :attr:`begun`."""
 
     @property
     def more(self) -> Cost:
-        """Final cost less the expected one: negative where something is given back. Nothing before the end."""
+        """Final cost minus expected cost; negative numbers are refunds. Zero before the end."""
         if self.charged is None or self.charged is self.cost:
             return NOTHING
         return Cost(*(final - expected for final, expected in zip(self.charged, self.cost, strict=True)))
 
     def begin(self, message: str, *, tokens: int, items: int = 0) -> None:
-        """The message with this id is sent to an engine; it counts once, however often it is sent."""
+        """Record a message that is sent to an engine. A message counts once, however often it is sent."""
         if message not in self._messages:
             self._messages.add(message)
             self.begun = Cost(1, self.begun.tokens + tokens, self.begun.items + items)
 
 
 def used(lease: Lease, status: int) -> Cost:
-    """What a request is charged that ended with ``status``.
+    """Return the final charge of a request that ended with ``status``.
 
     ===========================  ==============================================================
     an answer or a stream began  the request; tokens as used, also where the stream broke later
@@ -130,24 +130,24 @@ def used(lease: Lease, status: int) -> Cost:
 
 
 class Limiter(Protocol):
-    """Keeps what is left. No method raises."""
+    """Keeps the state of all limits. No method raises."""
 
     async def take(self, lease: Lease) -> Verdict:
-        """All of the lease's cost, or nothing."""
+        """Take the whole cost of the lease, or nothing."""
         ...
 
     def end(self, lease: Lease) -> None:
-        """The request is over: give its place back, and settle ``lease.more``. Called once for each lease that was taken."""
+        """Release the lease's concurrency and settle ``lease.more``. Called once for each lease that was granted."""
         ...
 
 
 def too_much(limits: Limits, cost: Cost) -> str | None:
-    """The rate that no wait makes large enough."""
+    """Return the rate whose limit is smaller than ``cost``, so that no wait helps; None if there is none."""
     pairs = zip(RATES, limits.rates, cost, strict=True)
     return next((name for name, limit, amount in pairs if limit is not None and amount > limit), None)
 
 
 def level(limit: int, ahead: float) -> Level:
-    """``ahead``: seconds until the allowance is whole."""
+    """Return the level of a rate whose allowance is whole in ``ahead`` seconds."""
     ahead = max(0.0, ahead)
     return Level(limit, max(0, math.floor((MINUTE - ahead) * limit / MINUTE + 1e-6)), ahead)

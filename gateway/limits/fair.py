@@ -1,17 +1,17 @@
-"""Room that tenants share, with dynamic thresholds."""
+"""Room shared between tenants, with dynamic thresholds."""
 
 from __future__ import annotations
 
 ALPHA = 4.0
-"""One busy tenant alone may use four fifths of the room; of n busy tenants each gets 4/(1 + 4n), and 1/(1 + 4n) stays free."""
+"""A single busy tenant may use four fifths of the room; each of n busy tenants gets 4/(1 + 4n), and 1/(1 + 4n) stays free."""
 MAX_WEIGHT = 4.0
-"""Weight above which a tenant gets no more room: 16 of 17 parts when it is the only busy one, so others always find some."""
+"""Largest effective weight. It allows 16/17 of the room to a single busy tenant, so that other tenants always find some room."""
 
 
 class FairRoom:
     """Room for ``capacity`` units, of which a tenant may hold at most ``alpha`` times what is still free.
 
-    So the fewer tenants are busy, the more each may hold, and a newcomer finds room without anything being taken from anybody.
+    The fewer tenants are busy, the more each may hold, and a new tenant finds room without evicting another.
     Source: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE/ACM
     Transactions on Networking 6 (2), 1998.
     """
@@ -23,8 +23,8 @@ class FairRoom:
         self._held: dict[str, int] = {}
 
     def take(self, tenant: str | None, amount: int = 1, weight: float = 1.0) -> bool:
-        """Take ``amount`` units for ``tenant`` and return True; or take nothing and return False. ``weight`` scales its threshold,
-        up to ``MAX_WEIGHT``. Tenant None, as on a server without keys, is alone and may use all room."""
+        """Take ``amount`` units for ``tenant`` and return True, or take nothing and return False. ``weight`` scales the threshold,
+        up to ``MAX_WEIGHT``. Tenant None (a server without keys) may use all room."""
         free = self.capacity - self.used
         if amount > free:
             return False
@@ -45,4 +45,4 @@ class FairRoom:
             if held:
                 self._held[tenant] = held
             else:
-                del self._held[tenant]  # keys come and go
+                del self._held[tenant]  # keys change over time, so empty entries are removed

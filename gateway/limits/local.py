@@ -1,4 +1,4 @@
-"""Limits kept in this process: of a gateway alone, and of one whose Redis is away."""
+"""Limits kept in this process: for a gateway without Redis, and while Redis is away."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from gateway.limits.base import (
 
 
 class LocalLimiter:
-    """One time for each key and rate, and the number of its requests being worked on. Keys are few: they come from a file."""
+    """Keeps one time for each key and rate, and the number of leases of each key. Keys come from a file, so they are few."""
 
     def __init__(self) -> None:
-        self._whole_at: dict[tuple[str, str], float] = {}  # by owner and rate, on the monotonic clock
+        self._whole_at: dict[tuple[str, str], float] = {}  # by owner and rate: time of the whole allowance, monotonic clock
         self._held: Counter[str] = Counter()
 
     async def take(self, lease: Lease) -> Verdict:
-        """Decide here."""
+        """Decide from this process's state."""
         now = time.monotonic()
         if name := too_much(lease.limits, lease.cost):
             return Verdict(name, float("inf"), self._levels(lease, now))
@@ -41,11 +41,11 @@ class LocalLimiter:
         return Verdict(denied, wait, self._levels(lease, now))
 
     def record(self, lease: Lease) -> None:
-        """Take it, whether or not there is enough: somebody else has allowed it."""
+        """Take the cost of ``lease`` without a check, because Redis granted the lease."""
         self._take(lease, time.monotonic())
 
     def end(self, lease: Lease) -> None:
-        """Give its place back, and settle what it cost."""
+        """Release the lease's concurrency and settle its cost."""
         self._held[lease.owner] -= 1
         if (more := lease.more) != NOTHING:
             self._charge(lease, more, time.monotonic())
@@ -61,7 +61,7 @@ class LocalLimiter:
                 self._whole_at[lease.owner, name] = begin + amount * MINUTE / limit
 
     def _shortage(self, lease: Lease, now: float) -> tuple[str | None, float]:
-        """The rate that has the longest wait, and the wait."""
+        """Return the rate with the longest wait, and the wait in seconds; None and 0 if no rate denies the request."""
         denied, longest = None, 0.0
         for name, limit, amount in zip(RATES, lease.limits.rates, lease.cost, strict=True):
             if limit is not None:

@@ -1,4 +1,4 @@
-"""Charges a request to its key, and tells the client where it stands."""
+"""Charges requests to keys and reports the state of the limits to clients."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ from functools import partial
 
 from litestar.connection import ASGIConnection
 
+from gateway.context import RequestContext, new_id
 from gateway.errors import RateLimited
-from gateway.exchange import Exchange, new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, used
 from gateway.telemetry import Telemetry
 
 
 class Quotas:
-    """The limits of keys, as routes see them."""
+    """The limits of keys, as an interface for routes."""
 
     def __init__(self, limiter: Limiter, telemetry: Telemetry) -> None:
         self._limiter = limiter
         self._telemetry = telemetry
 
     async def charge(self, connection: ASGIConnection, *, tokens: int, items: int = 0) -> Lease | None:  # type: ignore[type-arg]
-        """Take one request with ``tokens`` of prompts and, at most, answers.
+        """Take one request with ``tokens``: those of its prompts plus the most that its answers may have.
 
-        The lease is settled when the exchange ends (:func:`gateway.limits.base.used`); record in it what was sent to engines and
-        the tokens that were used. None where the key has no limits. Raises :class:`RateLimited`.
+        The lease is settled when the request ends (:func:`gateway.limits.base.used`). The caller records in it the messages to
+        engines and the used tokens. Returns None if the key has no limits. Raises :class:`RateLimited`.
         """
-        exchange = Exchange.of(connection)
-        key = exchange.key
+        context = RequestContext.of(connection)
+        key = context.key
         if key is None or not key.limits.any:
             return None
         lease = Lease(key.id, new_id(), key.limits, Cost(1, tokens, items))
         verdict = await self._limiter.take(lease)
-        exchange.headers += _headers(verdict)
+        context.headers += _headers(verdict)
         if verdict.denied is not None:
             self._telemetry.limited(key.name, verdict.denied)
             raise RateLimited(_complaint(key.name, lease, verdict), retry_after=verdict.wait)
-        exchange.at_end.append(partial(self._end, exchange, lease))
+        context.at_end.append(partial(self._end, context, lease))
         return lease
 
-    def _end(self, exchange: Exchange, lease: Lease) -> None:
+    def _end(self, context: RequestContext, lease: Lease) -> None:
         """Settle ``lease``, exactly once."""
         if lease.charged is None:
-            lease.charged = used(lease, exchange.status)
+            lease.charged = used(lease, context.status)
             self._limiter.end(lease)
 
 
 def _headers(verdict: Verdict) -> list[tuple[bytes, bytes]]:
-    """As OpenAI's, with items as a third rate; times like ``6m0s`` and ``12ms``."""
+    """Return OpenAI's rate limit headers, with items as a third rate. Times look like ``6m0s`` and ``12ms``."""
     headers = []
     for name, level in zip(RATES, verdict.levels, strict=True):
         if level is not None:
@@ -57,7 +57,7 @@ def _headers(verdict: Verdict) -> list[tuple[bytes, bytes]]:
 
 
 def duration(seconds: float) -> str:
-    """``0s``, ``12ms``, ``1.5s``, ``6m0s``; rounded up to milliseconds."""
+    """Format a duration like ``0s``, ``12ms``, ``1.5s`` or ``6m0s``, rounded up to milliseconds."""
     milliseconds = math.ceil(seconds * 1000 - 1e-6)
     if 0 < milliseconds < 1000:
         return f"{milliseconds}ms"

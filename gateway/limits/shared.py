@@ -1,15 +1,15 @@
-"""Limits kept in Redis, for all gateways together: one script, one round trip, Redis's clock.
+"""Limits kept in Redis and shared by all gateways: one script call in one round trip decides, on the clock of Redis.
 
-For the key with id ``ID`` (all in one slot of a cluster):
+The entries of the key with id ``ID`` (all in one slot of a cluster):
 
 =================================  ================================================================================
 ``PREFIX:limit:{ID}:requests``     the time at which the allowance is whole, in microseconds since 1970; likewise
                                    ``tokens`` and ``items``
-``PREFIX:limit:{ID}:leases``       sorted set: lease id, and the time at which it runs out
+``PREFIX:limit:{ID}:leases``       sorted set: lease ids, scored by expiry time
 =================================  ================================================================================
 
-What a request takes is recorded here too. So when Redis is away each gateway goes on from what it let through itself, and allows
-each key its whole limit: together, so many times as much as there are gateways.
+Each gateway also records locally what its own requests took. While Redis is away, each gateway decides from that record and allows
+each key its whole limit; N gateways together then allow N times the limit.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from gateway.redis.scripts import Script
 from gateway.telemetry import Telemetry
 
 LEASE_SECONDS = 60.0
-"""After which the lease of a gateway that died is free. Those of a gateway that lives are renewed every third of it."""
+"""Expiry time of a lease, which frees the leases of a gateway that died. A running gateway renews its leases every third of it."""
 SETTLE_SECONDS = 1.0
 GATHER_SECONDS = 0.002
-"""A settlement waits this long for others of its key, which go with it in one call."""
+"""Time for which a settlement waits for others of the same key, to be sent in one call."""
 LEASES_A_CALL = 1000
 MAX_SETTLEMENTS = 10_000
-"""Waiting to be sent; what is more is lost: leases run out by themselves, and requests are charged their expected cost."""
+"""Most settlements waiting to be sent. Others are lost: their leases expire, and their requests are charged the expected cost."""
 
 _DENIALS = (None, *RATES, CONCURRENCY)
 
-# KEYS: requests, tokens, items, leases. ARGV: a limit and a cost for each rate (a limit of 0 is none), concurrency (-1 is none),
-# lease id, lease time. Returns the denial (0 for none, else a place in _DENIALS), the wait, and for each rate how far ahead it
-# is; times in microseconds.
+# KEYS: requests, tokens, items, leases. ARGV: a limit and a cost for each rate (limit 0: none), concurrency (-1: none), lease id,
+# lease time. Returns the denial (0: none, else an index in _DENIALS), the wait, and for each rate the time until its allowance is
+# whole; times in microseconds.
 _TAKE = Script(
     """
     local MINUTE = 60000000
@@ -78,7 +78,7 @@ _TAKE = Script(
     """
 )
 
-# KEYS: requests, tokens, items, leases. ARGV: a limit (0 is none) and an amount beyond the expected one for each rate, lease ids.
+# KEYS: requests, tokens, items, leases. ARGV: a limit (0: none) and the difference from the expected cost for each rate; lease ids.
 _SETTLE = Script(
     """
     redis.call('ZREM', KEYS[4], unpack(ARGV, 7))
@@ -98,7 +98,7 @@ _SETTLE = Script(
     """
 )
 
-# KEYS: leases. ARGV: lease time, lease ids. Leases that Redis has lost, or never saw, come back.
+# KEYS: leases. ARGV: lease time, lease ids. Adds leases again that Redis has lost or never had.
 _RENEW = Script(
     """
     local time = redis.call('TIME')
@@ -112,7 +112,7 @@ _RENEW = Script(
 
 
 class SharedLimiter:
-    """Between :meth:`start` and :meth:`stop` leases are renewed and settled in the background."""
+    """A :class:`Limiter` in Redis. Between :meth:`start` and :meth:`stop` leases are renewed and settled in the background."""
 
     def __init__(self, link: Link, telemetry: Telemetry, *, prefix: str, lease_seconds: float = LEASE_SECONDS) -> None:
         self._link = link
@@ -120,24 +120,24 @@ class SharedLimiter:
         self._prefix = prefix
         self._lease_seconds = lease_seconds
         self._local = LocalLimiter()
-        self._held: dict[str, Lease] = {}  # with a limit of concurrency, by lease id
+        self._held: dict[str, Lease] = {}  # leases of keys with a concurrency limit, by lease id
         self._ended: list[Lease] = []
         self._any_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Renew and settle."""
+        """Start the background tasks."""
         self._tasks = [asyncio.create_task(self._keep_settling()), asyncio.create_task(self._keep_renewing())]
 
     async def stop(self) -> None:
-        """Settle what has ended, and no more."""
+        """Stop the background tasks and settle the leases that have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._settle_all()
 
     async def take(self, lease: Lease) -> Verdict:
-        """Decided by Redis, or here where it is away."""
+        """Decide in Redis, or in this process while Redis is away."""
         if too_much(lease.limits, lease.cost):
             return await self._local.take(lease)
         try:
@@ -153,7 +153,7 @@ class SharedLimiter:
         return verdict
 
     def end(self, lease: Lease) -> None:
-        """Settled here now, and in Redis soon."""
+        """Settle ``lease`` in this process now, and in Redis from the background."""
         self._local.end(lease)
         held = self._held.pop(lease.id, None) is not None
         if held or (lease.shared and lease.more != NOTHING):
@@ -188,7 +188,7 @@ class SharedLimiter:
                 await self._settle(leases[start : start + LEASES_A_CALL])
 
     async def _settle(self, leases: Sequence[Lease]) -> None:
-        """Of one owner and its limits. A call that fails is not repeated, as Redis may have executed it."""
+        """Settle leases of one owner with equal limits. A failed call is not repeated, because Redis may have executed it."""
         first = leases[0]
         keys = [*(self._name(first, rate) for rate in RATES), self._name(first, "leases")]
         more = [sum(amounts) for amounts in zip(NOTHING, *(lease.more for lease in leases if lease.shared), strict=True)]
@@ -206,10 +206,10 @@ class SharedLimiter:
                 await self._renew(leases)
 
     async def _renew(self, leases: Sequence[Lease]) -> None:
-        """Of one owner. One that ends meanwhile may be settled before it is renewed; then it runs out by itself."""
+        """Renew leases of one owner. A lease that is settled just before this call is added again and expires by itself."""
         arguments = [int(self._lease_seconds * 1e6), *(lease.id for lease in leases)]
         name = self._name(leases[0], "leases")
-        with suppress(RedisAway):  # then they come back with a later renewal
+        with suppress(RedisAway):  # a later renewal adds the leases again
             await self._link.ask(lambda: _RENEW(self._link.client, [name], arguments), seconds=SETTLE_SECONDS)
 
     def _name(self, lease: Lease, what: str) -> str:
@@ -217,7 +217,7 @@ class SharedLimiter:
 
 
 def _grouped(leases: Iterable[Lease]) -> list[list[Lease]]:
-    """By owner, and by limits, which change when the key file does: amounts of different limits cannot be added up."""
+    """Group leases by owner and limits. The key file may change the limits, and amounts under different limits cannot be added."""
     groups: dict[tuple[str, Limits], list[Lease]] = {}
     for lease in leases:
         groups.setdefault((lease.owner, lease.limits), []).append(lease)

@@ -1,1 +1,1 @@
-"""Log lines: written by a thread, so that a full pipe or disk never holds up requests."""
+"""Log lines. A thread writes them, so that a full pipe or disk never delays requests."""

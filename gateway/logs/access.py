@@ -1,7 +1,7 @@
-"""The access log: one line for each request, when its answer ends.
+"""The access log: one line for each request, at the end of its response.
 
-A line says who asked what of which endpoint, what it cost and how it ended. It holds no text from the request but its id, which is
-sanitised: no path, no prompt, no other header.
+A line records the key, model and endpoint of a request, its costs and its outcome. Its only text from the request is the request
+id, which is sanitised: it has no path, prompt or other header.
 """
 
 from __future__ import annotations
@@ -19,84 +19,84 @@ import msgspec
 from gateway.logs.writer import LineWriter
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from gateway.context import RequestContext
 
 Format = Literal["text", "json", "off"]
 
 PROBES = frozenset({"/livez", "/readyz", "/metrics"})
-"""Endpoints that are polled."""
+"""Endpoints that are polled, by orchestrators and monitoring."""
 _encoder = msgspec.json.Encoder()
 _PLAIN = re.compile(r"[\w.:/+@-]+", re.ASCII)
 
 
 class AccessLine(msgspec.Struct, gc=False):
-    """What is logged of one request. These are the names in JSON; in text, fields that are null or 0 are left out."""
+    """The log entry of one request. The names are those in JSON; in text, fields that are null or 0 are left out."""
 
     time: datetime
-    """End of the answer."""
+    """End of the response."""
     id: str
-    """The answer's ``x-request-id``."""
+    """The response's ``x-request-id``."""
     key: str | None
     """Name of the API key."""
     model: str | None
-    """Null where the request named none that exists."""
+    """Null if the request named no existing model."""
     endpoint: str
     """The route, such as ``/v1/models/{model}``; ``none`` for other paths."""
     status: int
-    """499 where the client left before the answer began."""
+    """499 if the client left before the response began."""
     outcome: str
     """``ok``, ``refused`` (status 4xx), ``error`` (5xx), ``broken_stream`` (an error after status 200), ``client_gone``,
     ``shutdown``."""
     error: str | None
-    """The error's code, or its type where it has no code."""
+    """The error's code, or its type if it has no code."""
     prompt_tokens: int
     """Tokens of all prompts; for scoring, query and item of every item."""
     cached_tokens: int
     """Prompt tokens that were not computed."""
     completion_tokens: int
-    """Generated tokens, also of a stream that broke or was left."""
+    """Generated tokens, including those of a stream that broke or that the client left."""
     items: int
     """Items that were scored, or texts whose length was estimated."""
     cache_hits: int
     """Items whose result was in the cache."""
     queue_seconds: float
-    """Longest wait of a part of the request in the queue of an engine."""
+    """Longest wait of a part of the request in an engine's queue."""
     first_byte_seconds: float | None
-    """From the request to the start of the answer; null where none began."""
+    """From the request to the start of the response; null if none began."""
     total_seconds: float
-    """From the request to the end of the answer."""
+    """From the request to the end of the response."""
 
 
 class AccessLog:
-    """Makes the lines and queues them."""
+    """Creates the lines and queues them."""
 
     def __init__(self, writer: LineWriter, format: Literal["text", "json"], *, probes: bool) -> None:
-        """``probes``: log the requests to ``PROBES`` too."""
+        """``probes``: whether to log requests to ``PROBES``."""
         self._writer = writer
         self._render: Callable[[AccessLine], bytes] = as_json if format == "json" else as_text
         self._skipped = frozenset() if probes else PROBES
 
-    def ended(self, exchange: Exchange, endpoint: str, seconds: float) -> None:
-        """Log a request. Called once for each, after ``seconds``, on the event loop: costs 2 µs."""
+    def ended(self, context: RequestContext, endpoint: str, seconds: float) -> None:
+        """Log a request that ended after ``seconds``. Called once for each, on the event loop; takes 2 µs."""
         if endpoint in self._skipped:
             return
-        account = exchange.account
+        account = context.account
         line = AccessLine(
             datetime.fromtimestamp(time.time(), UTC),
-            exchange.id.decode(),
-            None if exchange.key is None else exchange.key.name,
+            context.id.decode(),
+            None if context.key is None else context.key.name,
             account.model,
             endpoint,
-            exchange.status,
-            outcome_of(exchange),
-            exchange.error,
+            context.status,
+            outcome_of(context),
+            context.error,
             account.prompt_tokens,
             account.cached_tokens,
             account.completion_tokens,
             account.items,
             account.cache_hits,
             account.queue_seconds,
-            None if exchange.first_byte is None else exchange.first_byte - exchange.began,
+            None if context.first_byte is None else context.first_byte - context.began,
             seconds,
         )
         self._writer.put(partial(self._render, line))
@@ -125,21 +125,21 @@ class AccessLog:
         self._writer.put(partial(self._render, line))
 
 
-def outcome_of(exchange: Exchange) -> str:
-    """How the request ended."""
-    if exchange.outcome == "error" and exchange.status < 400:
+def outcome_of(context: RequestContext) -> str:
+    """Return the outcome of a request, as documented for ``AccessLine.outcome``."""
+    if context.outcome == "error" and context.status < 400:
         return "broken_stream"
-    if exchange.outcome != "ok":
-        return exchange.outcome
-    if exchange.status < 400:
+    if context.outcome != "ok":
+        return context.outcome
+    if context.status < 400:
         return "ok"
-    if exchange.status == 499:
+    if context.status == 499:
         return "client_gone"
-    return "refused" if exchange.status < 500 else "error"
+    return "refused" if context.status < 500 else "error"
 
 
 def as_json(line: AccessLine) -> bytes:
-    """One JSON object, times to the microsecond."""
+    """Format as one JSON object, with times rounded to microseconds."""
     line.queue_seconds = round(line.queue_seconds, 6)
     line.total_seconds = round(line.total_seconds, 6)
     if line.first_byte_seconds is not None:
@@ -148,7 +148,7 @@ def as_json(line: AccessLine) -> bytes:
 
 
 def as_text(line: AccessLine) -> bytes:
-    """``name=value`` pairs. Written out, because a loop over the fields takes five times as long."""
+    """Format as ``name=value`` pairs. The fields are written out, because a loop over them takes five times as long."""
     text = f"{line.time.isoformat(timespec='milliseconds')[:23]}Z access id={line.id}"
     if line.key:
         text += f" key={_quoted(line.key)}"
@@ -176,5 +176,5 @@ def as_text(line: AccessLine) -> bytes:
 
 @lru_cache
 def _quoted(name: str) -> str:
-    """``name``, in quotes where it has other characters than those of ids and paths."""
+    """Return ``name``, quoted if it contains other characters than ids and paths do."""
     return name if _PLAIN.fullmatch(name) else json.dumps(name)

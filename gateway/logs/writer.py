@@ -1,7 +1,7 @@
 """Writes lines to a file descriptor from a thread.
 
-The threads that log only append to a bounded queue. Where the other end of the pipe does not read, or the disk is full, lines are
-dropped and counted: nothing waits, and memory stays bounded.
+The threads that log only append to a bounded queue. If the reader of the pipe does not read, or the disk is full, lines are dropped
+and counted: no thread that logs waits, and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from types import TracebackType
 from typing import Self
 
 MAX_LINES = 8192
-"""Lines in the queue at most, some 700 bytes each."""
+"""Most lines in the queue, some 700 bytes each."""
 BATCH_LINES = 128
-"""Lines that are encoded in one go, without a pause for the event loop: less than 1 ms."""
+"""Lines that are encoded without letting the event loop run; takes less than 1 ms."""
 BATCH_SECONDS = 0.1
-"""Time between the first line of a batch and its write. One wake-up for each line would cost more than the line."""
+"""Delay between the first line of a batch and its write. One wake-up for each line would cost more than the line."""
 CLOSE_SECONDS = 2.0
-"""Longest wait for the last lines to be written when the process ends."""
+"""Longest wait for the last lines to be written at the end of the process."""
 _WRITE_BYTES = 1 << 16
 _RETRY_SECONDS = 0.1
 
 Line = bytes | Callable[[], bytes]
-"""A line with its newline, or what makes one; the latter is called in the writer's thread."""
+"""A line with its newline, or a function that returns one and is called in the writer's thread."""
 
 
 class LineWriter:
-    """A context manager that owns the thread. Lines that are still queued when it ends are written, within ``CLOSE_SECONDS``."""
+    """A context manager that owns the thread. At its end it writes the queued lines, within ``CLOSE_SECONDS``."""
 
     def __init__(self, file: int) -> None:
-        """``file``: the descriptor; it stays open."""
+        """``file``: the file descriptor, which stays open."""
         self._file = file
         self._queue: deque[Line] = deque()
         self._lines = threading.Event()
         self._stop = threading.Event()
-        self._torn = False  # the last write ended within a line
+        self._torn = False  # whether the last write ended within a line
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._overflowed = 0  # counted by the threads that log
         self._failed = 0  # counted by the writer's thread
 
     @property
     def dropped(self) -> int:
-        """Lines that were not written, because the queue was full or a write failed."""
+        """Number of lines that were not written, because the queue was full or a write failed."""
         return self._overflowed + self._failed
 
     def put(self, line: Line) -> None:
@@ -83,7 +83,7 @@ class LineWriter:
                 self._write(b"".join(self._take()))
 
     def _take(self) -> list[bytes]:
-        """The next batch."""
+        """Return the next batch of lines."""
         lines: list[bytes] = []
         with suppress(IndexError):  # the queue is empty, or was cleared at the end
             while len(lines) < BATCH_LINES:
@@ -92,13 +92,13 @@ class LineWriter:
         return lines
 
     def _write(self, lines: bytes) -> None:
-        """Blocks while the other end does not read. A failure drops the rest of ``lines``."""
+        """Write ``lines``; blocks while the reader of the pipe does not read. A failure drops the rest of ``lines``."""
         rest = memoryview(b"\n" + lines if self._torn else lines)
         self._torn = False
         while rest:
             try:
                 written = os.write(self._file, rest[:_WRITE_BYTES])
-            except BlockingIOError:  # whoever shares the pipe has made it non-blocking
+            except BlockingIOError:  # another process that shares the pipe made it non-blocking
                 select.select([], [self._file], [], _RETRY_SECONDS)
             except OSError:
                 self._failed += bytes(rest).count(b"\n")
@@ -109,12 +109,12 @@ class LineWriter:
 
 
 class LogHandler(logging.Handler):
-    """Hands the records of :mod:`logging` to a :class:`LineWriter`."""
+    """Passes the records of :mod:`logging` to a :class:`LineWriter`."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the record, formatted."""
+        """Format the record and queue it."""
         self._writer.put(f"{self.format(record)}\n".encode(errors="backslashreplace"))

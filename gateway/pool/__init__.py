@@ -1,1 +1,1 @@
-"""Engine pods as the gateway sees them: finding them, talking to them, choosing one."""
+"""Engine pods: discovery, HTTP client, health, and the choice of a replica for each request."""

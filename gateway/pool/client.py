@@ -1,4 +1,4 @@
-"""One engine pod over HTTP, as ``engine/wire.py`` describes it. Leaving a call closes its connection, which aborts it there."""
+"""HTTP client of one engine pod (protocol: ``engine/wire.py``). Leaving a call closes its connection, which aborts the request."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import msgspec
 from yarl import URL
 
 from engine import wire
+from gateway.context import new_id
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady, from_engine
-from gateway.exchange import new_id
 
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
-"""Longest wait for an answer to a probe, after which another connection is tried."""
+"""Read timeout of a probe; the next probe uses another connection."""
 TOKENIZER_SECONDS = 30.0
-"""Longest wait for the tokeniser's files: tens of megabytes, from an engine that may be busy."""
+"""Time limit for fetching the tokeniser files: tens of megabytes, from an engine that may be busy."""
 KEEPALIVE_SECONDS = 2.0
-"""Idle connections go before the engine's server closes them (5 s in uvicorn), so that no request meets a closed one."""
+"""Idle connections close before the engine's server closes them (5 s in uvicorn), so that no request uses a closed connection."""
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ _tokenizer = msgspec.msgpack.Decoder(wire.TokenizerFiles)
 
 
 class Connections:
-    """The connections to all engines. Admission bounds their number."""
+    """The HTTP session shared by all engine clients. It sets no connection limit: admission bounds the number of requests."""
 
     @cached_property
     def session(self) -> aiohttp.ClientSession:
-        """Opened when it is first used, because aiohttp needs the running event loop."""
+        """The session. Created on first use, because aiohttp needs the running event loop."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -59,7 +59,7 @@ class Connections:
 
 
 class _Answer(NamedTuple):
-    """An engine's whole answer."""
+    """Status, headers and complete body of an engine's answer."""
 
     status: int
     headers: Mapping[str, str]
@@ -71,11 +71,11 @@ class Readiness(msgspec.Struct, frozen=True):
 
     ready: bool
     model: str | None
-    """The model that it serves or loads, where it says so."""
+    """Name of the model that the engine serves or loads; None where the answer does not name it."""
 
 
 class EngineToken:
-    """The secret in the first line of ``file`` that engines know the gateway by; the file may be replaced at any time."""
+    """Bearer token that authenticates the gateway to engines: the first line of ``file``, which may be replaced at any time."""
 
     def __init__(self, file: Path) -> None:
         """Raises :class:`OSError`, and :class:`ValueError` where the file holds no token."""
@@ -85,7 +85,7 @@ class EngineToken:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those of a request. What was read last holds while the file is away or holds no token."""
+        """The authorization header. While the file is missing or holds no token, the token that was read last stays valid."""
         try:
             if (version := self._stat()) != self._version:
                 self._headers, self._version = self._read(), version
@@ -94,7 +94,7 @@ class EngineToken:
         return self._headers
 
     def _stat(self) -> tuple[int, int, int]:
-        found = os.stat(self._file)  # noqa: PTH116  twice as fast as pathlib's, and once for each request
+        found = os.stat(self._file)  # noqa: PTH116  runs once per request and is twice as fast as pathlib's stat
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _read(self) -> dict[str, str]:
@@ -105,9 +105,10 @@ class EngineToken:
 
 
 class EngineClient:
-    """Speaks to the pod at ``url``. Every method raises :class:`GatewayError` where the pod refuses or cannot be reached.
+    """Client of the pod at ``url``. Every method raises :class:`GatewayError` if the pod refuses or cannot be reached, except
+    :meth:`ready`, which returns None if there is no answer.
 
-    Each call has an id of its own: the pod may still be working on, or aborting, an earlier attempt of the same request.
+    Each call gets its own id, because the pod may still be running or aborting an earlier attempt of the same request.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class EngineClient:
         self._generate_url = URL(f"{url}/generate")
 
     async def ready(self) -> Readiness | None:
-        """Whether the pod takes requests; None where it does not answer."""
+        """Return whether the pod takes requests, and its model; None if the pod does not answer."""
         try:
             answer = await self._get("/readyz", self._probe_timeout)
         except GatewayError:
@@ -139,11 +140,11 @@ class EngineClient:
         return Readiness(answer.status == 200, None if name is None else unquote(name))
 
     async def info(self) -> wire.Info:
-        """What the pod serves."""
+        """Fetch the description of the model that the pod serves."""
         return _read(_info, await self._get("/info", self._probe_timeout))
 
     async def tokenizer(self) -> wire.TokenizerFiles:
-        """The text side of its model."""
+        """Fetch the tokeniser files and the chat template of the pod's model."""
         try:
             async with asyncio.timeout(TOKENIZER_SECONDS):
                 return _read(_tokenizer, await self._get("/tokenizer", self._timeout))
@@ -151,19 +152,19 @@ class EngineClient:
             raise EngineSilent(f"The engine did not send its tokeniser within {TOKENIZER_SECONDS:g} s.") from None
 
     async def score(self, score: wire.Score) -> wire.Scored:
-        """One sub-batch. Where it has no deadline, it gets the time after which the answer would be waited for no longer."""
+        """Score one sub-batch. A missing deadline is set to the read timeout, so that the engine stops when the gateway does."""
         deadline = self._engine_seconds if score.deadline is None else score.deadline
         score = msgspec.structs.replace(score, id=new_id(), deadline=deadline)
         return _read(_scored, await self._post(self._score_url, score))
 
     async def value(self, value: wire.Value) -> wire.Valued:
-        """One sub-batch of texts for the length model, with a deadline like a score's."""
+        """Compute length values for one sub-batch of texts. A missing deadline is set as in :meth:`score`."""
         deadline = self._engine_seconds if value.deadline is None else value.deadline
         value = msgspec.structs.replace(value, id=new_id(), deadline=deadline)
         return _read(_valued, await self._post(self._value_url, value))
 
     async def generate(self, generate: wire.Generate) -> AsyncGenerator[list[wire.Delta], None]:
-        """The deltas of all sequences, as many at a time as have arrived. Close the iterator to abort."""
+        """Yield the deltas of all sequences in batches, as they arrive. Close the iterator to abort."""
         generate = msgspec.structs.replace(generate, id=new_id())
         reader = wire.FrameReader()
         with _engine_errors():
@@ -211,7 +212,7 @@ def _read(decoder: msgspec.msgpack.Decoder[T], answer: _Answer) -> T:
 def _failure(answer: _Answer) -> wire.Failed:
     try:
         return _failed.decode(answer.content)
-    except msgspec.DecodeError:  # not the engine's own words: it crashed, or something else listens there
+    except msgspec.DecodeError:  # not the engine's format: the engine crashed, or another program listens on the port
         if answer.status == 401:
             return wire.Failed("", "not_ready", "The engine does not accept the gateway's token.", retryable=True, retry_after=1)
         message = f"The engine failed with status {answer.status} and gave no reason; try again."
@@ -219,14 +220,14 @@ def _failure(answer: _Answer) -> wire.Failed:
 
 
 def _failed_reply(replies: list[wire.Reply]) -> wire.Failed:
-    """The failure among the messages of a stream, which are deltas otherwise."""
+    """Return the failure among the messages of a stream, which are deltas otherwise."""
     failed = next((reply for reply in replies if isinstance(reply, wire.Failed)), None)
     return failed or wire.Failed("", "internal", "The engine answered a generation with a message of another kind.")
 
 
 @contextmanager
 def _engine_errors() -> Iterator[None]:
-    """What can go wrong on the way to an engine, as errors that a client may see."""
+    """Translate the errors of an HTTP call to an engine into errors that a client may see."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
@@ -235,5 +236,5 @@ def _engine_errors() -> Iterator[None]:
         raise EngineSilent("The engine was silent for too long; try again, or ask for less at once.") from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
         raise EngineLost("The connection to the engine broke; try again.", retryable=True) from None
-    except (msgspec.DecodeError, aiohttp.ClientError):  # the latter for what is not even HTTP
+    except (msgspec.DecodeError, aiohttp.ClientError):  # ClientError covers answers that are not valid HTTP
         raise EngineLost("The engine's answer cannot be read; its version may not match the gateway's.") from None

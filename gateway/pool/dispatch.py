@@ -1,4 +1,4 @@
-"""A request to one replica of a model, and to another where that may help."""
+"""Sends a request to one replica of a model, and retries it on another replica where a retry may help."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from gateway.telemetry import Telemetry
 logger = logging.getLogger(__name__)
 
 EXPECTED_OUTPUT = 256
-"""Tokens that a sequence counts for when it may become longer: few do."""
+"""Output tokens assumed for the load estimate of a sequence with a larger ``max_tokens``; few sequences become longer."""
 
 T = TypeVar("T")
 
 NOBODY = wire.Caller()
 
 _FAULTS = (EngineLost, EngineSilent, InternalError)
-"""Failures that speak against the replica. Refusals (overload, a wrong request, no memory for it) do not."""
+"""Failures that count against the replica. Refusals (overload, an invalid request, no memory for it) do not count."""
 
 
 @dataclass
-class Tries:
-    """Where a request has been sent, and how long it may still wait for a replica."""
+class Attempts:
+    """The replicas that a request was sent to, and the time that it may still wait for a replica."""
 
-    patience: float
-    """Seconds."""
+    wait_seconds: float
+    """Remaining waiting time, in seconds."""
     replicas: list[Replica] = field(default_factory=list)
-    """Not to be asked again."""
+    """Replicas that must not get the request again."""
     sent: bool = False
-    """Some replica was given the request."""
+    """Whether the request was sent to any replica."""
 
     def progressed(self, replica: Replica) -> None:
-        """``replica`` has answered: the others may have recovered by the time it is lost."""
+        """Record an answer of ``replica`` and forget the other replicas, which may recover before ``replica`` fails."""
         self.replicas = [replica]
 
 
 class Dispatcher:
-    """Sends requests, judges replicas by the results, and tries each once while nothing of an answer has been passed on.
+    """Sends requests and updates replica health from the results. Each replica is tried once, until the first output is passed on.
 
-    Where no replica of a model takes requests, up to ``max_waiting`` requests wait for one, each for ``wait_seconds``. A key that
-    has more than its share of these places loses them to others.
+    If no replica of a model takes requests, up to ``max_waiting`` requests wait for one, each for at most ``wait_seconds``. An API
+    key that holds more than its share of these places loses them to other keys.
     """
 
     def __init__(self, telemetry: Telemetry, *, wait_seconds: float, max_waiting: int) -> None:
@@ -61,9 +61,9 @@ class Dispatcher:
         self._room = WaitingRoom(max_waiting)
         telemetry.waiting.set_function(lambda: self._room.waiting)
 
-    def tries(self) -> Tries:
-        """For a request that begins."""
-        return Tries(self._wait_seconds)
+    def attempts(self) -> Attempts:
+        """Create the state of a new request."""
+        return Attempts(self._wait_seconds)
 
     async def call(
         self,
@@ -74,32 +74,34 @@ class Dispatcher:
         affinity: bytes | None = None,
         caller: wire.Caller = NOBODY,
     ) -> T:
-        """The answer of ``ask``, which may be asked of several replicas, also when one has done some of the work.
+        """Return the result of ``ask``. A retry may call it for several replicas, also after one has done part of the work.
 
-        ``tokens`` is what the request costs; requests of one ``affinity`` (at most 64 bytes) go to one replica while it has not too
-        much to do.
+        ``tokens`` is the load of the request. Requests with one ``affinity`` (at most 64 bytes) go to one replica until its load is
+        too high.
         """
-        tries = self.tries()
+        attempts = self.attempts()
         while True:
-            replica = await self._choose(model, tokens, affinity, tries, caller)
+            replica = await self._choose(model, tokens, affinity, attempts, caller)
             try:
                 with replica.busy(tokens), replica.wait():
                     answer = await ask(replica.client)
             except GatewayError as error:
                 self._judge(error, replica)
-                self.check_retry(error, model, tries)
+                self.check_retry(error, model, attempts)
             else:
                 replica.health.succeeded()
                 return answer
 
-    async def generate(self, model: ServedModel, generate: wire.Generate, tries: Tries) -> AsyncGenerator[list[wire.Delta], None]:
-        """Batches of deltas. Close the iterator to abort. A failure after the first is raised; :mod:`gateway.generation.relay`
-        goes on from there."""
+    async def generate(
+        self, model: ServedModel, generate: wire.Generate, attempts: Attempts
+    ) -> AsyncGenerator[list[wire.Delta], None]:
+        """Yield batches of deltas. Close the iterator to abort. A failure after the first batch is raised;
+        :mod:`gateway.generation.relay` then resumes the sequences."""
         sampling = generate.sampling
         tokens = len(generate.prompt) + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
         while True:
-            replica = await self._choose(model, tokens, None, tries, generate.caller)
-            started, tries.sent = False, True
+            replica = await self._choose(model, tokens, None, attempts, generate.caller)
+            started, attempts.sent = False, True
             try:
                 with replica.busy(tokens):
                     async with aclosing(replica.client.generate(generate)) as batches:
@@ -108,49 +110,51 @@ class Dispatcher:
                             if not started:
                                 started = True
                                 replica.health.succeeded()
-                                tries.progressed(replica)
+                                attempts.progressed(replica)
                             yield batch
                 return
             except GatewayError as error:
                 self._judge(error, replica)
                 if started:
                     raise
-                self.check_retry(error, model, tries)
+                self.check_retry(error, model, attempts)
 
     def resumed(self) -> None:
-        """A sequence is about to go on at another replica."""
+        """Count a sequence that resumes on another replica."""
         self._telemetry.resumptions.inc()
 
-    def check_retry(self, error: GatewayError, model: ServedModel, tries: Tries) -> None:
-        """Return where another replica should be asked, or waited for; raise ``error`` where not."""
+    def check_retry(self, error: GatewayError, model: ServedModel, attempts: Attempts) -> None:
+        """Return if another replica should be tried or waited for; otherwise raise ``error``."""
         ready = model.ready
-        if not error.retryable or (ready and all(replica in tries.replicas for replica in ready)):
+        if not error.retryable or (ready and all(replica in attempts.replicas for replica in ready)):
             raise error
         if not ready:
-            if tries.patience <= 0:
+            if attempts.wait_seconds <= 0:
                 raise error
-            tries.replicas.clear()
+            attempts.replicas.clear()
         self._telemetry.retried(error.code or error.type)
 
-    async def _choose(self, model: ServedModel, tokens: int, affinity: bytes | None, tries: Tries, caller: wire.Caller) -> Replica:
-        """Waits only where no replica takes requests. Raises :class:`NotReady`."""
+    async def _choose(
+        self, model: ServedModel, tokens: int, affinity: bytes | None, attempts: Attempts, caller: wire.Caller
+    ) -> Replica:
+        """Choose a replica, and wait only if no replica takes requests. Raises :class:`NotReady`."""
         if not model.ready:
-            await self._wait(model, tries, caller)
-        replica = model.choose(tokens, affinity, tries.replicas)
-        tries.replicas.append(replica)
+            await self._wait(model, attempts, caller)
+        replica = model.choose(tokens, affinity, attempts.replicas)
+        attempts.replicas.append(replica)
         return replica
 
-    async def _wait(self, model: ServedModel, tries: Tries, caller: wire.Caller) -> None:
-        if tries.patience <= 0:
+    async def _wait(self, model: ServedModel, attempts: Attempts, caller: wire.Caller) -> None:
+        if attempts.wait_seconds <= 0:
             return
         began = time.monotonic()
         try:
-            await self._room.wait(lambda: model.wait_ready(tries.patience), caller)
+            await self._room.wait(lambda: model.wait_ready(attempts.wait_seconds), caller)
         finally:
-            tries.patience -= time.monotonic() - began
+            attempts.wait_seconds -= time.monotonic() - began
 
     def _judge(self, error: GatewayError, replica: Replica) -> None:
-        """A pod that cannot be reached is not chosen again before the pool has seen it ready."""
+        """Update the health of ``replica``. An unreachable pod is not chosen again before the pool has seen it ready."""
         self._telemetry.engine_failed(error.code or error.type)
         if isinstance(error, NotReady):
             replica.ready = False
@@ -160,14 +164,14 @@ class Dispatcher:
 
 
 async def _next(wait: Wait, batches: AsyncGenerator[list[wire.Delta], None]) -> list[wire.Delta] | None:
-    """The next batch, None after the last. Only the wait for it may be ended, not what is done with it."""
+    """Return the next batch, or None after the last. ``wait`` covers only this wait and not the processing of the batch."""
     with wait:
         return await anext(batches, None)
 
 
 def rest_of(generate: wire.Generate, output: list[int], index: int) -> wire.Generate:
-    """What is left of one sequence of ``generate`` after ``output``, for any replica to go on with; also for one that still has the
-    first attempt, or goes on with another sequence, so it is a request of its own."""
+    """Return a request for the remainder of one sequence of ``generate`` after ``output``. It has a new id, because a replica may
+    still hold the first attempt or resume another sequence of the same request."""
     return msgspec.structs.replace(
         generate,
         id=uuid.uuid4().hex,

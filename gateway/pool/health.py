@@ -1,4 +1,4 @@
-"""What the results of its requests say about a replica: one that keeps failing is left alone for a while, then tried again."""
+"""Circuit breaker of one replica: repeated failures eject it for a while, then one trial request decides."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import time
 from dataclasses import dataclass
 
 LONGEST_SECONDS = 60.0
-"""A replica that fails every trial is tried again at least this often."""
+"""Longest nominal ejection, before jitter."""
 
 
 @dataclass(slots=True)
 class Health:
-    """In use, ejected (until :attr:`returns`), or half open: after that, until the one request that it then gets is answered."""
+    """A replica is in use, ejected (until :attr:`returns`), or half open (from then until a trial request ends)."""
 
     tolerance: int = 3
-    """Failures in a row that eject a replica."""
+    """Consecutive failures that eject a replica."""
     seconds: float = 5.0
-    """How long it is left alone the first time; each failed trial doubles it."""
+    """Length of the first ejection, in seconds; each failed trial doubles it."""
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     ejections: int = 0
-    """In a row, with no success between them."""
+    """Consecutive ejections, with no success between them."""
     returns: float | None = None
-    """When the next trial may begin, by the monotonic clock; None: in use."""
+    """Time at which the next trial may begin, on the monotonic clock; None while the replica is in use."""
 
     @property
     def ejected(self) -> bool:
-        """Whether it is left alone now."""
+        """Whether the replica is ejected now."""
         return self.returns is not None and time.monotonic() < self.returns
 
     @property
@@ -36,12 +36,12 @@ class Health:
         return self.returns is not None and time.monotonic() >= self.returns
 
     def succeeded(self) -> None:
-        """A request was answered."""
+        """Record an answered request."""
         self.failures = self.ejections = 0
         self.returns = None
 
     def failed(self) -> bool:
-        """A request failed by the replica's fault. Returns whether that ejected it."""
+        """Record a failure that is the replica's fault. Returns whether it ejected the replica."""
         self.failures += 1
         if self.ejected or (self.failures < self.tolerance and not self.half_open):
             return False

@@ -1,4 +1,4 @@
-"""The replicas that discovery finds: watched in the background, grouped by the model that they serve."""
+"""The replicas that discovery finds: probed in the background and grouped by the model that they serve."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gateway.text.workers import Workers
 logger = logging.getLogger(__name__)
 
 TOKENIZER_TURN_SECONDS = 2.0
-"""One replica of a model is asked for the tokeniser at a time; after this time another one is asked as well."""
+"""The gateway asks one replica of a model for the tokeniser; after this time it also asks another one."""
 
 
 class Pool:
-    """Knows the models. Between :meth:`start` and :meth:`stop` it follows its sources and the readiness of every replica."""
+    """The served models. Between :meth:`start` and :meth:`stop` the pool follows its sources and probes every replica."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Pool:
         startup_seconds: float,
         clock: AwakeClock | None = None,
     ) -> None:
-        """``sources`` by entry of the setting ``engines``; ``connect`` makes the replica at a URL that an entry led to;
-        ``workers`` read the models' tokenisers."""
+        """``sources``: by entry of the setting ``engines``. ``connect``: creates the replica for a URL and the entry that listed
+        it. ``workers``: worker processes that load the models' tokenisers."""
         self._sources = sources
         self._connect = connect
         self._workers = workers
@@ -57,20 +57,20 @@ class Pool:
         telemetry.watch_replicas(self._samples)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the background tasks."""
         self._followers = [asyncio.create_task(self._follow(entry, source)) for entry, source in self._sources.items()]
         listening = watch_silence(self._clock, lambda: self._watchers, self._silence_seconds, self._silenced)
         self._followers.append(asyncio.create_task(listening))
 
     async def stop(self) -> None:
-        """Watch no longer."""
+        """Stop the background tasks."""
         tasks = [*self._followers, *self._watchers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
-        """Raise :class:`NotReady` unless some model can be asked."""
+        """Raise :class:`NotReady` unless some replica takes requests, :class:`UnusableModel` if a model's tokeniser is unusable."""
         if any(replica.takes_work for replica in self._replicas.values()):
             return
         problem = next((replica.problem for replica in self._replicas.values() if replica.problem), None)
@@ -80,13 +80,13 @@ class Pool:
 
     @property
     def models(self) -> list[ServedModel]:
-        """The models that have replicas, ready or away, one for each name."""
+        """One model for each name that has been served, also if its replicas are away."""
         return [self.model(name) for name in sorted({served.name for served in self._served.values()})]
 
     def model(self, name: str | None) -> ServedModel:
-        """The model called ``name``; None means the only one. Where its replicas disagree on the numbers (while a new version
-        is rolled out), the version that more ready replicas have. Raises :class:`ModelNotFound`; :class:`NotReady` where the model
-        may be about to appear."""
+        """Return the model called ``name``; None means the only one. If replicas of one name have different fingerprints (during a
+        roll-out), the version with more ready replicas is returned. Raises :class:`ModelNotFound`, :class:`NotReady` if the model
+        may appear soon, and :class:`InvalidRequest` if ``name`` is None and there are several models."""
         names = {served.name for served in self._served.values()}
         if name is None:
             if len(names) > 1:
@@ -99,8 +99,8 @@ class Pool:
         raise ModelNotFound(f"The model {name!r} does not exist; served here: {_listed(names)}.", param="model")
 
     def _starting(self, name: str | None) -> bool:
-        """Whether the model called ``name`` may be about to appear: an engine says that it is loading it, or the gateway has only
-        just started and an entry has not led to a model yet."""
+        """Whether the model called ``name`` may appear soon: an engine reports that it loads or serves it, or the gateway has just
+        started and some entry of ``engines`` has not led to a model yet."""
         if any(replica.expected == name for replica in self._replicas.values()):
             return True
         return self._clock.now() < self._startup_seconds and not self._learned.issuperset(self._sources)
@@ -116,7 +116,7 @@ class Pool:
             self._settle()
 
     def _settle(self) -> None:
-        """Make the replicas those that all sources together have found."""
+        """Update the replicas to the union of what all sources have found."""
         wanted = {endpoint.url: (entry, endpoint) for entry, found in self._found.items() for endpoint in found}
         for url in self._replicas.keys() - wanted.keys():
             self._forget(self._replicas.pop(url))
@@ -130,7 +130,7 @@ class Pool:
             self._replicas[url].draining = endpoint.draining
 
     def _forget(self, replica: Replica) -> None:
-        """It gets nothing more; what it is working on goes on, and it is probed until that has ended. Its model is remembered."""
+        """Send no more requests to ``replica``; open requests finish, and it is probed until then. Its model is remembered."""
         replica.draining = replica.gone = True
         if not replica.in_flight:
             self._watchers.pop(replica).cancel()
@@ -147,14 +147,14 @@ class Pool:
                 if replica.problem is None:
                     logger.error("engine %s: %s", replica.client.url, error)
                 replica.problem = str(error)
-            except Exception as error:  # whatever a pod sends, the watch goes on
+            except Exception as error:  # a malformed answer must not end the watch
                 replica.ready = False
                 logger.warning("engine %s: %s", replica.client.url, error)
             await asyncio.sleep(self._probe_seconds)
         del self._watchers[replica]
 
     async def _look(self, replica: Replica) -> None:
-        """Update what is known. A pod may come back as another model, so ``/info`` is read whenever it becomes ready."""
+        """Probe ``replica`` and update its state. Reads ``/info`` whenever it becomes ready, as it may serve another model."""
         ready = await self._probe(replica)
         replica.problem = replica.problem if ready else None
         if ready and not replica.ready:
@@ -164,7 +164,7 @@ class Pool:
                 return
             served = self._group(replica, served)
             replica.problem = None
-            replica.health.succeeded()  # it may be another process now
+            replica.health.succeeded()  # the replica may be a new process
             replica.ready = True
             served.announce()
             logger.info("engine %s: ready with %s", replica.client.url, info.model)
@@ -173,7 +173,7 @@ class Pool:
         replica.ready = ready
 
     async def _probe(self, replica: Replica) -> bool:
-        """Whether the pod says that it takes requests. :func:`watch_silence` acts while the answer is outstanding."""
+        """Return whether the pod reports ready. :func:`watch_silence` acts while the answer is outstanding."""
         if replica.unanswered_since is None:
             replica.unanswered_since = self._clock.now()
         answer = await replica.client.ready()
@@ -185,7 +185,7 @@ class Pool:
         return answer.ready
 
     def _silenced(self, replica: Replica) -> None:
-        """It has left a probe unanswered for too long: its requests go elsewhere, and it gets none until it answers."""
+        """Give up a replica that left a probe unanswered for too long: its waits end, and it gets no request until it answers."""
         if replica.ready or replica.in_flight:
             self._telemetry.silences.inc()
             logger.warning("engine %s: silent, given up with %d requests", replica.client.url, replica.in_flight)
@@ -193,7 +193,7 @@ class Pool:
         replica.give_up()
 
     async def _served_as(self, info: wire.Info, replica: Replica) -> ServedModel:
-        """The model that ``info`` describes, with its tokeniser from ``replica`` where it is not known yet."""
+        """Return the model that ``info`` describes; a new one gets its tokeniser from ``replica``."""
         key = (info.model, info.fingerprint)
         if key not in self._served:
             async with self._turn(key):
@@ -205,7 +205,7 @@ class Pool:
 
     @asynccontextmanager
     async def _turn(self, key: tuple[str, str]) -> AsyncIterator[None]:
-        """Wait until no other replica of the model is asked for the tokeniser, or until one has been asked for too long."""
+        """Wait until no other replica of the model is asked for the tokeniser, for at most :data:`TOKENIZER_TURN_SECONDS`."""
         turn, held = self._turns.setdefault(key, asyncio.Lock()), False
         with suppress(TimeoutError):
             async with asyncio.timeout(TOKENIZER_TURN_SECONDS):
@@ -217,7 +217,7 @@ class Pool:
                 turn.release()
 
     def _group(self, replica: Replica, model: ServedModel) -> ServedModel:
-        """Make ``replica`` one of those that serve ``model``, or the equal model that is known already; returns that one."""
+        """Add ``replica`` to the replicas of ``model``, or of an equal model that is known already; return that model."""
         key = (model.info.model, model.info.fingerprint)
         self._learned.add(replica.source)
         self._turns.pop(key, None)
@@ -232,7 +232,7 @@ class Pool:
 
     @staticmethod
     def _remembered(served: ServedModel, news: Replica) -> bool:
-        """A model without replicas is kept until all the places where it was found have come to serve something else."""
+        """Whether to keep ``served``. A model without replicas is kept until every entry that led to it leads to another model."""
         if not served.replicas:
             served.sources.discard(news.source)
         return bool(served.replicas or served.sources)

@@ -1,4 +1,4 @@
-"""Replicas, and the models that they serve together."""
+"""Replicas, and the models that they serve."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from gateway.text.facts import Facts
 from gateway.text.vocabulary import Vocabulary
 
 MAX_EJECTED_SHARE = 0.5
-"""Of a model's ready replicas; when more fail, the fault is likely not theirs, and those that return soonest stay in use."""
+"""Largest share of a model's ready replicas that is taken out of use. If more fail, the cause is probably elsewhere, so the
+replicas whose ejection ends soonest stay in use."""
 AFFINITY_BOUND = 1.25
-"""A replica may have so many times the mean load, and one request more, before requests that prefer it go elsewhere: consistent
+"""A replica may have this multiple of the mean load plus one request before requests with affinity go elsewhere: consistent
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
 
 State = Literal["ready", "half_open", "ejected", "draining", "unusable", "silent", "not_ready"]
 
 
 class Wait:
-    """A block in which a task waits for a pod. Raises :class:`EngineSilent` from it after :meth:`end`.
+    """Context manager around a task's wait for a pod. After :meth:`end` the block raises :class:`EngineSilent`.
 
-    A stream enters one for every message: it takes 1 µs, where :func:`asyncio.timeout` takes 8.
+    A stream enters it for every message: it takes 1 µs, and :func:`asyncio.timeout` takes 8 µs.
     """
 
     __slots__ = ("_cancelling", "_ended", "_task", "_waits")
 
     def __init__(self, waits: set[Wait]) -> None:
-        """``waits`` has it while the task is in the block."""
+        """``waits`` contains this object while a task is in the block."""
         self._waits = waits
         self._task: asyncio.Task[Any] | None = None
         self._cancelling = 0
@@ -55,12 +56,12 @@ class Wait:
         if not self._ended:
             return
         assert self._task is not None
-        if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:  # and nobody else cancelled it
+        if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:  # no other caller cancelled the task
             message = "The engine does not answer any more; try again."
             raise EngineSilent(message, retry_after=1, retryable=True) from None
 
     def end(self) -> None:
-        """Cancel what the task waits for."""
+        """Cancel the task's wait."""
         if self._task is not None and not self._ended:
             self._ended = True
             self._task.cancel()
@@ -68,41 +69,40 @@ class Wait:
 
 @dataclass(eq=False)
 class Replica:
-    """One engine pod and what is known about it."""
+    """One engine pod and its state as known to this gateway."""
 
     client: EngineClient
     source: str = ""
-    """The entry of the setting ``engines`` that it was found by."""
+    """Entry of the setting ``engines`` that led to this replica."""
     health: Health = field(default_factory=Health)
     ready: bool = False
-    """By its own account, when last asked."""
+    """Whether the last probe reported ready."""
     draining: bool = False
-    """It is about to end, or is gone from where it was found: what runs there may finish."""
+    """The pod is terminating or no longer listed: open requests may finish, new ones go elsewhere."""
     gone: bool = False
-    """Discovery lists it no longer; it is probed as long as it has requests."""
+    """Discovery no longer lists the pod; it is probed while it has open requests."""
     silent: bool = False
-    """It has left a probe unanswered for too long and has answered none since."""
+    """The pod left a probe unanswered for too long and has answered none since."""
     problem: str | None = None
-    """Why its model cannot be used, where that is so although the pod is ready."""
+    """Reason why the model of a ready pod cannot be used; None where there is none."""
     in_flight: int = 0
-    """Requests of this gateway that the pod works on."""
+    """Open requests of this gateway on the pod."""
     tokens: int = 0
-    """Of those requests."""
+    """Tokens of those requests."""
     unanswered_since: float | None = None
-    """When the first probe was sent that it has not answered, by :class:`gateway.pool.silence.AwakeClock`; None where it has
-    answered all."""
+    """Time of the first unanswered probe, on :class:`gateway.pool.silence.AwakeClock`; None if all probes were answered."""
     expected: str | None = None
-    """The model that it says it is loading or serves; known before the model is loaded."""
+    """Name of the model that the pod reports to load or serve; known before the model is loaded."""
     _waits: set[Wait] = field(default_factory=set)
 
     @property
     def takes_work(self) -> bool:
-        """Whether it would answer."""
+        """Whether the pod takes new requests."""
         return self.ready and not self.draining
 
     @property
     def state(self) -> State:
-        """In a word."""
+        """State for metrics."""
         if self.draining:
             return "draining"
         if self.problem is not None:
@@ -114,17 +114,17 @@ class Replica:
         return "ejected" if self.health.ejected else "half_open" if self.health.half_open else "ready"
 
     def wait(self) -> Wait:
-        """A wait for the pod, to be used with ``with``, also more than once."""
+        """Return a context manager for waiting on the pod. It can be entered several times, one after another."""
         return Wait(self._waits)
 
     def give_up(self) -> None:
-        """End all waits: a process that is stopped, or whose machine is gone, closes no connections."""
+        """End all waits. A stopped process or a lost machine closes no connections, so the waits would not end otherwise."""
         for wait in list(self._waits):
             wait.end()
 
     @contextmanager
     def busy(self, tokens: int) -> Iterator[None]:
-        """Count one request."""
+        """Count one request of ``tokens`` while the block runs."""
         self.in_flight += 1
         self.tokens += tokens
         try:
@@ -134,9 +134,9 @@ class Replica:
             self.tokens -= tokens
 
     def weight(self, affinity: bytes) -> bytes:
-        """How much requests of ``affinity`` prefer this replica: of all they prefer the one with the most.
+        """Preference of requests with ``affinity`` for this replica; they prefer the replica with the largest weight.
 
-        Rendezvous hashing, Thaler and Ravishankar, https://doi.org/10.1109/90.663936: a replica that comes or goes moves only the
+        Rendezvous hashing, Thaler and Ravishankar, https://doi.org/10.1109/90.663936: adding or removing a replica moves only the
         requests that prefer it.
         """
         return hashlib.blake2b(self.client.url.encode(), key=affinity, digest_size=8).digest()
@@ -144,32 +144,32 @@ class Replica:
 
 @dataclass(eq=False)
 class ServedModel:
-    """Replicas that give the same numbers for the same tokens: one name, one fingerprint."""
+    """Replicas that give equal numbers for equal tokens: one name, one fingerprint."""
 
     info: wire.Info
     tokenizer: Vocabulary
-    """Token ids to text; texts become token ids in worker processes."""
+    """Converts token ids to text; worker processes convert text to token ids."""
     text: str
-    """Key of the model's text side in the worker processes."""
+    """Key of the model's tokeniser in the worker processes."""
     replicas: list[Replica] = field(default_factory=list)
     sources: set[str] = field(default_factory=set)
-    """Entries of the setting ``engines`` that it was last seen behind; it is remembered while its replicas are away."""
+    """Entries of the setting ``engines`` that last led to this model; it is remembered while its replicas are away."""
     created: int = field(default_factory=lambda: int(time.time()))
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
-        """What clients send as ``model``."""
+        """The model name that clients send as ``model``."""
         return self.info.model
 
     @cached_property
     def context(self) -> int:
-        """Longest prompt and completion together that an engine takes, in tokens."""
+        """Largest number of prompt and completion tokens together that an engine takes."""
         return min(self.info.max_context, self.info.limits.max_slots)
 
     @cached_property
     def facts(self) -> Facts:
-        """What reading a request needs to know."""
+        """The model's properties that request parsing needs."""
         return Facts(self.name, self.context, self.info.vocab_size, self.info.limits.max_labels)
 
     @property
@@ -179,8 +179,8 @@ class ServedModel:
 
     @property
     def usable(self) -> list[Replica]:
-        """Those of them that should get some: without the ejected ones, as far as the cap on their share allows, and with those on
-        trial only while they have nothing to do."""
+        """The replicas in :attr:`ready` that should get requests: ejected ones are left out, up to :data:`MAX_EJECTED_SHARE`, and
+        half-open ones are included only while they have no open request."""
         ready = self.ready
         out = [replica for replica in ready if replica.health.returns is not None]
         if not out:
@@ -191,10 +191,10 @@ class ServedModel:
         return [replica for replica in ready if replica not in out]
 
     def choose(self, tokens: int, affinity: bytes | None = None, tried: Collection[Replica] = ()) -> Replica:
-        """A replica for a request of ``tokens``, none of ``tried``. Raises :class:`NotReady`.
+        """Choose a replica outside ``tried`` for a request of ``tokens``. Raises :class:`NotReady`.
 
-        With ``affinity`` the one that is preferred, of those that have not too much to do; else the one with the fewest tokens in
-        flight, any of them where there are several.
+        With ``affinity``, choose the preferred replica among those within the load bound. Otherwise choose the one with the fewest
+        tokens in flight, and a random one of equals.
         """
         candidates = [replica for replica in self.usable if replica not in tried]
         if not candidates:
@@ -209,12 +209,12 @@ class ServedModel:
         return min(candidates, key=lambda replica: (replica.tokens, os.urandom(4)))
 
     def announce(self) -> None:
-        """Wake those who wait for a replica."""
+        """Wake the requests that wait for a replica."""
         self._news.set()
         self._news.clear()
 
     async def wait_ready(self, seconds: float) -> bool:
-        """Whether a replica takes requests, within ``seconds``."""
+        """Wait up to ``seconds`` for a ready replica; return whether there is one."""
         try:
             async with asyncio.timeout(seconds):
                 while not self.ready:

@@ -1,4 +1,4 @@
-"""Requests that wait for a replica: a bounded number, shared fairly between API keys."""
+"""Requests that wait for a replica: bounded in number and shared fairly between API keys."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class _Tenant:
         self.waits: list[asyncio.Timeout] = []
 
     def share(self, more: int = 0) -> float:
-        """Places per weight, with ``more`` places."""
+        """Places per unit of weight, with ``more`` places added."""
         return (len(self.waits) + more) / self.weight
 
 
 class WaitingRoom:
-    """``places`` for requests. When all are taken, a request takes the place of the newest one of the key that has the most for its
-    weight, unless its own key then had more: a key that floods the room cannot keep the others out."""
+    """``places`` for waiting requests. When all are taken, a new request evicts the newest request of the key with the most places
+    per weight, unless its own key would then have more per weight. One key that floods the room cannot keep the others out."""
 
     def __init__(self, places: int) -> None:
         self._places = places
         self._tenants: dict[str, _Tenant] = {}
         self.waiting = 0
-        """Places that are taken."""
+        """Number of places that are taken."""
 
     async def wait(self, ready: Callable[[], Awaitable[object]], caller: wire.Caller) -> None:
-        """Until ``ready()`` ends or the place is lost. Returns at once where there is no place."""
+        """Wait until ``ready()`` ends or the place is lost. Returns at once if there is no place."""
         tenant = self._tenants.get(caller.tenant) or _Tenant(caller.weight)
         if self.waiting >= self._places and not self._make_room(tenant):
             return
@@ -44,11 +44,11 @@ class WaitingRoom:
                     await ready()
                 finally:
                     self._leave(tenant, caller.tenant, place)
-        except TimeoutError:  # the place went to another key
+        except TimeoutError:  # _make_room gave the place to another key
             return
 
     def _make_room(self, tenant: _Tenant) -> bool:
-        """Take a place from the key with the largest share, where that evens the shares out."""
+        """Take a place from the key with the largest share, if that makes the shares more even. Returns whether it did."""
         largest = max(self._tenants.values(), key=_Tenant.share, default=None)
         if largest is None or largest is tenant or largest.share(-1) < tenant.share(+1):
             return False

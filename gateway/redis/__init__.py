@@ -1,1 +1,1 @@
-"""Redis, which gateways share results and limits through, and without which each goes on alone."""
+"""Redis, through which gateways share results and limits. Each gateway works alone while Redis is away."""

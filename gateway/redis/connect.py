@@ -1,4 +1,4 @@
-"""A client from the settings. Nothing is connected before the first command."""
+"""Creates Redis clients from the settings. A client connects at its first command."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gateway.settings import Settings
 Client = Redis | RedisCluster
 
 MAX_CONNECTIONS = 64
-"""To each node. At 0.1 ms a command that is far more than one gateway can use; a request that finds none free waits, within its
-limit."""
+"""Most connections to each node. At 0.1 ms per command this is far more than one gateway can use. A command that finds no free
+connection waits within its time limit."""
 CONNECT_SECONDS = 2.0
-"""For the background's connections; a request's own limit is shorter."""
+"""Connect timeout. It matters to background work only; the limit of a request is shorter."""
 DEFAULT_PORT = 6379
 
 
 def open_client(settings: Settings) -> Client:
-    """``settings.redis_url``, which has been checked, as a client. It never retries: its users have limits of their own."""
+    """Create the client of ``settings.redis_url``, which is validated already. It never retries; callers set their own limits."""
     assert settings.redis_url is not None
     url = urlsplit(settings.redis_url)
     options: dict[str, Any] = {
@@ -35,10 +35,10 @@ def open_client(settings: Settings) -> Client:
         "credential_provider": _Credentials(url.username, url.password, settings.redis_password_file),
         "retry": Retry(NoBackoff(), 0),
         "socket_connect_timeout": CONNECT_SECONDS,
-        "socket_timeout": None,  # of a command; `link.py` has one clock for all of it
+        "socket_timeout": None,  # `link.py` limits the time of each command as a whole
         "max_connections": MAX_CONNECTIONS,
         "driver_info": None,
-        "protocol": 2,  # no handshake but AUTH, and the replies used here look the same in both
+        "protocol": 2,  # needs no handshake except AUTH; the replies used here are equal in RESP2 and RESP3
     }
     tls = url.scheme.startswith("rediss")
     if tls and settings.redis_ca_file:
@@ -50,10 +50,11 @@ def open_client(settings: Settings) -> Client:
 
 
 async def read_values(client: Client, names: Sequence[bytes]) -> list[bytes | None]:
-    """The values of ``names``: one MGET; in a cluster one for each slot, in one message a node and all nodes at once.
+    """Return the values of ``names`` with one MGET; in a cluster, with one MGET per slot, pipelined per node, on all nodes at once.
 
-    Names could be made to share a slot by a tag. But what prompts have in common is the model, whose results would then all live
-    on one node; the query is no tag, because a result's name does not depend on where a prompt is cut.
+    A hash tag could place related names in one slot. The only common part of prompts that a name could use is the model, and a
+    tag of it would put all results of a model on one node. The query cannot be the tag, because the name of a result does not
+    depend on the division of its prompt.
     """
     if isinstance(client, RedisCluster):
         return await client.mget_nonatomic(names)
@@ -64,13 +65,13 @@ async def read_values(client: Client, names: Sequence[bytes]) -> list[bytes | No
 async def close(client: Client) -> None:
     """Close all connections."""
     await client.aclose()
-    if isinstance(client, RedisCluster):  # which keeps them where it was about to look at its nodes again
+    if isinstance(client, RedisCluster):  # it keeps connections open if it was about to refresh its nodes
         await client.nodes_manager.aclose()
         await client.nodes_manager.aclose("startup_nodes")
 
 
 class _Credentials(CredentialProvider):
-    """Asked at every connection, so that a password that changes in its file needs no restart."""
+    """Reads the password file for every new connection, so that a changed password needs no restart."""
 
     def __init__(self, user: str | None, password: str | None, file: Path | None) -> None:
         self._user = user and unquote(user)
@@ -78,12 +79,12 @@ class _Credentials(CredentialProvider):
         self._file = file
 
     def get_credentials(self) -> Any:
-        """User and password, or the password alone for the default user, or nothing."""
+        """Return user and password, the password alone for the default user, or nothing."""
         password = self._file.read_text().strip() if self._file else self._password
         if not password:
             return ()
         return (self._user, password) if self._user else (password,)
 
     async def get_credentials_async(self) -> Any:
-        """The same; the file is a line, and read only when a connection is made."""
+        """Return :meth:`get_credentials`. Reading the file may block, but it is one line and read only for a new connection."""
         return self.get_credentials()

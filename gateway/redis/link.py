@@ -1,7 +1,7 @@
-"""Redis within a time limit, or not at all: a breaker opens at the first failure and is closed again from the background.
+"""Runs Redis commands within a time limit, behind a circuit breaker. The first failure opens it; a background task closes it again.
 
-While it is open nobody waits: a request loses at most one limit to a Redis that is gone, and those after it nothing. Opening at
-the first failure is affordable because the first look at Redis follows within a quarter of a second.
+While the breaker is open, commands fail at once: when Redis goes away, a request loses at most one time limit, and later requests
+lose nothing. Opening at the first failure is acceptable because the first probe follows within a quarter of a second.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 5.0
-"""Between two looks at a Redis that is away; doubled from the first to the longest."""
+"""Pauses between two probes while Redis is away; they double from the first to the longest."""
 STABLE_SECONDS = 30.0
-"""A Redis that fails again sooner than this is looked at where the doubling had stopped: one of several nodes may be down, or a
-command forbidden, which a look does not show."""
+"""If Redis fails again within this time, the pauses continue to double: one of several nodes may be down, or a command may be
+forbidden, which a probe does not detect."""
 PROBE_SECONDS = 2.0
-"""For the first answer on a new connection. A second must come within a request's limit."""
+"""Time limit of the first PING on a new connection. A second PING must be answered within the limit of a request."""
 LATE_FACTOR = 1.5
-"""A limit that rings so late means that this process was busy: Redis may have answered in time."""
+"""A timeout that fires later than this multiple of its limit means that this process was busy; Redis may have answered in time."""
 LATE_IN_A_ROW = 3
 
 T = TypeVar("T")
 
 
 class RedisAway(Exception):
-    """Redis gave no answer in time; go on without."""
+    """Redis did not answer in time; the caller continues without it."""
 
 
 class Link:
-    """``client`` behind the breaker. Closed between :meth:`start`'s first successful look and the first failure."""
+    """``client`` behind the circuit breaker, which is open (no commands) until the first successful probe after :meth:`start`."""
 
     def __init__(self, client: Client, telemetry: Telemetry, *, seconds: float) -> None:
-        """``seconds``: the limit of a request's call."""
+        """``seconds``: default time limit of a command."""
         self.client = client
         self._telemetry = telemetry
         self._seconds = seconds
@@ -54,25 +54,25 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether Redis is away: then nobody is let through."""
+        """Whether the breaker is open: Redis is away and every command fails at once."""
         return self._is_open
 
     def start(self) -> None:
-        """Look for Redis, now and whenever it went away."""
+        """Start probing Redis in the background."""
         self._prober = asyncio.create_task(self._keep_looking())
 
     async def stop(self) -> None:
-        """Look no more, and hang up."""
+        """Stop probing and close the connections."""
         if self._prober is not None:
             self._prober.cancel()
             await asyncio.gather(self._prober, return_exceptions=True)
         try:
             await asyncio.wait_for(close(self.client), PROBE_SECONDS)
-        except Exception as error:  # it is the end in any case
+        except Exception as error:  # the program ends in any case
             logger.info("Redis: %s", type(error).__name__)
 
     async def ask(self, command: Callable[[], Awaitable[T]], *, seconds: float | None = None) -> T:
-        """``await command()``, within the limit of a request or within ``seconds``. Raises :class:`RedisAway`."""
+        """Await ``command()`` within ``seconds``, or within the default limit. Raises :class:`RedisAway`."""
         if self._is_open:
             raise RedisAway
         limit = self._seconds if seconds is None else seconds
@@ -80,7 +80,7 @@ class Link:
         try:
             async with asyncio.timeout(limit):
                 answer = await command()
-        except Exception as error:  # whatever the library or the server does: no answer depends on it
+        except Exception as error:  # any error of the library or the server: no answer depends on Redis
             self._failed(error, late=isinstance(error, TimeoutError) and time.monotonic() - began > LATE_FACTOR * limit)
             raise RedisAway from None
         self._late = 0
@@ -113,7 +113,7 @@ class Link:
             self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
     async def _answers(self) -> bool:
-        """Half open: two commands of our own, the first of which may have to connect."""
+        """Probe while half open: two PINGs, the first of which may have to connect."""
         try:
             for limit in (PROBE_SECONDS, self._seconds):
                 async with asyncio.timeout(limit):

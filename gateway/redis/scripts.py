@@ -1,4 +1,4 @@
-"""Lua that runs inside Redis, atomically, in one round trip."""
+"""Lua scripts that Redis runs atomically, in one round trip."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gateway.redis.connect import Client
 
 
 class Script:
-    """Sent by its digest; in full where Redis has not seen it since it started."""
+    """Calls a script by its digest; sends the source if Redis does not have the script."""
 
     def __init__(self, source: str) -> None:
         self._source = inspect.cleandoc(source)
         self._digest = hashlib.sha1(self._source.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, client: Client, keys: Sequence[bytes | str], arguments: Sequence[Any]) -> Any:
-        """All ``keys`` must belong to one slot where ``client`` is a cluster's."""
+        """Run the script. On a cluster, all ``keys`` must belong to one slot."""
         try:
             return await client.execute_command("EVALSHA", self._digest, len(keys), *keys, *arguments)
         except NoScriptError:

@@ -1,4 +1,4 @@
-"""All that gateways share, over one link."""
+"""The cache and the limits that gateways share through Redis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.telemetry import Telemetry
 
 @dataclass(frozen=True)
 class Share:
-    """Results and limits in one Redis, behind one breaker."""
+    """The shared cache and limiter over one Redis link with one circuit breaker."""
 
     link: Link
     cache: RedisCache
@@ -23,19 +23,19 @@ class Share:
 
     @classmethod
     def opened(cls, settings: Settings, telemetry: Telemetry) -> Self:
-        """From ``settings``, with a Redis in them. Raises :class:`SettingsError`."""
+        """Create both from ``settings``, which name a Redis server. Connects to nothing."""
         link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
         cache = RedisCache(link, telemetry, prefix=settings.redis_prefix, ttl_seconds=settings.cache_ttl_seconds)
         return cls(link, cache, SharedLimiter(link, telemetry, prefix=settings.redis_prefix))
 
     def start(self) -> None:
-        """Begin to work in the background."""
+        """Start the background tasks."""
         self.link.start()
         self.cache.start()
         self.limiter.start()
 
     async def stop(self) -> None:
-        """Send what is waiting, and hang up."""
+        """Send queued writes, stop the background tasks and close the connections."""
         await self.cache.stop()
         await self.limiter.stop()
         await self.link.stop()

@@ -1,1 +1,1 @@
-"""The endpoints, a file for each family."""
+"""HTTP endpoints, one file for each family."""

@@ -1,4 +1,4 @@
-"""Hands a handler its body as it arrived, in parts, and documents it."""
+"""Passes a request body to a handler in the parts in which it arrived, and documents its schema."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Body(Generic[T]):
-    """The bytes of a request that should hold a ``T`` as JSON, in the parts in which they arrived. Joining the parts of a large
-    body would block the event loop."""
+    """The bytes of a request body that should hold a ``T`` as JSON, in the parts in which they arrived. Joining the parts of a
+    large body would block the event loop."""
 
     def __init__(self, chunks: list[bytes]) -> None:
         self.chunks = chunks
         self.size = sum(map(len, chunks))
 
     def joined(self) -> bytes:
-        """All bytes."""
+        """Return all bytes as one object."""
         return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
 
 
 def post_json(path: str, kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
-    """``litestar.post`` for a handler whose ``data`` is a ``Body[kind]``, whatever its content type says."""
+    """Return ``litestar.post`` for a handler whose ``data`` is a ``Body[kind]``. The content type is not checked."""
     dto = JsonBody[kind]  # type: ignore[valid-type]
     return post(
         path,
@@ -47,23 +47,23 @@ def post_json(path: str, kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandl
 
 
 class _Parts(Request[Any, Any, Any]):
-    """A request whose body is not joined."""
+    """A request whose body parts are not joined."""
 
     async def body(self) -> Any:
-        """A list of parts, empty for an empty body."""
+        """Return a list of parts, empty for an empty body."""
         return [chunk async for chunk in self.stream()]
 
 
 class JsonBody(AbstractDTO[T]):
-    """Passes the body on; ``gateway/routes/reading.py`` decodes it."""
+    """Passes the body on without decoding it; ``gateway/routes/reading.py`` decodes it."""
 
     def decode_bytes(self, value: Any) -> Any:
-        """The parts that ``_Parts`` has read."""
+        """Wrap the parts that ``_Parts`` has read."""
         return Body[T](value)
 
     @classmethod
     def create_for_field_definition(cls, *_: Any, **__: Any) -> None:
-        """Nothing is generated: the struct itself is the transfer object."""
+        """Generate nothing: the struct itself is the transfer object."""
 
     @classmethod
     def create_openapi_schema(
@@ -72,15 +72,15 @@ class JsonBody(AbstractDTO[T]):
         handler_id: str,  # noqa: ARG003 - the framework's signature
         schema_creator: SchemaCreator,
     ) -> Reference | Schema:
-        """The struct's own schema."""
+        """Return the struct's own schema."""
         return schema_creator.for_field_definition(FieldDefinition.from_annotation(cls.model_type))
 
     @classmethod
     def generate_field_definitions(cls, *_: Any) -> Generator[DTOFieldDefinition, None, None]:
-        """Not asked for, as nothing is generated."""
+        """Yield nothing. The framework does not call this, as no transfer object is generated."""
         yield from ()
 
     @classmethod
     def detect_nested_field(cls, *_: Any) -> bool:
-        """Not asked for, as nothing is generated."""
+        """Return False. The framework does not call this, as no transfer object is generated."""
         return False

@@ -13,8 +13,8 @@ from litestar.params import JSONBody
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece, Token
-from gateway.length.guidance import gamma_of_values, guidance_of
-from gateway.length.remaining import remaining_tokens
+from gateway.lenvm.guidance import gamma_of_values, guidance_of
+from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
@@ -39,7 +39,7 @@ from gateway.text.prepared import as_list
 
 
 def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
-    """The endpoint."""
+    """Create the route."""
 
     @post_json("/v1/chat/completions", ChatRequest, "generation")
     async def chat(request: Request[Any, Any, Any], data: JSONBody[Body[ChatRequest]]) -> Response[ChatCompletion]:
@@ -87,10 +87,10 @@ def _max_tokens(data: ChatRequest) -> int | None:
 
 
 class ChatAnswer(Answer):
-    """Bodies of this endpoint."""
+    """Builds the response bodies of this endpoint."""
 
     def __init__(self, model: ServedModel, *, logprobs: bool, gamma: float | None) -> None:
-        """``gamma``: of the values that go with log-probabilities; None where none do."""
+        """``gamma``: discount factor of the length values in log-probabilities; None if there are none."""
         self._model = model
         self._logprobs = logprobs
         self._gamma = gamma

@@ -15,8 +15,8 @@ from gateway.breathing import Breath
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece, Token
-from gateway.length.guidance import gamma_of_values, guidance_of
-from gateway.length.remaining import remaining_tokens
+from gateway.lenvm.guidance import gamma_of_values, guidance_of
+from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
@@ -33,7 +33,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
-    """The endpoint."""
+    """Create the route."""
 
     @post_json("/v1/completions", CompletionRequest, "generation")
     async def complete(request: Request[Any, Any, Any], data: JSONBody[Body[CompletionRequest]]) -> Response[Completion]:
@@ -75,7 +75,7 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
 
 
 def _default_max_tokens(guidance: wire.LengthGuidance | None) -> int:
-    """OpenAI's, with room for a target and for a text that overshoots it."""
+    """Return OpenAI's default, plus room for a target length and for a text that overshoots it."""
     target = guidance.target_length if guidance else None
     return DEFAULT_MAX_TOKENS + 2 * (target or 0)
 
@@ -89,10 +89,10 @@ def _check(model: ServedModel, data: CompletionRequest) -> None:
 
 
 class CompletionAnswer(Answer):
-    """Bodies of this endpoint."""
+    """Builds the response bodies of this endpoint."""
 
     def __init__(self, model: ServedModel, *, logprobs: bool, gamma: float | None) -> None:
-        """``gamma``: of the values that go with log-probabilities; None where none do."""
+        """``gamma``: discount factor of the length values in log-probabilities; None if there are none."""
         self._model = model
         self._logprobs = logprobs
         self._gamma = gamma
@@ -131,7 +131,8 @@ def _choice(piece: Piece, logprobs: CompletionLogprobs | None) -> CompletionChoi
 
 
 def _logprobs(tokenizer: Vocabulary, tokens: list[Token], gamma: float | None) -> CompletionLogprobs:
-    """Tokens of the same text (parts of characters) share an entry of ``top_logprobs``; the more probable one has it."""
+    """Convert ``tokens`` to lists. Tokens with equal text (parts of characters) share an entry of ``top_logprobs``; the more
+    probable one keeps it."""
     told = CompletionLogprobs()
     if gamma is not None:
         values = [

@@ -1,4 +1,4 @@
-"""What both generating endpoints do once their prompts are planned: run them, and answer whole or as a stream."""
+"""The common part of both generating endpoints: runs planned prompts and responds with a whole answer or a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from litestar import Request, Response
 
 from gateway.breathing import Breath
-from gateway.exchange import Account, Exchange
+from gateway.context import Account, RequestContext
 from gateway.generation.generation import Generation, run_all
 from gateway.generation.sequence import Piece, Token
 from gateway.limits.base import NOTHING, Cost, Lease
@@ -26,37 +26,37 @@ from gateway.telemetry import Telemetry
 _encoder = msgspec.json.Encoder()
 
 TOKENS_AT_ONCE = 32
-"""Tokens whose log-probabilities are turned into JSON at once: less than 2 ms, with twenty for each token."""
+"""Tokens whose log-probabilities are converted to JSON at a time; with twenty for each token, this takes less than 2 ms."""
 
 
 class Answer(ABC):
-    """Turns pieces into the bodies of one endpoint."""
+    """Converts pieces to the response bodies of one endpoint."""
 
     @abstractmethod
     def logprobs(self, tokens: list[Token]) -> msgspec.Struct | None:
-        """A struct of lists, each of which has an entry for each of ``tokens``. None where none were asked for."""
+        """Return a struct of lists with one entry for each of ``tokens``, or None if no log-probabilities were requested."""
 
     @abstractmethod
     def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage) -> msgspec.Struct:
-        """The body of an answer that is not streamed. ``logprobs`` holds for each choice what :meth:`logprobs` returns for its
-        tokens; the lists may be encoded."""
+        """Return the body of an answer that is not streamed. ``logprobs`` holds the result of :meth:`logprobs` for each choice; its
+        lists may be JSON-encoded already."""
 
     @abstractmethod
     def chunk(self, piece: Piece) -> msgspec.Struct:
-        """An event with what is new of one choice."""
+        """Return the event for new output of one choice."""
 
     @abstractmethod
     def opening(self, index: int, /) -> msgspec.Struct | None:
-        """The event that introduces a choice, if there is one."""
+        """Return the event that introduces a choice, or None if the endpoint has none."""
 
     @abstractmethod
     def closing(self, usage: Usage) -> msgspec.Struct:
-        """The event with the token counts."""
+        """Return the event with the token counts."""
 
 
 @dataclass(frozen=True)
 class Generator:
-    """Runs generations against engines."""
+    """Runs generations on engines and builds responses."""
 
     dispatcher: Dispatcher
     quotas: Quotas
@@ -66,8 +66,8 @@ class Generator:
     async def respond(
         self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, *, stream: bool, includes_usage: bool
     ) -> Response[Any]:
-        """Raises :class:`GatewayError` for what goes wrong before the first event."""
-        account = Exchange.of(request).account
+        """Charge the quota, run ``generations`` and respond. Raises :class:`GatewayError` for failures before the first event."""
+        account = RequestContext.of(request).account
         account.prompt_tokens = sum(len(generation.request.prompt) for generation in generations)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if stream:
@@ -108,7 +108,7 @@ class Generator:
 
     @contextmanager
     def _counted(self, generations: list[Generation], lease: Lease | None, account: Account) -> Iterator[None]:
-        """A block that runs ``generations``. However it ends, the tokens are counted."""
+        """Run ``generations`` inside the block. The tokens are counted however the block ends."""
         try:
             yield
         finally:
@@ -124,12 +124,12 @@ class Generator:
 
 
 def system_fingerprint(model: ServedModel) -> str:
-    """OpenAI's name for what the engine's fingerprint says, in its form."""
+    """Return the engine's fingerprint in the format of OpenAI's ``system_fingerprint``."""
     return f"fp_{model.info.fingerprint[:16]}"
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """One piece for each choice, in the order in which choices first appear."""
+    """Return one piece for each choice, in the order in which choices first appear."""
     parts: dict[int, list[Piece]] = {}
     for piece in pieces:
         parts.setdefault(piece.index, []).append(piece)
@@ -140,7 +140,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def _small(pieces: list[Piece]) -> Iterator[Piece]:
-    """``pieces`` in parts of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
+    """Divide ``pieces`` into parts of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
     for piece in pieces:
         tokens = piece.tokens
         if len(tokens) <= TOKENS_AT_ONCE:
@@ -154,8 +154,8 @@ def _small(pieces: list[Piece]) -> Iterator[Piece]:
 
 
 async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:
-    """``answer.logprobs(tokens)``. Where there are many, its lists are JSON already, so that neither they nor their encoding block
-    the event loop."""
+    """Return ``answer.logprobs(tokens)``. For many tokens its lists are JSON-encoded in parts, so that neither building nor
+    encoding them blocks the event loop."""
     if len(tokens) <= TOKENS_AT_ONCE:
         return answer.logprobs(tokens)
     breath = Breath()
@@ -175,7 +175,7 @@ async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None
 
 
 def usage_of(generations: list[Generation]) -> Usage:
-    """The token counts of a whole answer. A prompt counts once, however many completions it has."""
+    """Return the token counts of a whole answer. A prompt counts once, however many completions it has."""
     prompt = sum(len(generation.request.prompt) for generation in generations)
     completion = sum(generation.completion_tokens for generation in generations)
     cached = sum(generation.cached_tokens for generation in generations)

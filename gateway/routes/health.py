@@ -15,7 +15,7 @@ from gateway.telemetry import Telemetry
 
 
 def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecycle: Lifecycle) -> list[HTTPRouteHandler]:
-    """The endpoints; they need no key. ``keys`` None: no route needs one."""
+    """Create the routes, which need no key. ``keys`` is None if no route needs a key."""
 
     @get("/livez", media_type="text/plain", tags=["operation"])
     async def livez() -> str:

@@ -1,4 +1,4 @@
-"""Answers whose list may be long: made and encoded in slices, so that the event loop serves others in between."""
+"""Responses with long lists: they are built and encoded in slices, so that the event loop serves other requests in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.breathing import Breath
 T = TypeVar("T", bound=msgspec.Struct)
 
 PART_BYTES = 1 << 16
-"""Of a large answer, written at once."""
+"""Bytes of a large response after which a new part begins; each part is sent separately."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -24,8 +24,8 @@ _encoder = msgspec.json.Encoder()
 async def with_rows(
     answer: T, name: str, rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None
 ) -> Response[Any]:
-    """An answer with ``rows`` in place of the empty list in the field ``name``. ``large``: making and encoding the rows takes more
-    than a millisecond."""
+    """Return a response with ``rows`` in place of the empty list in the field ``name`` of ``answer``. ``large``: building and
+    encoding the rows takes more than a millisecond."""
     if not large:
         return Response(msgspec.structs.replace(answer, **{name: list(rows)}), headers=headers)
     before, after = _encoder.encode(answer).split(b'"%b":[]' % name.encode(), 1)
@@ -48,7 +48,7 @@ class _InParts(Response[Any]):
         self._parts = parts
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
-        """What the web framework sends."""
+        """Return the ASGI response that the framework sends."""
         return _ASGIParts(self._parts, headers=self.headers)
 
 
@@ -65,4 +65,4 @@ class _ASGIParts(ASGIResponse):
         for place, part in enumerate(self._parts):
             more = place + 1 < len(self._parts)
             await send({"type": "http.response.body", "body": part, "more_body": more})
-            await asyncio.sleep(0)  # what is sent in one turn of the event loop is joined
+            await asyncio.sleep(0)  # the transport joins writes of one event loop iteration

@@ -9,10 +9,10 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.exchange import Exchange, new_id
-from gateway.length.guidance import check_guide
-from gateway.length.remaining import value_and_remaining
-from gateway.length.valuer import Valuer
+from gateway.context import RequestContext, new_id
+from gateway.lenvm.guidance import check_guide
+from gateway.lenvm.remaining import value_and_remaining
+from gateway.lenvm.valuer import Valuer
 from gateway.limits.quotas import Quotas
 from gateway.pool.pool import Pool
 from gateway.routes.access import requested_model
@@ -26,11 +26,11 @@ from gateway.telemetry import Telemetry
 from gateway.tenancy import caller_of, priority_of
 
 LARGE_TEXTS = 500
-"""Of an answer that is made in slices: a millisecond."""
+"""Number of texts above which the response is built in slices; this many take about a millisecond."""
 
 
 def length_route(pool: Pool, reader: Reader, valuer: Valuer, quotas: Quotas, telemetry: Telemetry) -> HTTPRouteHandler:
-    """The endpoint."""
+    """Create the route."""
 
     @post_json("/v1/length", LengthRequest, "length")
     async def length(request: Request[Any, Any, Any], data: JSONBody[Body[LengthRequest]]) -> Response[LengthResponse]:
@@ -48,7 +48,7 @@ def length_route(pool: Pool, reader: Reader, valuer: Valuer, quotas: Quotas, tel
             prepared = await body.read(model)
         tokens, texts = prepared.tokens, len(prepared.rows)
         async with while_connected(request.receive):
-            account = Exchange.of(request).account
+            account = RequestContext.of(request).account
             account.prompt_tokens, account.items = tokens, texts
             lease = await quotas.charge(request, tokens=tokens, items=texts)
             values = await valuer.values(model, (prepared.prefix, prepared.rows), priority, caller, lease)

@@ -17,7 +17,7 @@ from gateway.schemas.models import Model, ModelList
 
 
 def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
-    """The endpoints."""
+    """Create the routes."""
 
     @get("/v1/models", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
     async def list_models(request: Request[Any, Any, Any]) -> ModelList:

@@ -1,7 +1,7 @@
-"""From the body of a request to token ids, on the event loop or in a worker process.
+"""Converts request bodies to token ids, on the event loop or in a worker process.
 
-The event loop reads what takes it less than about a millisecond: short bodies whose prompts are token ids. Texts, chat templates
-and long bodies are read in worker processes (``gateway/text/workers.py``).
+The event loop reads requests that take it less than about a millisecond: short bodies whose prompts are token ids. Worker processes
+read texts, chat templates and long bodies (``gateway/text/workers.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from litestar import Request
 
+from gateway.context import RequestContext
 from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
-from gateway.exchange import Exchange
 from gateway.pool.replica import ServedModel
 from gateway.routes.body import Body
 from gateway.schemas.parameters import Parameters
@@ -33,38 +33,38 @@ from gateway.text.reading.endpoints import ENDPOINTS, NAMES
 from gateway.text.workers import BULK, Workers
 
 INLINE_BYTES = 32 << 10
-"""Bodies up to this length are decoded on the event loop: 0.3 ms at most."""
+"""Largest body that is decoded on the event loop, which takes at most 0.3 ms."""
 LARGE_ANSWER = 1 << 18
-"""Bytes of a worker's answer after which the event loop does something else before and after unpacking it."""
+"""Size of a worker's answer, in bytes, above which the event loop serves others before and after unpacking it."""
 
 T = TypeVar("T", bound=Parameters)
 
 
 class Reading(ABC, Generic[T]):
-    """A request that has been decoded."""
+    """A decoded request."""
 
     fields: T
-    """The request; where it was decoded in a worker, without the fields that only :meth:`read` needs."""
+    """The request. If a worker decoded it, the fields in the endpoint's ``bulk`` hold stand-ins."""
 
     @abstractmethod
     async def read(self, served: ServedModel) -> Prepared:
-        """The prompts as token ids. Raises :class:`GatewayError`."""
+        """Return the prompts as token ids. Raises :class:`GatewayError`."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads requests."""
+    """Decodes requests and converts their prompts to token ids."""
 
     workers: Workers
     bounds: Bounds
     telemetry: Telemetry
     text_seconds: float
-    """Longest time of one step in a worker, which is killed after it."""
+    """Longest time of one step in a worker; the worker is killed after it."""
     job_mib: int
-    """Memory of one job in a worker."""
+    """Memory limit of one job in a worker, in MiB."""
 
     def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AbstractAsyncContextManager[Reading[T]]:
-        """The request in ``body``, decoded. It may hold a worker, so leave the block once its prompts are read.
+        """Decode the request in ``body``. The block may hold a worker; leave it once the prompts are read.
 
         Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`.
         """
@@ -74,7 +74,7 @@ class Reader:
         whole = body.joined()
         fields, ignored = endpoint.decode(whole)
         if ignored:
-            Exchange.of(request).name_ignored(ignored)
+            RequestContext.of(request).name_ignored(ignored)
         return _Short(self, request, endpoint, fields, whole)
 
     @asynccontextmanager
@@ -85,7 +85,7 @@ class Reader:
             yield long
 
     async def read_whole(self, request: Request[Any, Any, Any], body: bytes, size: int, job: Whole) -> Prepared:
-        """Decode and read in a worker. One that ends by accident is replaced once. Raises :class:`GatewayError`."""
+        """Decode and read in a worker. If the worker ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
         async with while_connected(request.receive):
             try:
                 async with self.worker(request, size) as channel:
@@ -95,7 +95,7 @@ class Reader:
                     return await self.prepared(channel, job, [body])
 
     async def prepared(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> Prepared:
-        """The prompts that a worker reads. Raises :class:`GatewayError`."""
+        """Have a worker read the prompts, and unpack them. Raises :class:`GatewayError`."""
         packed = await self.ask(channel, job, body)
         assert isinstance(packed, Packed)
         if len(packed.ids) + 64 * len(packed.lengths) <= LARGE_ANSWER:
@@ -106,16 +106,16 @@ class Reader:
         return prepared
 
     def order(self, served: ServedModel) -> Read:
-        """The message that has a request read for ``served``."""
+        """Return the message that asks a worker to read a request for ``served``."""
         return Read(served.text, served.facts, self.bounds)
 
     def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
-        """A worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
+        """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
         tenant, weight = _tenant(request)
         return self.workers.job(tenant=tenant, weight=weight, size=size, bulk=size > BULK)
 
     async def ask(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> msgspec.Struct:
-        """The worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` where another worker may succeed."""
+        """Return the worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` if another worker may succeed."""
         began = time.perf_counter()
         try:
             answer = await channel.ask(job, body, seconds=self.text_seconds)
@@ -138,7 +138,7 @@ class Reader:
         return InternalError("Something failed inside the server while it read the request.")
 
     def _lost(self, loss: Loss) -> GatewayError:
-        """The client's view of a worker that ended."""
+        """Return the client's error for a worker that ended."""
         if loss == "slow":
             return InvalidRequest(f"Reading this request took longer than {self.text_seconds:g} s; send less text at once.")
         if loss == "template":
@@ -151,7 +151,7 @@ class Reader:
 
 @dataclass(slots=True)
 class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
-    """A request that was decoded on the event loop. It holds nothing."""
+    """A request that was decoded on the event loop. It holds no worker."""
 
     reader: Reader
     request: Request[Any, Any, Any]
@@ -175,7 +175,7 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
 
 @dataclass(slots=True)
 class _Long(Reading[T]):
-    """A request that a worker has decoded and keeps. Where that worker ends by accident, another one starts again, once for each
+    """A request that a worker has decoded and keeps. If that worker ends unexpectedly, another one starts again, once for each
     step."""
 
     reader: Reader
@@ -183,19 +183,19 @@ class _Long(Reading[T]):
     name: str
     body: Body[T]
     held: AsyncExitStack
-    """Holds the worker."""
+    """Exit stack that holds the worker."""
     channel: Channel = field(init=False)
     fields: T = field(init=False)
 
     async def decode(self) -> None:
-        """Set ``fields``. Raises :class:`GatewayError`."""
+        """Decode the body in a worker and set ``fields``. Raises :class:`GatewayError`."""
         job = Decode(self.name)
         try:
             decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
         except NotReady:
             decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
         assert isinstance(decoded, Decoded)
-        Exchange.of(self.request).name_ignored(decoded.ignored)
+        RequestContext.of(self.request).name_ignored(decoded.ignored)
         self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
 
     async def read(self, served: ServedModel) -> Prepared:
@@ -206,15 +206,15 @@ class _Long(Reading[T]):
             return await self.reader.prepared(await self._new_worker(), Whole(self.name, order), self.body.chunks)
 
     async def _new_worker(self) -> Channel:
-        """A worker in the place of the one before."""
+        """Replace the worker by a new one."""
         await self.held.aclose()
         self.channel = await self.held.enter_async_context(self.reader.worker(self.request, self.body.size))
         return self.channel
 
 
 def _tenant(request: Request[Any, Any, Any]) -> tuple[str, float]:
-    """The flow in the fair queue and its weight: the API key, or the connection where no keys are asked for."""
-    key = Exchange.of(request).key
+    """Return the tenant in the fair queue and its weight: the API key, or the client's address on a server without keys."""
+    key = RequestContext.of(request).key
     if key is not None:
         return key.id, key.weight
     return str(request.scope.get("client")), 1.0

@@ -13,8 +13,8 @@ from litestar.params import JSONBody
 
 from gateway.cache.base import Logprobs
 from gateway.cache.policy import CachePolicy
+from gateway.context import RequestContext, new_id
 from gateway.errors import InvalidRequest
-from gateway.exchange import Exchange, new_id
 from gateway.limits.quotas import Quotas
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -30,11 +30,11 @@ from gateway.telemetry import Telemetry
 from gateway.tenancy import caller_of, priority_of
 
 LARGE_SCORES = 2000
-"""Of an answer that is made in slices: a millisecond."""
+"""Number of scores above which the response is built in slices; this many take about a millisecond."""
 
 
 def score_route(pool: Pool, reader: Reader, scorer: Scorer, quotas: Quotas, telemetry: Telemetry) -> HTTPRouteHandler:
-    """The endpoint."""
+    """Create the route."""
 
     @post_json("/v1/score", ScoreRequest, "scoring")
     async def score(request: Request[Any, Any, Any], data: JSONBody[Body[ScoreRequest]]) -> Response[ScoreResponse]:
@@ -42,8 +42,8 @@ def score_route(pool: Pool, reader: Reader, scorer: Scorer, quotas: Quotas, tele
 
         Each item's prompt is the query and the item, tokenised exactly as the joined text. A score is the probability of a label as
         the next token: over the whole vocabulary, or with `apply_softmax` over the labels. An item's scores do not depend on the
-        other items. `Cache-Control: no-cache` computes everything anew, `no-store` keeps nothing either; the header
-        `x-yardstick-cache` of the answer says how many of the results were at hand.
+        other items. `Cache-Control: no-cache` computes all scores again, and `no-store` also stores none; the response header
+        `x-yardstick-cache` gives the number of items whose scores were reused.
         """
         async with reader.open(request, ScoreRequest, data) as body:
             fields = body.fields
@@ -56,7 +56,7 @@ def score_route(pool: Pool, reader: Reader, scorer: Scorer, quotas: Quotas, tele
             caller = caller_of(request, cache_salt=fields.cache_salt)
             prompts = Prompts(prepared.prefix, prepared.rows, prepared.labels, priority, caller)
             tokens, items = prepared.tokens, len(prepared.rows)
-            account = Exchange.of(request).account
+            account = RequestContext.of(request).account
             account.prompt_tokens, account.items = tokens, items
             lease = await quotas.charge(request, tokens=tokens, items=items)
             scores = await scorer.score(model, prompts, policy, lease)
@@ -83,14 +83,14 @@ def _check(model: ServedModel) -> None:
 
 
 def _probabilities(logprobs: Iterable[Logprobs], *, softmax: bool) -> Iterator[list[float]]:
-    """For each item its scores."""
+    """Return the scores of each item."""
     return (_softmax(row) if softmax else [math.exp(value) for value in row] for row in logprobs)
 
 
 def _softmax(row: Logprobs) -> list[float]:
-    """Probabilities over the labels alone."""
+    """Return probabilities over the labels alone."""
     highest = max(row)
-    if highest == -math.inf:  # no label is possible; none is more so than another
+    if highest == -math.inf:  # no label is possible, so all get equal probabilities
         return [1 / len(row)] * len(row)
     weights = [math.exp(value - highest) for value in row]
     total = sum(weights)

@@ -1,1 +1,1 @@
-"""The public API's bodies, as msgspec structs. ``parameters.py`` says what becomes of fields that they lack."""
+"""Bodies of the public API, as msgspec structs. ``parameters.py`` lists the unsupported fields and their handling."""

@@ -12,7 +12,7 @@ from gateway.schemas.usage import Usage
 
 
 class TextPart(msgspec.Struct):
-    """A piece of a message."""
+    """One part of a message."""
 
     type: Literal["text"]
     """Only text is supported."""
@@ -23,17 +23,17 @@ class ChatMessage(msgspec.Struct):
     """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who speaks; `developer` is the same as `system`."""
+    """Author of the message; `developer` is treated as `system`."""
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
-    """Of an earlier answer; handed to the model's chat template."""
+    """Tool calls of an earlier answer; passed to the model's chat template."""
     tool_call_id: str | None = None
     function_call: None = None
     """Not supported; send `tool_calls`."""
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: absent fields left out."""
+        """Return the message for chat templates, without absent fields."""
         content = msgspec.to_builtins(self.content) if self.content is not None else ""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         extras = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
@@ -48,40 +48,40 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_tokens: Count | None = None
     """The older name of `max_completion_tokens`."""
     max_completion_tokens: Count | None = None
-    """Tokens of each answer at most; up to the end of the context unless given."""
+    """Most tokens of each answer; unless given, only the context limits it."""
     logprobs: bool | None = False
     """Return the log-probability of each token of the answer."""
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """And of this many most probable ones at its place; only with `logprobs`."""
+    """Number of most probable tokens to return at each position, with their log-probabilities; only with `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """More variables for the model's chat template."""
+    """Further variables for the model's chat template."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """A token and its log-probability."""
 
     token: str
-    """As text; one that is only a part of a character reads like `bytes:\\xe2\\x82`."""
+    """The token as text; a token that is only part of a character reads like `bytes:\\xe2\\x82`."""
     logprob: float
-    """-9999 stands for a probability of zero."""
+    """-9999 represents a probability of zero."""
     bytes: list[int]
-    """Its UTF-8 bytes."""
+    """The token's UTF-8 bytes."""
     value: float | msgspec.UnsetType | None = msgspec.UNSET
-    """Only with `length_guidance.return_values`: the length model's value after this token, from 0 (the text ends) to 1. Null where
-    this draw was not steered."""
+    """Only with `length_guidance.return_values`: the length model's value after this token, from 0 (the text ends) to 1. Null if
+    this token was drawn without guidance."""
     remaining_tokens: float | msgspec.UnsetType | None = msgspec.UNSET
-    """And about how many tokens that is, a proxy that lies below the mean."""
+    """The value in tokens, approximately: a proxy that lies below the mean."""
 
 
 class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
-    """A token of the answer, and the most probable ones at its place."""
+    """A token of the answer, and the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
     """Log-probabilities of the answer's tokens, over the whole vocabulary at temperature 1; with length guidance, over the
-    candidates that each token was drawn from."""
+    candidates of each draw."""
 
     content: list[TokenLogprob]
 
@@ -95,7 +95,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new of an answer."""
+    """New output of an answer."""
 
     role: Literal["assistant"] | None = None
     """Only in the first chunk of an answer."""
@@ -109,7 +109,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"]
-    """`stop`: the model or a stop text ended it; `length`: the limit or the context is reached."""
+    """`stop`: the model or a stop text ended the answer; `length`: the limit or the context was reached."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -121,8 +121,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     """Seconds since 1970."""
     model: str
     system_fingerprint: str
-    """Identifies the weights and the settings that change numbers; with a seed, equal requests get equal answers while it is the
-    same."""
+    """Identifies the weights and the settings that affect numbers. While it stays the same, equal requests with a seed get equal
+    answers."""
     choices: list[ChatChoice]
     usage: Usage
 

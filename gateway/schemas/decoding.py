@@ -1,8 +1,8 @@
-"""JSON bodies in: one typed decode, errors that say what and where, and the names of the fields that were ignored.
+"""Decodes JSON bodies: one typed decode, errors that name problem and field, and the names of ignored fields.
 
-A body is decoded once, by a decoder that refuses unknown fields. Only where that decoder meets one is the body decoded again,
-leniently, and searched for their names. A body longer than ``SEARCHED_BYTES`` is decoded leniently at once and is not searched: of
-its ignored fields those are named that :data:`gateway.schemas.parameters.IGNORED` lists.
+A decoder that refuses unknown fields decodes each body. Only if it meets one, the body is decoded again, leniently, and searched
+for unknown names. A body longer than ``SEARCHED_BYTES`` is decoded leniently at once and is not searched; of its ignored fields,
+only those in :data:`gateway.schemas.parameters.IGNORED` are named.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gateway.schemas.parameters import IGNORED, REFUSED, Parameters, Refused
 from gateway.schemas.variants import variant
 
 SEARCHED_BYTES = 64 << 10
-"""Longest body in which unknown fields are looked for. The second decoding and the search take 3 ms at most."""
+"""Longest body that is searched for unknown fields. The second decoding and the search take at most 3 ms."""
 MAX_IGNORED = 32
-"""Names that are returned at most."""
+"""Most names that are returned."""
 _MAX_ACCEPTED_BYTES = 64
-"""Longest JSON of a value that :attr:`Refused.accepts` may hold; a longer one is not decoded."""
+"""Longest JSON of a value that is compared with :attr:`Refused.accepts`; a longer one is not decoded."""
 
 T = TypeVar("T", bound=Parameters)
 
@@ -36,7 +36,7 @@ _KEY_BEFORE = re.compile(rb'"([^"\\]+)"\s*:\s*-?$')
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes bodies of one type. Instances are pure: they hold no state of a request, and know nothing of HTTP."""
+    """Decodes bodies of one type. An instance keeps no state of a request and does not depend on HTTP."""
 
     def __init__(self, kind: type[T]) -> None:
         self._kind = kind
@@ -52,7 +52,7 @@ class BodyDecoder(Generic[T]):
         self._lenient = msgspec.json.Decoder(variant(kind, self._extras, strict=False))
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the names of the fields that were ignored, at most ``MAX_IGNORED``. Raises :class:`InvalidRequest`."""
+        """Return the request and the names of ignored fields, at most ``MAX_IGNORED``. Raises :class:`InvalidRequest`."""
         if not body:
             raise InvalidRequest("The request body is empty; send a JSON object.")
         try:
@@ -82,7 +82,7 @@ class BodyDecoder(Generic[T]):
         return request, ignored[:MAX_IGNORED]
 
     def _unsupported(self, request: msgspec.Struct) -> list[str]:
-        """The ignored ones of the fields in the tables. Raises :class:`InvalidRequest` for a refused one."""
+        """Return the ignored fields of the tables. Raises :class:`InvalidRequest` for a refused field."""
         values = ((name, getattr(request, name)) for name in self._extras)
         given = [(name, raw) for name, raw in values if raw is not msgspec.UNSET]
         for name, raw in given:
@@ -91,7 +91,7 @@ class BodyDecoder(Generic[T]):
         return [name for name, _ in given if name not in self._refused]
 
     def _search(self, body: bytes) -> dict[str, None]:
-        """The paths of unknown fields, those at the top first. Fields that hold no objects are not decoded."""
+        """Return the paths of unknown fields, those at the top level first. Fields that hold no objects are not decoded."""
         members = _members.decode(body)
         found = dict.fromkeys(islice((name for name in members if name not in self._known), MAX_IGNORED))
         for name, raw in members.items():
@@ -101,7 +101,7 @@ class BodyDecoder(Generic[T]):
 
 
 def _accepted(row: Refused, raw: msgspec.Raw) -> bool:
-    """Whether the JSON ``raw`` asks for what happens anyway."""
+    """Whether the JSON ``raw`` requests the behaviour that the server has anyway."""
     if memoryview(raw).nbytes > _MAX_ACCEPTED_BYTES:
         return False
     value = msgspec.json.decode(raw)
@@ -110,16 +110,16 @@ def _accepted(row: Refused, raw: msgspec.Raw) -> bool:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Where in a value unknown fields may be."""
+    """The places of a value in which unknown fields may occur."""
 
     fields: dict[str, _Shape | None] | None = None
-    """Of an object: its known fields, and the shapes of those that hold objects."""
+    """For an object: its known fields, and the shapes of those that hold objects."""
     items: _Shape | None = None
-    """Of a list."""
+    """For a list: the shape of its items."""
 
 
 def _shape(kind: inspect.Type) -> _Shape | None:
-    """None where a value of ``kind`` holds no objects with known fields."""
+    """Return the shape of ``kind``; None if a value of it holds no objects with known fields."""
     if isinstance(kind, inspect.StructType):
         return _Shape({field.encode_name: _shape(field.type) for field in kind.fields})
     if isinstance(kind, inspect.ListType):
@@ -133,7 +133,7 @@ def _shape(kind: inspect.Type) -> _Shape | None:
 
 
 def _find_unknown(shape: _Shape, value: Any, path: str, found: dict[str, None]) -> None:
-    """Add the paths of unknown fields in ``value``, until there are enough. Positions in lists are left out: ``messages[].foo``."""
+    """Add paths of unknown fields in ``value``, up to :data:`MAX_IGNORED`. Positions are left out: ``messages[].foo``."""
     if isinstance(value, list) and shape.items is not None:
         for inner in value:
             _find_unknown(shape.items, inner, f"{path}[]", found)
@@ -148,7 +148,7 @@ def _find_unknown(shape: _Shape, value: Any, path: str, found: dict[str, None]) 
 
 
 def _reason(body: bytes, error: msgspec.DecodeError) -> str:
-    """msgspec's reason, unless the bytes are not even text."""
+    """Return msgspec's reason, unless the bytes are not UTF-8."""
     try:
         body.decode()
     except UnicodeDecodeError:
@@ -158,14 +158,14 @@ def _reason(body: bytes, error: msgspec.DecodeError) -> str:
 
 
 def _key(body: bytes, error: msgspec.DecodeError) -> str | None:
-    """The key whose value cannot be read, where it is the value that is at fault (NaN, say)."""
+    """Return the key of a value that is not valid JSON, such as NaN; None for other errors."""
     at = re.search(r"invalid character \(byte (\d+)\)$", str(error))
     found = _KEY_BEFORE.search(body, max(0, int(at[1]) - 100), int(at[1])) if at else None
     return found[1].decode(errors="replace") if found else None
 
 
 def _located(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
-    """``Expected `int`, got `str` - at `$.items[3]``` as an error whose ``param`` is ``items[3]``."""
+    """Convert ``Expected `int`, got `str` - at `$.items[3]``` to an error whose ``param`` is ``items[3]``."""
     found = _AT.search(message)
     if found is None:
         missing = re.search(r"missing required field `(.+?)`", message)
@@ -183,7 +183,7 @@ def _located(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
 
 
 def _words(kind: inspect.Type, path: list[str]) -> list[str]:
-    """The words that may stand at ``path`` in a ``kind``."""
+    """Return the allowed words at ``path`` in a ``kind``."""
     if isinstance(kind, inspect.UnionType):
         return [word for part in kind.types for word in _words(part, path)]
     if not path:

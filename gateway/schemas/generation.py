@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common."""
+"""The common fields of completions and chat completions."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries besides text."""
+    """Contents of a stream besides text."""
 
     include_usage: bool | None = False
     """Send one more chunk with the token counts before the end."""
 
 
 class GenerationRequest(Parameters, kw_only=True):
-    """Fields that both generating endpoints know. Null always means the default."""
+    """Fields of both generating endpoints. Null always means the default."""
 
     model: str | None = None
-    """The model's name; may be left out where only one is served."""
+    """Name of the model; optional if only one is served."""
     n: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
-    """Completions of each prompt; 1 unless given."""
+    """Completions of each prompt; 1 by default."""
     stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
-    """Up to 16 texts that end the completion; they are not part of it."""
+    """Up to 16 texts that end the completion. They are not part of it."""
     stream: bool | None = False
     """Send the completion piece by piece as server-sent events."""
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     seed: int | None = None
-    """The same seed, prompt and settings give the same tokens; drawn at random unless given."""
+    """Seed of the draws: equal seed, prompt and settings give equal tokens. The default is a random seed."""
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    """1 draws from the model's own probabilities, which is the default; 0 always takes the most probable token."""
+    """1, the default, draws from the model's own probabilities; 0 always takes the most probable token."""
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    """Draw from the most probable tokens whose probabilities sum to this; 1 unless given."""
+    """Draw from the most probable tokens whose probabilities sum to this; 1 by default."""
     presence_penalty: Penalty | None = None
-    """Makes tokens that already occurred less probable."""
+    """Makes tokens that have already occurred less probable."""
     frequency_penalty: Penalty | None = None
-    """Makes tokens less probable with each time they occurred."""
+    """Makes tokens less probable with each time that they have occurred."""
     logit_bias: dict[int, Bias] | None = None
-    """Token ids, and what is added to their logits."""
+    """Numbers to add to the logits of tokens, by token id."""
     user: str | None = None
     """Accepted for compatibility and not used."""
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
@@ -60,31 +60,31 @@ class GenerationRequest(Parameters, kw_only=True):
     min_p: Fraction | None = None
     """Draw only tokens at least this fraction as probable as the most probable one."""
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
-    """Divides the logits of tokens in prompt or output; 1 changes nothing."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output; 1 changes nothing."""
     min_tokens: Count | None = None
-    """Do not end before this many tokens."""
+    """The completion does not end before this many tokens."""
     stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=256)] | None = None
     """Token ids that end the completion."""
     ignore_eos: bool | None = False
-    """Go on when the model would end by itself."""
+    """Continue when the model would end the completion."""
     skip_special_tokens: bool | None = True
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool | None = False
-    """Keep the text that ended the completion."""
+    """Keep the text or token that ended the completion."""
     priority: Priority | None = None
-    """Lower runs earlier; 0 unless given."""
+    """Requests with lower numbers run earlier; 0 by default."""
     cache_salt: CacheSalt | None = None
     """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
     parse_special_tokens: bool | None = None
-    """Whether text such as `<|im_end|>` becomes a control token. Unless given: true in a raw `prompt`, false in `messages`."""
+    """Whether text such as `<|im_end|>` becomes a control token. The default is true in a raw `prompt` and false in `messages`."""
     length_guidance: LengthGuidance | None = None
-    """Steer the length of the text; only with a model that has a length model."""
+    """Guide the length of the text; only with a model that has a length model."""
     custom_params: CustomParams | None = None
-    """The same in the words of the length value model's published clients."""
+    """`length_guidance` with the field names of the length value model's published clients."""
 
     @property
     def sequences(self) -> int:
-        """``n`` with its default."""
+        """``n``, or its default."""
         return 1 if self.n is None else self.n
 
     @property
@@ -98,7 +98,7 @@ class GenerationRequest(Parameters, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self, *, max_tokens: int, seed: int) -> wire.Sampling:
-        """The engine's view of these fields."""
+        """Return the engine's parameters for these fields."""
         given = {
             "temperature": self.temperature,
             "top_k": None if self.top_k is None else max(0, self.top_k),

@@ -1,4 +1,4 @@
-"""``length_guidance`` and ``custom_params``: how a generating request steers its length."""
+"""``length_guidance`` and ``custom_params``: length guidance of a generating request."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ LengthMode = Literal["total", "remaining"]
 
 
 class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Steer how long the text gets: `{"scale": -10}` for shorter, `{"target_length": 80}` for about 80 tokens.
+    """Guide the length of the text: `{"scale": -10}` for a shorter one, `{"target_length": 80}` for about 80 tokens.
 
-    At each token the length model judges the few most probable candidates by how much text is still to come after them. Give a
-    `scale`, or a target. At temperature 0 nothing is drawn and nothing is steered.
+    At each token, the length model estimates for the few most probable candidates how much text follows them. Give a `scale` or a
+    target. At temperature 0 nothing is drawn, so guidance has no effect.
     """
 
     mode: wire.GuidanceMode | None = None
-    """How `scale` is read; `centered_exp` unless given."""
+    """Interpretation of `scale`; `centered_exp` by default."""
     scale: Scale | None = None
     """`centered_exp` and `value_bias`: below 0 is shorter, above 0 longer. `mul`, `length_mul`, `linear` and `exp`: below 1 is
-    shorter, above 1 longer. Changes nothing unless given."""
+    shorter, above 1 longer. Without it, nothing changes."""
     gamma: Gamma | None = None
-    """The discount of the length model, where another than its own is wanted."""
+    """Discount factor, in place of the length model's own."""
     target_length: Tokens | None = None
-    """Tokens of the whole completion, the ending one not counted."""
+    """Tokens of the whole completion, without the token that ends it."""
     target_length_mode: LengthMode | None = None
-    """`total`, unless given, or `remaining`: at every token, so many are wanted after it."""
+    """`total`, the default, or `remaining`: after every token, this many tokens are to follow."""
     target_value: Value | None = None
-    """Instead of `target_length`: the value that the candidates should have."""
+    """In place of `target_length`: the value that the candidates should have."""
     constraint: wire.Constraint | None = None
-    """What the target means; `eq` unless given. `eq`: take the candidate that leads nearest to it. `le`: take the shortest. `ge`:
-    the longest until the target is reached, then the shortest. `eq_soft`: draw so that the mean is the target. `min_p` is 0.01
-    unless given."""
+    """Meaning of the target; `eq` by default. `eq`: take the candidate that leads nearest to it. `le`: take the shortest. `ge`:
+    take the longest until the target is reached, then the shortest. `eq_soft`: draw so that the mean is the target. With a
+    constraint, `min_p` is 0.01 by default."""
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Candidates at most; 5 unless given, and never more than the request's own `top_k`."""
+    """Most candidates; 5 by default, and never more than the request's own `top_k`."""
     entropy_threshold: Nats | None = None
-    """Leave tokens alone whose candidates have less entropy than this, in nats; 0 unless given."""
+    """Do not guide tokens whose candidates have less entropy than this, in nats; 0 by default."""
     value_min: Value | None = None
-    """Leave tokens alone whose candidates' mean value is below this; 0 unless given."""
+    """Do not guide tokens whose candidates' mean value is below this; 0 by default."""
     return_values: bool | None = False
-    """Tell the value of each of the most probable tokens beside its log-probability."""
+    """Return the value of each of the most probable tokens with its log-probability."""
 
 
 ConstraintWord = Literal["eq", "=", "==", "equal", "ge", ">", ">=", "gte", "le", "<", "<=", "lte", "eq_soft", "soft"]
@@ -60,50 +60,50 @@ _CONSTRAINTS: dict[str, wire.Constraint] = {
 
 
 class CustomParams(msgspec.Struct, kw_only=True):
-    """`length_guidance` in the words of the length value model's published clients. Give one of the two."""
+    """`length_guidance` with the field names of the length value model's published clients. Give only one of the two."""
 
     value_mode: wire.GuidanceMode | None = None
-    """As `length_guidance.mode`, but `mul` unless given."""
+    """See `length_guidance.mode`; here the default is `mul`."""
     mode: wire.GuidanceMode | None = None
-    """The same as `value_mode`."""
+    """Another name of `value_mode`."""
     value_scale: Scale | None = None
-    """As `length_guidance.scale`."""
+    """See `length_guidance.scale`."""
     scale: Scale | None = None
-    """The same as `value_scale`."""
+    """Another name of `value_scale`."""
     gamma: Gamma | None = None
-    """As `length_guidance.gamma`."""
+    """See `length_guidance.gamma`."""
     length_gamma: Gamma | None = None
-    """The same as `gamma`."""
+    """Another name of `gamma`."""
     value_min: Value | None = None
-    """As `length_guidance.value_min`."""
+    """See `length_guidance.value_min`."""
     value_entropy_threshold: Nats | None = None
-    """As `length_guidance.entropy_threshold`."""
+    """See `length_guidance.entropy_threshold`."""
     entropy_threshold: Nats | None = None
-    """The same as `value_entropy_threshold`."""
+    """Another name of `value_entropy_threshold`."""
     target_value: Value | None = None
-    """As `length_guidance.target_value`."""
+    """See `length_guidance.target_value`."""
     target_length: Tokens | None = None
-    """As `length_guidance.target_length`."""
+    """See `length_guidance.target_length`."""
     target_length_mode: LengthMode | None = None
-    """As `length_guidance.target_length_mode`."""
+    """See `length_guidance.target_length_mode`."""
     length_mode: LengthMode | None = None
-    """The same as `target_length_mode`."""
+    """Another name of `target_length_mode`."""
     value_constraint: ConstraintWord | None = None
-    """As `length_guidance.constraint`, or one of its other spellings."""
+    """See `length_guidance.constraint`; other spellings are accepted."""
     constraint: ConstraintWord | None = None
-    """The same as `value_constraint`."""
+    """Another name of `value_constraint`."""
     cmp: ConstraintWord | None = None
-    """The same as `value_constraint`."""
+    """Another name of `value_constraint`."""
     op: ConstraintWord | None = None
-    """The same as `value_constraint`."""
+    """Another name of `value_constraint`."""
 
     def spelled(self) -> dict[str, list[str]]:
-        """The fields of :class:`LengthGuidance` that are given, and the names that they have here."""
+        """Return the given fields of :class:`LengthGuidance`, with their names in this struct."""
         given = {name: [key for key in keys if getattr(self, key) is not None] for name, keys in _SPELLINGS.items()}
         return {name: keys for name, keys in given.items() if keys}
 
     def length_guidance(self) -> LengthGuidance:
-        """The same in our words; of two names for one thing, the first counts."""
+        """Convert to :class:`LengthGuidance`. If one field has two names here, the first one counts."""
         told = {name: getattr(self, keys[0]) for name, keys in self.spelled().items()}
         if "constraint" in told:
             told["constraint"] = _CONSTRAINTS[told["constraint"]]

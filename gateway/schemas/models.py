@@ -14,14 +14,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The name to send as `model`."""
     object: Literal["model"] = "model"
     created: int
-    """When the gateway first saw it, in seconds since 1970."""
+    """Time at which the gateway first saw the model, in seconds since 1970."""
     owned_by: str = "yardstick"
     max_model_len: int
-    """Longest prompt and completion together, in tokens."""
+    """Largest number of prompt and completion tokens together."""
     capabilities: list[str]
-    """What it can do: `score`, `generate`, `guide` (`length_guidance` and `/v1/length`)."""
+    """Supported operations: `score`, `generate`, `guide` (`length_guidance` and `/v1/length`)."""
     length_gamma: float | None = None
-    """The discount of its length model, where it has one."""
+    """Discount factor of its length model; null if it has none."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
-"""Parameters of other servers that this one does not have: which are refused, and which are ignored.
+"""Parameters of other servers that this server lacks: some are refused, and some are ignored.
 
-A parameter that would change the answer is refused with a 400, unless its value asks for what happens here anyway. One that would
-not change the answer is accepted, ignored, and named in ``x-yardstick-ignored``. The names come from OpenAI's API reference, vLLM's
-and SGLang's ``protocol.py``, Text Embeddings Inference, Text Generation Inference, llama.cpp and Ollama. ``docs/api.md`` shows this
-table.
+A parameter that would change the answer is refused with status 400, unless its value requests the behaviour that the server has
+anyway. One that would not change the answer is accepted, ignored, and named in ``x-yardstick-ignored``. The names come from
+OpenAI's API reference, vLLM's and SGLang's ``protocol.py``, Text Embeddings Inference, Text Generation Inference, llama.cpp and
+Ollama. ``docs/api.md`` shows this table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOP_LEVEL = "send each parameter as a field of the request"
 
 
 class Parameters(msgspec.Struct, kw_only=True):
-    """Base of request bodies."""
+    """Base class of request bodies."""
 
     endpoint: ClassVar[Endpoint]
     """Selects the rows of this module's tables."""
@@ -49,13 +49,13 @@ class Refused:
     name: str
     endpoints: tuple[Endpoint, ...]
     remedy: str
-    """Why, or what to use instead."""
+    """Reason, or what to use instead."""
     accepts: tuple[Any, ...] = ()
-    """Values, besides null, that ask for what happens anyway."""
+    """Values, besides null, that request the behaviour that the server has anyway."""
 
     @property
     def message(self) -> str:
-        """The error's message."""
+        """Message of the error."""
         return f"`{self.name}` is not supported: {self.remedy}."
 
 

@@ -16,29 +16,29 @@ Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
 class ScoreRequest(Parameters, kw_only=True):
-    """Score every item against one query: how probable is each label as the next token after query and item?"""
+    """Score every item against one query: the probability of each label as the next token after query and item."""
 
     endpoint: ClassVar[Endpoint] = "score"
     query: str | list[int]
     """The common part of all prompts, as text or token ids."""
     items: str | Annotated[list[str | list[int]], msgspec.Meta(max_length=MAX_ITEMS)]
-    """What is scored, of the same kind as the query: texts, or lists of token ids; one text stands for a list of one."""
+    """Items to score, of the same kind as the query: texts, or lists of token ids. One text means a list of one."""
     label_token_ids: list[int] | None = None
-    """Token ids whose probability is asked for. Give these or `labels`."""
+    """Token ids to score. Give either these or `labels`."""
     labels: list[str] | None = None
-    """The same as text; each must be one token of the model."""
+    """Texts to score; each must be one token of the model."""
     apply_softmax: bool | None = False
     """Scale the scores of an item so that they sum to 1 over the labels, instead of over the whole vocabulary."""
     item_first: bool | None = False
     """Put the item before the query in the prompt."""
     model: str | None = None
-    """The model's name; may be left out where only one is served."""
+    """Name of the model; optional if only one is served."""
     priority: Priority | None = None
-    """Lower runs earlier; 0 unless given."""
+    """Requests with lower numbers run earlier; 0 by default."""
     cache_salt: CacheSalt | None = None
     """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
     parse_special_tokens: bool | None = None
-    """Whether text such as `<|im_end|>` becomes a control token; true unless given. Texts often contain a rendered template."""
+    """Whether text such as `<|im_end|>` becomes a control token; true by default. Texts often contain a rendered template."""
     user: str | None = None
     """Accepted for compatibility and not used."""
 
@@ -52,5 +52,5 @@ class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
     model: str
     scores: list[list[float]]
-    """One list an item, one number a label: its probability."""
+    """One list for each item, with the probability of each label."""
     usage: Usage

@@ -1,4 +1,4 @@
-"""Token counts, as every endpoint reports them."""
+"""Token counts in the responses of all endpoints."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import msgspec
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """What is known about the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Prompt tokens that were not computed because their result, or their keys and values, were at hand."""
+    """Prompt tokens that were not computed, because their result or their keys and values were cached."""
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How many tokens a request took."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     """Tokens of all prompts; for scoring, query and item of every item."""
     total_tokens: int
-    """Prompt and completion together."""
+    """Prompt tokens plus completion tokens."""
     completion_tokens: int | None = None
-    """Tokens that were generated, the ending one included."""
+    """Generated tokens, including the one that ends a completion."""
     prompt_tokens_details: PromptTokensDetails | None = None
-    """Where the prompt's tokens came from."""
+    """Number of cached prompt tokens."""

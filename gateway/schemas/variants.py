@@ -1,4 +1,4 @@
-"""Structs derived from the schemas for decoding: strict about unknown fields, with places for parameters that are not supported."""
+"""Structs derived from the schemas for decoding: strict about unknown fields, with fields for unsupported parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import msgspec
 
 @cache
 def variant(kind: type[msgspec.Struct], extras: tuple[str, ...] = (), *, strict: bool) -> type[msgspec.Struct]:
-    """A subclass of ``kind`` to decode into.
+    """Return a subclass of ``kind`` to decode into.
 
-    Each name of ``extras`` is a field with the raw JSON of the value, or ``UNSET``. ``strict``: unknown fields are errors, in
+    Each name in ``extras`` becomes a field with the raw JSON of the value, or ``UNSET``. ``strict``: unknown fields are errors, in
     nested structs too. Pickling an instance gives an instance of ``kind``.
     """
     if kind.__struct_config__.forbid_unknown_fields:
@@ -43,7 +43,7 @@ def _rebuilt(kind: type[msgspec.Struct], fields: Iterable[tuple[str, Any]]) -> m
 
 
 def _strict_fields(kind: type[msgspec.Struct]) -> list[Any]:
-    """The fields of ``kind`` that hold structs, with strict ones in their place."""
+    """Return the fields of ``kind`` that hold structs, with strict variants of those structs."""
     found: list[Any] = []
     for field in msgspec.structs.fields(kind):
         annotation = _strict(field.type)
@@ -58,7 +58,7 @@ def _strict_fields(kind: type[msgspec.Struct]) -> list[Any]:
 
 
 def _strict(annotation: Any) -> Any:
-    """``annotation`` with each struct replaced by its strict variant."""
+    """Return ``annotation`` with each struct replaced by its strict variant."""
     origin = get_origin(annotation)
     if isinstance(annotation, type) and origin is None:
         return variant(annotation, strict=True) if issubclass(annotation, msgspec.Struct) else annotation

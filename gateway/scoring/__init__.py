@@ -1,1 +1,1 @@
-"""Scoring: cache lookup, sub-batches, ordered merge."""
+"""Scoring: cache lookup, splitting into sub-batches, merging in request order."""

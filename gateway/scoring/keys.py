@@ -1,5 +1,5 @@
-"""Names of results: within one salt, the same prompt and labels on the same numerics have the same key, however the prompt was
-split."""
+"""Cache keys of scores. Within one salt, equal prompts, labels and fingerprints have equal keys, wherever a prompt is divided into
+prefix and branch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 def result_keys(
     fingerprint: str, labels: Sequence[int], prefix: Sequence[int], branches: Sequence[Sequence[int]], *, salt: str
 ) -> list[bytes]:
-    """One 16-byte digest for each ``prefix + branch``. Token ids are in [0, 2**32). ``salt``: hexadecimal; results are shared only
-    between equal ones. Without a salt the key is that of a server whose keys share everything."""
+    """Return one 16-byte digest for each ``prefix + branch``. Token ids are in [0, 2**32). ``salt`` is hexadecimal; only requests
+    with equal salts share results. An empty salt gives the keys of a server whose API keys share all results."""
     common = hashlib.blake2b(digest_size=16)
-    # Unambiguous: no part contains a separator, and only a salt is followed by a colon.
+    # The encoding is unambiguous: no part contains a separator, and a colon follows only a salt.
     common.update(f"{fingerprint}\0{salt and salt + ':'}{','.join(map(str, labels))}\0".encode())
     common.update(array("I", prefix))
     keys = []

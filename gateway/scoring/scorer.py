@@ -1,4 +1,4 @@
-"""Label log-probabilities of many prompts: each distinct one is looked up, waited for, or computed, once."""
+"""Label log-probabilities of many prompts. Each distinct prompt is looked up, awaited from another request, or computed, once."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from gateway.telemetry import Telemetry
 from gateway.text.prepared import Ids, as_list
 
 SUB_BATCHES_PER_REPLICA = 2
-"""Of one request, at a time: one that runs and one that waits, so that a large request leaves room for others in the queue."""
+"""Sub-batches of one request in flight for each ready replica: one runs and one waits in the engine's queue, so that a large
+request leaves room for others."""
 
 LOOKUP_KEYS = 1000
-"""Keys that are looked up or kept at once, so that the event loop serves others in between."""
+"""Keys that are looked up or stored in one call; the event loop can serve other requests between two calls."""
 
 T = TypeVar("T")
 
 MIN_AFFINITY = 16
-"""Tokens that a prefix has at least for its request to prefer a replica: to compute fewer again costs next to nothing."""
+"""Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
 
 
 class Prompts(msgspec.Struct, frozen=True):
-    """What a score request asks, as tokens."""
+    """A tokenised score request."""
 
     prefix: Ids
     branches: Sequence[Ids]
@@ -51,26 +52,26 @@ class Prompts(msgspec.Struct, frozen=True):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
+        """Length of each prompt, in tokens."""
         return [len(self.prefix) + len(branch) for branch in self.branches]
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """The answer, and where it came from."""
+    """Results of a score request, and how they were obtained."""
 
     logprobs: list[Logprobs]
     """[branch][label]"""
     hits: int
-    """Branches whose result was in the cache or on its way already."""
+    """Branches whose result was in the cache or already being computed for another request."""
     cached_tokens: int
-    """Tokens of the hits' prompts, and tokens of the others that engines found in their prefix caches."""
+    """Prompt tokens of the hits, plus tokens of other prompts that engines found in their prefix caches."""
     queue_seconds: float = 0.0
-    """Longest time that one of its sub-batches waited in the queue of an engine."""
+    """Longest time that a sub-batch of the request waited in an engine's queue."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """One request while it is being answered."""
+    """State of one request in progress."""
 
     model: ServedModel
     prompts: Prompts
@@ -81,17 +82,17 @@ class _Job:
     queue_seconds: float = 0.0
 
     def take(self, keys: list[bytes], scored: wire.Scored) -> None:
-        """An engine answered for ``keys``."""
+        """Add an engine's results for ``keys``."""
         self.results.update(zip(keys, map(tuple, scored.logprobs), strict=True))
         self.cached_tokens += scored.cached_tokens
         self.queue_seconds = max(self.queue_seconds, scored.queue_seconds)
 
 
 class Scorer:
-    """Owns the lookups in ``cache`` and the flights of this process."""
+    """Computes scores with ``cache`` and the engines, and shares results between concurrent requests of this process."""
 
     def __init__(self, cache: ResultCache, dispatcher: Dispatcher, telemetry: Telemetry, *, split_tokens: int) -> None:
-        """``split_tokens`` as in :func:`gateway.scoring.split.split`."""
+        """``split_tokens``: see :func:`gateway.scoring.split.split`."""
         self._cache = cache
         self._dispatcher = dispatcher
         self._telemetry = telemetry
@@ -99,8 +100,8 @@ class Scorer:
         self._flights = Flights()
 
     async def score(self, model: ServedModel, prompts: Prompts, policy: CachePolicy, lease: Lease | None = None) -> Scores:
-        """Records in ``lease`` what is sent to engines. Raises :class:`GatewayError` where an engine fails; what it computed before
-        is kept."""
+        """Return the scores and record the messages to engines in ``lease``. Raises :class:`GatewayError` if an engine fails; the
+        results computed before that are kept in the cache."""
         job = _Job(model, prompts, policy, lease)
         salt = prompts.caller.cache_salt
         keys: list[bytes] = []
@@ -128,7 +129,7 @@ class Scorer:
         return Scores([results[key] for key in keys], sum(key in hits for key in keys), cached_tokens, job.queue_seconds)
 
     async def _compute(self, job: _Job, branch_of: dict[bytes, Ids]) -> None:
-        """Add the results of ``branch_of`` to those of ``job``, for others who wait too."""
+        """Compute ``branch_of`` on engines, add the results to ``job``, and publish them to waiting requests and the cache."""
         if not branch_of:
             return
         gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(job.model.ready)))
@@ -138,7 +139,7 @@ class Scorer:
                 job.take(keys, await self._ask(job, [branch_of[key] for key in keys], affinity))
 
         if job.policy.read:
-            self._flights.begin(branch_of)  # at once: nothing may run between the look for flights and this
+            self._flights.begin(branch_of)  # no await between find() and begin(), or two requests may compute the same key
         try:
             if len(branch_of) > LOOKUP_KEYS:
                 await asyncio.sleep(0)
@@ -155,7 +156,7 @@ class Scorer:
                         await asyncio.sleep(0)
 
     def _split(self, job: _Job, branch_of: dict[bytes, Ids]) -> list[list[bytes]]:
-        """The keys of each sub-batch."""
+        """Return the keys of each sub-batch."""
         keys = list(branch_of)
         parts = split(
             len(job.prompts.prefix),
@@ -188,15 +189,15 @@ class Scorer:
 
 
 def affinity_of(prefix: Ids, caller: wire.Caller) -> bytes | None:
-    """Digest of what a replica's prefix cache is searched for: the replica that has it is the one to ask again. None for a request
-    that prefix caches do not serve, or too little."""
+    """Return a digest of the prefix, by which requests with equal prefixes reach the same replica. None for a request that does not
+    use prefix caches or whose prefix is shorter than :data:`MIN_AFFINITY`."""
     if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:
         return None
     return hashlib.blake2b(array("I", prefix), digest_size=16, key=caller.cache_salt.encode()).digest()
 
 
 async def all_or_cancel(runs: list[Coroutine[None, None, T]]) -> list[T]:
-    """Run all at once; the first failure, or being cancelled, ends the others before it is passed on."""
+    """Run all coroutines concurrently. On the first failure, or on cancellation, cancel the others and wait for them to end."""
     if len(runs) == 1:
         return [await runs[0]]
     tasks = [asyncio.ensure_future(run) for run in runs]

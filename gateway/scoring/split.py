@@ -1,4 +1,4 @@
-"""How a score request is cut into messages for engines."""
+"""Splits a score request into messages for engines."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ T = TypeVar("T")
 
 
 MESSAGE_TOKENS = 1 << 17
-"""Of one sub-batch, so that encoding it takes the event loop 3 ms at most. A long prefix leaves at least half to the branches."""
+"""Most tokens of one sub-batch; encoding them takes the event loop at most 3 ms. A long prefix leaves at least half to branches."""
 MESSAGE_SCORES = 1 << 15
-"""Of one sub-batch, its branches times its labels, so that decoding the answer takes the event loop 2 ms at most."""
+"""Most scores (branches times labels) of one sub-batch; decoding the answer takes the event loop at most 2 ms."""
 MESSAGE_BRANCHES = 1 << 11
 MANY = 1 << 10
-"""Branches from which they are dealt out, which is faster than a heap and hardly less even."""
+"""Number of branches above which they are dealt out in turn instead of with a heap: faster, and almost as even."""
 
 
 def split(
     prefix: int, lengths: Sequence[int], *, replicas: int, split_tokens: int, max_branches: int, labels: int = 1
 ) -> list[list[int]]:
-    """The places of the branches in ``lengths`` (in tokens), as few sub-batches as use ``replicas`` well.
+    """Return the indices of the branches of each sub-batch. ``lengths`` are in tokens. The number of sub-batches is the smallest
+    that uses ``replicas`` well.
 
-    Every sub-batch computes the prefix again, on its replica. So on average each has at least ``split_tokens`` of branches, and at
-    least as many as the prefix is long: no more than half of the work is repeated. Their sums differ by one branch at most; none
-    has more than ``max_branches`` or the bounds of a message above.
+    Every sub-batch computes the prefix again, on its replica. Therefore sub-batches have on average at least ``split_tokens``
+    branch tokens, and at least as many as the prefix: at most half of the work is repeated. Their token sums differ by at most one
+    branch. None exceeds ``max_branches`` or the bounds of a message above.
     """
     max_branches = max(1, min(max_branches, MESSAGE_BRANCHES, MESSAGE_SCORES // max(1, labels)))
     most_tokens = max(MESSAGE_TOKENS - prefix, MESSAGE_TOKENS // 2)
@@ -37,10 +38,10 @@ def split(
 
 
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """``count`` groups of places, each in order, with sums as even as placing the longest first makes them."""
+    """Return ``count`` groups of indices, each ascending, with even sums: the longest branch goes to the smallest group."""
     if count == 1:
         return [list(range(len(lengths)))]
-    if len(lengths) > MANY:  # to and fro over the groups, the longest first
+    if len(lengths) > MANY:  # deal the branches out back and forth over the groups, longest first
         order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         return [sorted(order[group :: 2 * count] + order[2 * count - 1 - group :: 2 * count]) for group in range(count)]
     heap: list[tuple[int, int]] = [(0, group) for group in range(count)]
@@ -53,7 +54,7 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def bounded(places: list[int], lengths: Sequence[int], most_tokens: int) -> list[list[int]]:
-    """``places`` in order, as runs of even length with at most ``most_tokens``, or of one."""
+    """Divide ``places``, in order, into runs of even length with at most ``most_tokens`` each, or of one place."""
     tokens = sum(lengths[place] for place in places)
     count = math.ceil(tokens / most_tokens)
     while count > 1:
@@ -65,7 +66,7 @@ def bounded(places: list[int], lengths: Sequence[int], most_tokens: int) -> list
 
 
 def cut(asked: list[T], longest: int) -> list[list[T]]:
-    """``asked`` in order, as few runs as possible of at most ``longest``, of even length."""
+    """Divide ``asked``, in order, into the fewest runs of at most ``longest`` items, of even length."""
     if len(asked) <= longest:
         return [asked] if asked else []
     count = math.ceil(len(asked) / longest)

@@ -1,1 +1,1 @@
-"""Text to token ids and back: everything that the engine must never see."""
+"""Conversion between text and token ids. The engine handles token ids only."""

@@ -1,4 +1,4 @@
-"""How much one request may ask for: one prompt, and all of its prompts together."""
+"""Bounds on one request: on each prompt, and on all of its prompts together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gateway.errors import InvalidRequest
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Checked before anything is copied, tokenised or queued. The setting of the same name says more about each."""
+    """Bounds that are checked before anything is copied, tokenised or queued. The setting of the same name documents each."""
 
     max_sequences: int = 1024
     max_request_tokens: int = 1 << 20
@@ -18,7 +18,7 @@ class Bounds(msgspec.Struct, frozen=True):
     parse_special_tokens_in_messages: bool = False
 
     def check(self, bound: str, count: int, what: str, param: str) -> None:
-        """Raise :class:`InvalidRequest` where ``count`` is above ``bound``, a field. ``what`` is counted, and says so."""
+        """Raise :class:`InvalidRequest` if ``count`` exceeds the field ``bound``. ``what`` names the counted things."""
         most: int = getattr(self, bound)
         if count > most:
             raise InvalidRequest(
@@ -29,14 +29,14 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 UNBOUND = Bounds(2**63 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
-"""For callers whose input is trusted."""
+"""Bounds for callers whose input is trusted."""
 
 
 class TooManyTokens(ValueError):
     """A text has more tokens than allowed."""
 
     def __init__(self, count: int, *, exact: bool) -> None:
-        """``exact``: it has ``count`` tokens; else it has more than ``count``."""
+        """``exact``: the text has exactly ``count`` tokens; otherwise it has more than ``count``."""
         super().__init__(f"{'' if exact else 'more than '}{count} tokens")
         self.count = count
         self.exact = exact

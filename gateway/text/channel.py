@@ -1,4 +1,4 @@
-"""The gateway's side of one worker: one job at a time, with a time limit; killed where it must be."""
+"""The gateway's connection to one worker process: one job at a time, with a time limit after which the worker is killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import msgspec
 from gateway.text.messages import HEADER, Answer, Decode, Drop, Job, frame
 
 GRACE_SECONDS = 0.3
-"""Time that a worker has to finish a job that nobody waits for any more."""
+"""Time that a worker has to finish a job whose caller has left."""
 
 Loss = Literal["slow", "template", "memory", "crash"]
-"""Why a worker ended: the gateway killed it at the time limit, the kernel killed it while it rendered a template, it asked for more
-memory than it may have, or something else."""
+"""Reason why a worker ended: the gateway killed it at the time limit, the kernel killed it while it rendered a template, it
+exceeded its memory limit, or something else."""
 
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _LOSS_OF_SIGNAL: dict[int, Loss] = {signal.SIGVTALRM: "template", signal.SIGABRT: "memory"}
@@ -33,19 +33,19 @@ class WorkerLostError(Exception):
 
 
 class Channel(asyncio.Protocol):
-    """A worker process and the connection to it."""
+    """One worker process and the connection to it."""
 
     def __init__(self, generation: int, closed: Callable[[Channel], None]) -> None:
-        """``generation``: counts the text sides that it knows. ``closed`` is called when its connection has ended."""
+        """``generation``: version of the worker's set of tokenisers. ``closed``: called when the connection has ended."""
         self.generation = generation
         self.answered = 0
-        """Jobs that it has answered."""
+        """Number of jobs that the worker has answered."""
         self.retiring = False
-        """Whether it must get no more jobs."""
+        """Whether the worker gets no more jobs."""
         self.crashed = False
-        """Whether it ended by itself."""
+        """Whether the worker ended by itself."""
         self.keeps_request = False
-        """Whether it has decoded a request and not read it."""
+        """Whether the worker keeps a decoded request that it has not read yet."""
         self.pid = 0
         self._closed = closed
         self._handle: int | None = None
@@ -56,7 +56,7 @@ class Channel(asyncio.Protocol):
         self._in_header = True
         self._answer: asyncio.Future[bytes] | None = None
         self._lost: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The signal that ended the process."""
+        """Number of the signal that ended the process."""
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the connection has ended."""
         self._slow = False
@@ -66,32 +66,32 @@ class Channel(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is awaited."""
+        """Whether a job is in progress."""
         return self._answer is not None
 
     def started(self, pid: int) -> None:
-        """The process runs."""
+        """Record the process id of the started process."""
         self.pid = pid
         try:
             self._handle = os.pidfd_open(pid)
-        except (AttributeError, OSError):  # not on Linux, or it has ended
+        except (AttributeError, OSError):  # not on Linux, or the process has ended
             self._handle = None
 
     def ended(self, signal_number: int) -> None:
-        """The process has ended."""
+        """Record the end of the process and its signal, and close the connection."""
         if not self._lost.done():
             self._lost.set_result(signal_number)
         self._transport.close()
 
     async def ask(self, job: Job, body: Sequence[bytes] = (), *, seconds: float) -> Answer:
-        """The answer to ``job``. Raises :class:`WorkerLostError`, also after ``seconds``."""
+        """Return the answer to ``job``. Raises :class:`WorkerLostError`, also after ``seconds``."""
         loop = asyncio.get_running_loop()
         self._answer = loop.create_future()
         timer = loop.call_later(seconds, self._time_is_up)
         try:
             await self._send(frame(job, sum(map(len, body))), body)
             self.keeps_request = isinstance(job, Decode)
-            # the answer stays awaited where the one who asks gives up
+            # shielded: the answer stays awaited if the caller is cancelled
             return _answer.decode(await asyncio.shield(self._answer))
         except ConnectionError:
             raise WorkerLostError(await self._loss()) from None
@@ -99,8 +99,8 @@ class Channel(asyncio.Protocol):
             timer.cancel()
 
     async def clear(self) -> None:
-        """Wait for the end of a job that was left, and have the worker forget the request. Raises :class:`WorkerLostError`, and
-        :class:`TimeoutError` after a grace."""
+        """Wait for the end of an abandoned job and drop a kept request. Raises :class:`WorkerLostError`, and
+        :class:`TimeoutError` after :data:`GRACE_SECONDS`."""
         if self._sending:
             raise TimeoutError
         if self._answer is not None:
@@ -111,12 +111,12 @@ class Channel(asyncio.Protocol):
             await self.ask(Drop(), seconds=GRACE_SECONDS)
 
     def close(self) -> None:
-        """Let the process end: it has nothing to do."""
+        """Close the connection of an idle worker, which ends the process."""
         self.retiring = True
         self._transport.close()
 
     def kill(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self.retiring = True
         try:
             if self._handle is not None:
@@ -128,7 +128,7 @@ class Channel(asyncio.Protocol):
         self._transport.close()
 
     async def _send(self, start: bytes, body: Sequence[bytes]) -> None:
-        """Write without joining the parts of a large body."""
+        """Write a message without joining the parts of a large body."""
         if len(body) <= 1:
             self._transport.write(start + body[0] if body else start)
             return
@@ -146,18 +146,18 @@ class Channel(asyncio.Protocol):
         self.kill()
 
     async def _loss(self) -> Loss:
-        """Why the process ended. Its parent may be late to say."""
+        """Return why the process ended. The fork server may report its signal late, so wait for it up to 1 s."""
         if self._slow:
             return "slow"
         await asyncio.wait([self._lost], timeout=1)
         return _LOSS_OF_SIGNAL.get(self._lost.result(), "crash") if self._lost.done() else "crash"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is ready."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        """Store the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
 
     def data_received(self, data: bytes) -> None:
-        """A part of an answer has arrived."""
+        """Collect parts of an answer and deliver it when it is complete."""
         self._parts.append(data)
         self._got += len(data)
         while self._got >= self._wanted:
@@ -179,7 +179,7 @@ class Channel(asyncio.Protocol):
             waiting.set_result(answer)
 
     def connection_lost(self, _: Exception | None) -> None:
-        """The process has ended, or was given up."""
+        """Fail the job in progress and release the process handle."""
         self.crashed = not self.retiring
         self.retiring = True
         self.keeps_request = False
@@ -187,7 +187,7 @@ class Channel(asyncio.Protocol):
         waiting, self._answer = self._answer, None
         if waiting is not None and not waiting.done():
             waiting.set_exception(ConnectionError())
-            waiting.exception()  # nobody may be waiting any more
+            waiting.exception()  # marks the exception as retrieved, because the caller may have left
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -195,16 +195,16 @@ class Channel(asyncio.Protocol):
         self._closed(self)
 
     def pause_writing(self) -> None:
-        """The worker reads more slowly than we write."""
+        """Pause writing until the worker has read more."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Resume writing."""
         self._writable.set()
 
 
 async def connect(generation: int, closed: Callable[[Channel], None]) -> tuple[Channel, socket.socket]:
-    """A channel, and the worker's end of its socket."""
+    """Create a channel, and the worker's end of its socket."""
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
     _, channel = await loop.create_connection(lambda: Channel(generation, closed), sock=ours)

@@ -1,7 +1,7 @@
-"""Chat messages to a prompt, with the model's own Jinja template in Jinja's sandbox.
+"""Renders chat messages to a prompt with the model's Jinja template, in Jinja's sandbox.
 
-A template comes with a model, often from a stranger: it runs without access to anything but its variables, and what it writes
-and repeats is bounded. What templates may use beyond plain Jinja is what the transformers documentation promises to their authors:
+A template comes with a model, often from an untrusted source: it has access to nothing but its variables, and its output and
+repetitions are bounded. Beyond plain Jinja, templates may use what the transformers documentation promises to template authors:
 ``raise_exception``, ``strftime_now``, ``tojson`` without HTML escaping, ``break`` and ``continue``, ``{% generation %}``.
 """
 
@@ -22,20 +22,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = Mapping[str, Any]
 
 MAX_PROMPT_CHARACTERS = 1 << 26
-"""Far beyond any context; ends a template that repeats itself."""
+"""Most characters of a prompt. This is far beyond any context and stops a template that repeats itself."""
 _MAX_POWER = 1024
 _PROBE = "probe"
 
 
 class ChatTemplateError(ValueError):
-    """These messages cannot be made into a prompt. The text is for the client, and may be the template's own."""
+    """The template cannot render these messages. The text is for the client, and may be the template's own."""
 
 
 class ChatTemplate:
-    """One model's template. Nothing is compiled before the first ``render``, so a model without a usable one can still score."""
+    """The template of one model. It is compiled at the first ``render``, so a model with an unusable template can still score."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        """``special_tokens`` are variables of the template: ``bos_token``, ``eos_token``, ..."""
+        """``special_tokens``: variables of the template, such as ``bos_token`` and ``eos_token``."""
         self.source = source
         self._special_tokens = dict(special_tokens)
 
@@ -47,10 +47,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> str:
-        """The prompt. Special tokens are in it, so tokenise it without adding any.
+        """Return the prompt. It contains its special tokens, so the caller must tokenise it without adding any.
 
-        Content in parts (``[{"type": "text", "text": ...}]``) reaches templates that understand it as it is, and others as one
-        text, a line for each part. ``extra`` are more variables. Raises :class:`ChatTemplateError`.
+        A template that supports content in parts (``[{"type": "text", "text": ...}]``) receives it unchanged; other templates
+        receive one text with a line for each part. ``extra`` are further variables. Raises :class:`ChatTemplateError`.
         """
         if not self._understands_parts:
             messages = [_with_plain_content(message) for message in messages]
@@ -67,7 +67,7 @@ class ChatTemplate:
                 pieces.append(piece)
         except ChatTemplateError:
             raise
-        except Exception as error:  # a template is foreign code and may raise anything
+        except Exception as error:  # a template is untrusted code and may raise anything
             raise ChatTemplateError(f"the model's chat template refused these messages: {error}") from error
         return "".join(pieces)
 
@@ -82,7 +82,7 @@ class ChatTemplate:
 
     @cached_property
     def _understands_parts(self) -> bool:
-        """Whether a text in one part renders as that text does."""
+        """Whether a text in one part renders like the plain text."""
         plain = {"role": "user", "content": _PROBE}
         in_parts = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
         variables = {"add_generation_prompt": True, "tools": None}
@@ -103,7 +103,7 @@ def _with_plain_content(message: Message) -> Message:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks what a trainer should learn from; for a prompt it means nothing."""
+    """``{% generation %}`` marks training targets; it has no effect on a prompt."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -113,12 +113,12 @@ class _GenerationTag(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, where repetition and powers are limited too: with them a short template could fill the memory."""
+    """The sandbox with limits on ``*`` and ``**``, with which a short template could fill the memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """``left * right`` or ``left ** right``, unless the result would be huge."""
+        """Compute ``left * right`` or ``left ** right``, unless the result would be huge."""
         if operator == "**":
             too_large = max(abs(left), abs(right)) > _MAX_POWER
         else:

@@ -1,17 +1,17 @@
-"""Places where a text may be cut so that both parts, tokenised alone, give the tokens of the whole, whatever follows.
+"""Safe cuts: places where a text may be cut so that the tokens of both parts, joined, are the tokens of the whole text.
 
-A byte-level BPE tokeniser merges inside the pieces that its pre-tokeniser's regular expression makes, so a cut is safe where a
-piece always ends. Each alternative of the expressions that models use (:data:`_ALTERNATIVES`) has these properties, which the
-proof needs:
+A byte-level BPE tokeniser merges only inside the pieces that its pre-tokeniser's regular expression produces, so a cut is safe
+where a piece always ends, whatever follows. The proof needs these properties of each alternative of the expressions that models use
+(:data:`_ALTERNATIVES`):
 
-- it matches no space after a character that is not whitespace, so a piece ends before such a space;
-- it matches nothing else after a newline than whitespace, or "/", so a piece ends between a newline and a letter or digit;
-- it looks at nothing before its match, and only whitespace looks at what follows, so cutting behind a character that is not
-  whitespace, or behind a single newline, changes no piece on the left.
+- An alternative matches no space after a character that is not whitespace, so a piece ends before such a space.
+- After a newline it matches only whitespace or "/", so a piece ends between a newline and a letter or digit.
+- It has no lookbehind, and only whitespace alternatives look ahead. A cut after a character that is not whitespace, or after a
+  single newline, therefore changes no piece on the left.
 
 Such a cut splits no NFC composition, because a space and a newline compose with nothing before them, and a letter after a newline
-starts a new composition. An added token could span the cut, so the two characters at the cut must not be neighbours in any added
-token; and one with ``lstrip`` or ``rstrip`` takes whitespace beside it, which must be on its own side.
+starts a new composition. An added token could span the cut, so the two characters at the cut must not be adjacent in any added
+token. An added token with ``lstrip`` or ``rstrip`` absorbs adjacent whitespace, which must be on the token's side of the cut.
 A tokeniser of another structure (SentencePiece style, an unknown expression, ``single_word`` tokens) has no cuts.
 """
 
@@ -25,7 +25,7 @@ from gateway.text.spelling import BYTE_OF
 
 _CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\W_])")
 _WINDOW = 2048
-"""Characters that are searched at a time."""
+"""Characters that are searched at a time, from the end."""
 
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -51,11 +51,11 @@ _ALTERNATIVES = {
     r"\s+(?!\S)",
     r"\s+",
 }
-"""Of GPT-2, Qwen 2 to 3.5, Llama 3 and o200k (gpt-oss)."""
+"""Alternatives of the expressions of GPT-2, Qwen 2 to 3.5, Llama 3 and o200k (gpt-oss)."""
 
 
 class Cuts:
-    """Finds places to cut texts for one tokeniser."""
+    """Finds safe cuts in texts for one tokeniser."""
 
     def __init__(self, added_tokens: list[dict[str, Any]]) -> None:
         contents = [token["content"] for token in added_tokens]
@@ -64,11 +64,11 @@ class Cuts:
         self._absorbs_before = {token["content"][0] for token in added_tokens if token.get("lstrip")}
 
     def first(self, text: str) -> int | None:
-        """The first place where ``text`` may be cut."""
+        """Return the first safe cut of ``text``; None if there is none."""
         return self.between(text, 1, len(text))
 
     def last(self, text: str) -> int | None:
-        """The last place where ``text`` may be cut."""
+        """Return the last safe cut of ``text``; None if there is none."""
         end = len(text)
         while end > 0:
             begin = max(0, end - _WINDOW)
@@ -80,7 +80,7 @@ class Cuts:
         return None
 
     def between(self, text: str, begin: int, end: int) -> int | None:
-        """The first place from ``begin`` to before ``end``."""
+        """Return the first safe cut from ``begin`` up to and excluding ``end``; None if there is none."""
         for match in _CUT.finditer(text, begin, min(end + 1, len(text))):
             if match.start() < end and self._safe(text, match.start()):
                 return match.start()
@@ -94,12 +94,12 @@ class Cuts:
 
 
 def may_be_cut(text: str) -> bool:
-    """Whether ``text`` has a place to cut it, for a tokeniser that has cuts and no added token that spans it."""
+    """Whether ``text`` has a possible cut, for a tokeniser that has cuts and no added token across them."""
     return _CUT.search(text) is not None
 
 
 def cuts_of(document: dict[str, Any], added: list[dict[str, Any]]) -> Cuts | None:
-    """The cuts of the tokeniser that a ``tokenizer.json`` describes, with ``added`` tokens; None where nothing is known."""
+    """Return the cuts of the tokeniser in a ``tokenizer.json`` with ``added`` tokens; None for an unknown structure."""
     model = document["model"]
     normalizer = document.get("normalizer")
     known = (
@@ -116,7 +116,7 @@ def cuts_of(document: dict[str, Any], added: list[dict[str, Any]]) -> Cuts | Non
 
 
 def _splits(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether a pre-tokeniser ends pieces where the module's docstring says."""
+    """Whether a pre-tokeniser ends pieces as the module's docstring requires."""
     if pre_tokenizer is None:
         return False
     *before, last = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
@@ -137,7 +137,7 @@ def _is_known(split: dict[str, Any]) -> bool:
 
 
 def _top_level(expression: str) -> set[str]:
-    """The alternatives of a regular expression that are not inside parentheses."""
+    """Return the top-level alternatives of a regular expression, outside parentheses."""
     parts, depth = [""], 0
     for char in expression:
         depth += {"(": 1, ")": -1}.get(char, 0)
@@ -149,6 +149,6 @@ def _top_level(expression: str) -> set[str]:
 
 
 def _may_compose(token: dict[str, Any]) -> bool:
-    """Whether a normalised text may contain an added token that spans a cut which the text as given does not show."""
+    """Whether normalisation may produce an added token across a cut that the original text does not show."""
     content = token["content"]
     return any(not left.isascii() and right in " \n" for left, right in itertools.pairwise(content))

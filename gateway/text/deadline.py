@@ -1,4 +1,4 @@
-"""A time limit for foreign code, in a process that may die of it."""
+"""A time limit for untrusted code, in a process that may be killed by it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from types import FrameType
 from typing import NoReturn
 
 HARD_FACTOR = 1.5
-"""CPU time after which the process is killed, relative to the limit: code that does not return to the interpreter sees no
-exception."""
+"""Hard limit on CPU time relative to the time limit. The kernel kills the process then, because code that does not return to the
+interpreter receives no exception."""
 
 
 class TimeIsUp(BaseException):
-    """The code took too long. No ``except Exception`` catches it."""
+    """The code took too long. This is a BaseException, so that ``except Exception`` does not catch it."""
 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise :class:`TimeIsUp` from the block after ``seconds``. Only in the main thread of a process.
+    """Raise :class:`TimeIsUp` from the block after ``seconds``. Works only in the main thread of a process.
 
-    The kernel ends the process with SIGVTALRM where the block then goes on for half as long again.
+    If the block uses CPU time of :data:`HARD_FACTOR` times ``seconds``, the kernel ends the process with SIGVTALRM.
     """
     previous = signal.signal(signal.SIGALRM, _raise)
     try:

@@ -1,4 +1,4 @@
-"""Token ids in, new text out, as a stream."""
+"""Converts a stream of token ids to text."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Iterable, Sequence
 from gateway.text.vocabulary import Vocabulary
 
 _UNFINISHED = 3
-"""Bytes of the longest incomplete UTF-8 character."""
+"""Length of the longest incomplete UTF-8 character, in bytes."""
 
 
 class Detokenizer:
-    """Turns the tokens of one sequence into text, never splitting a character and never telling a part of one as U+FFFD.
+    """Converts the tokens of one sequence to text. It never splits a character or returns a part of one as U+FFFD.
 
-    What ``push`` and ``finish`` return, joined, is what the tokens add to the text of the prompt: with an empty prompt it equals
-    ``tokenizer.decode`` of them all, and after a prompt a SentencePiece-style tokeniser's space before the first word is kept.
-    A character that the prompt began is told whole. State is at most an incomplete character, so each token costs the same.
+    The joined results of ``push`` and ``finish`` are the text that the tokens add to the prompt. With an empty prompt they equal
+    ``tokenizer.decode`` of all tokens; after a prompt, the space that a SentencePiece-style tokeniser has before the first word is
+    kept. A character that began in the prompt is returned whole. The state is at most one incomplete character, so each token
+    costs the same.
     """
 
     def __init__(self, tokenizer: Vocabulary, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
@@ -28,11 +29,11 @@ class Detokenizer:
         self._strip_space = tokenizer.strips_leading_space and not context
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that ``ids`` complete; "" while a character is unfinished."""
+        """Return the text that ``ids`` complete; "" while a character is incomplete."""
         return self._decode(b"".join(self._tokenizer.pieces(ids, skip_special_tokens=self._skip_special_tokens)), final=False)
 
     def finish(self) -> str:
-        """What is left: U+FFFD where the last character was never finished, else ""."""
+        """Return U+FFFD if the last character is incomplete, else ""."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, *, final: bool) -> str:
@@ -43,7 +44,7 @@ class Detokenizer:
         return text
 
     def _last_bytes(self, prompt_ids: Sequence[int]) -> bytes:
-        """Enough of the prompt's end to know how its last character goes on."""
+        """Return enough bytes of the prompt's end to complete its last character."""
         context = b""
         for piece in self._tokenizer.pieces(reversed(prompt_ids), skip_special_tokens=self._skip_special_tokens):
             context = piece + context

@@ -1,4 +1,4 @@
-"""What checks of a request need to know of a served model."""
+"""Properties of a served model that the checks of a request need."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from gateway.text.bounds import TooManyTokens
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Of one model."""
+    """Properties of one model."""
 
     name: str
-    """What clients send as ``model``."""
+    """The model name that clients send as ``model``."""
     context: int
-    """Longest prompt and completion together, in tokens."""
+    """Largest number of prompt and completion tokens together."""
     vocab_size: int
-    """Rows of the model's head."""
+    """Number of rows of the model's head."""
     max_labels: int
-    """Of one score request."""
+    """Most labels of one score request."""
 
     def check_ids(self, ids: list[int], param: str) -> None:
-        """Raise :class:`InvalidRequest` unless all of a prompt's ``ids`` are rows of the model."""
+        """Raise :class:`InvalidRequest` unless all of a prompt's ``ids`` are below the vocabulary size and not negative."""
         if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
             return
         place, id = next((place, id) for place, id in enumerate(ids) if not 0 <= id < self.vocab_size)
@@ -34,7 +34,7 @@ class Facts(msgspec.Struct, frozen=True):
             raise self._exceeded(f"{length} tokens long{' and leaves no room for an answer' if room else ''}", param)
 
     def too_long(self, tokens: TooManyTokens, param: str) -> ContextExceeded:
-        """The error for a prompt that has more tokens than the context holds."""
+        """Return the error for a prompt that has more tokens than the context holds."""
         return self._exceeded(f"{tokens} long", param)
 
     def _exceeded(self, length: str, param: str) -> ContextExceeded:

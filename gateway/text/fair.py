@@ -1,8 +1,8 @@
 """A queue that is fair between tenants: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
 
-A job's start tag is the later of the queue's virtual time and the finish tag of its tenant's previous job; its finish tag is the
-start tag and its cost divided by its tenant's weight. The job with the lowest start tag is next. So a tenant that sends a lot
-waits for its own jobs, and one that sends little is next.
+A job's start tag is the later of the queue's virtual time and the finish tag of its tenant's previous job. Its finish tag is its
+start tag plus its cost divided by its tenant's weight. The job with the lowest start tag is next. Thus a tenant with many jobs
+waits for its own jobs, and the jobs of a tenant with few come first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _REMEMBERED = 1024
-"""Tenants after which those without a debt are forgotten."""
+"""Number of known tenants above which tenants without a debt are forgotten."""
 
 
 @dataclass(order=True)
@@ -26,7 +26,7 @@ class _Entry(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Jobs in two classes, small and bulk, so that the one who takes may leave bulk jobs waiting."""
+    """Jobs in two classes, small and bulk, so that the consumer may leave bulk jobs waiting."""
 
     def __init__(self) -> None:
         self._heaps: dict[bool, list[_Entry[T]]] = {False: [], True: []}
@@ -39,13 +39,13 @@ class FairQueue(Generic[T]):
         return sum(map(len, self._heaps.values())) - len(self._gone)
 
     def push(self, item: T, *, tenant: str, cost: float, weight: float = 1.0, bulk: bool = False) -> None:
-        """Add ``item``, which must not be in the queue yet."""
+        """Add ``item``, which must not be in the queue."""
         start = max(self._virtual, self._finish.get(tenant, 0.0))
         self._finish[tenant] = start + cost / weight
         heapq.heappush(self._heaps[bulk], _Entry(start, next(self._numbers), item))
 
     def pop(self, *, bulk: bool) -> T | None:
-        """The next item, or the next that is not bulk; None where there is none."""
+        """Remove and return the next item, or with ``bulk`` False the next small one; None if there is none."""
         heads = [heap for heap in ([self._heaps[False], self._heaps[True]] if bulk else [self._heaps[False]]) if self._head(heap)]
         if not heads:
             return None
@@ -56,12 +56,12 @@ class FairQueue(Generic[T]):
         return entry.item
 
     def discard(self, item: T) -> None:
-        """Take ``item`` out, wherever it stands."""
+        """Remove ``item`` from the queue."""
         for heap in self._heaps.values():
             self._gone |= {entry.number for entry in heap if entry.item is item}
 
     def _head(self, heap: list[_Entry[T]]) -> bool:
-        """Whether there is one, after those that were discarded are gone."""
+        """Drop discarded entries from the top of ``heap``; return whether an entry is left."""
         while heap and heap[0].number in self._gone:
             self._gone.discard(heapq.heappop(heap).number)
         return bool(heap)

@@ -1,4 +1,4 @@
-"""The gateway's side of the fork server: starts it, has it read tokenisers and fork workers, and learns how workers end."""
+"""The gateway's connection to the fork server: starts it, loads tokenisers, forks workers, and reports how workers end."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ForksLostError(Exception):
 
 
 class Forks(asyncio.Protocol):
-    """One fork server process. An order is sent when the one before has been carried out."""
+    """One fork server process. Each order is sent after the previous one has been answered."""
 
     _transport: asyncio.BaseTransport
     _collected: asyncio.Future[int]
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, ended: Callable[[int, int], None]) -> None:
-        """``ended`` is called with process id and signal when a worker has ended."""
+        """``ended``: called with process id and signal when a worker has ended."""
         self._process = process
         self._socket = control
         self._ended = ended
@@ -52,7 +52,7 @@ class Forks(asyncio.Protocol):
         with theirs:
             path = os.pathsep.join(place for place in sys.path if place)
             command = [sys.executable, "-m", "gateway.text.forkserver", str(theirs.fileno())]
-            process = subprocess.Popen(  # noqa: S603, ASYNC220 - at start and after a crash; a millisecond or two
+            process = subprocess.Popen(  # noqa: S603, ASYNC220 - runs at start and after a crash; takes 1 to 2 ms
                 command,
                 env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
                 pass_fds=[theirs.fileno()],
@@ -63,7 +63,7 @@ class Forks(asyncio.Protocol):
         return forks
 
     async def load(self, key: str, files: TokenizerFiles) -> VocabularyTable:
-        """Have a model's text side read. Raises :class:`TokenizerError`, :class:`ForksLostError`."""
+        """Load a model's tokeniser and template. Raises :class:`TokenizerError`, :class:`ForksLostError`."""
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as table:
             await asyncio.to_thread(_write, given, files)
             loaded = await self._order(Load(key), given.fileno(), table.fileno())
@@ -73,17 +73,17 @@ class Forks(asyncio.Protocol):
             return await asyncio.to_thread(_read_table, table)
 
     async def forget(self, key: str) -> None:
-        """Have a model's text side dropped. Raises :class:`ForksLostError`."""
+        """Drop a model's tokeniser and template. Raises :class:`ForksLostError`."""
         await self._order(Forget(key))
 
     async def fork(self, job_mib: int, connection: socket.socket) -> int:
-        """Have a worker forked that serves ``connection``; returns its process id. Raises :class:`ForksLostError`."""
+        """Fork a worker that serves ``connection`` and return its process id. Raises :class:`ForksLostError`."""
         forked = await self._order(Fork(job_mib), connection.fileno())
         assert isinstance(forked, Forked)
         return forked.pid
 
     async def stop(self) -> None:
-        """End the process and with it all workers."""
+        """End the process, and with it all workers."""
         self._transport.close()
         self._process.kill()
         await self.lost
@@ -101,7 +101,7 @@ class Forks(asyncio.Protocol):
                 raise ForksLostError from None
 
     def data_received(self, data: bytes) -> None:
-        """Reports have arrived."""
+        """Process reports that arrived."""
         self._buffer += data
         while len(self._buffer) >= HEADER.size:
             end = HEADER.size + HEADER.unpack_from(self._buffer)[0]
@@ -115,7 +115,7 @@ class Forks(asyncio.Protocol):
                 self._reply.set_result(report)
 
     def connection_lost(self, _: Exception | None) -> None:
-        """The process has ended."""
+        """Fail the order in progress and collect the ended process."""
         self._socket.close()
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(ForksLostError())

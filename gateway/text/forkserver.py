@@ -1,7 +1,7 @@
-"""``python -m gateway.text.forkserver``: holds the tokenisers and forks worker processes that have them in memory.
+"""``python -m gateway.text.forkserver``: holds the tokenisers in memory and forks worker processes that share them.
 
-Reading a large ``tokenizer.json`` takes seconds, so a worker that was killed must not read it again: it is forked from here, which
-takes milliseconds and shares the memory. This process runs no request. It has one thread, as forking requires.
+Reading a large ``tokenizer.json`` takes seconds, so the replacement of a killed worker must not read it again: a fork takes
+milliseconds and shares the memory. This process handles no request. It has one thread, as forking requires.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _order = msgspec.msgpack.Decoder(Order)
 
 
 class ForkServer:
-    """Owns the text sides and the workers as children."""
+    """Owns the tokenisers and templates, and the workers, which are its child processes."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -65,7 +65,7 @@ class ForkServer:
             with open(given, "rb", closefd=False) as file:
                 files = msgspec.msgpack.decode(file.read(), type=TokenizerFiles)
             tokenizer = Tokenizer.from_files(files)
-            tokenizer.encode("a", parse_special_tokens=False)  # some structures are only found to be broken when used
+            tokenizer.encode("a", parse_special_tokens=False)  # some broken structures fail only when they are used
         except (TokenizerError, msgspec.DecodeError) as error:
             return Loaded(str(error))
         except Exception as error:  # the library raises bare Exception
@@ -74,7 +74,7 @@ class ForkServer:
         with open(table, "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(tokenizer.table))
         gc.collect()
-        gc.freeze()  # so that no collection in a worker copies these pages
+        gc.freeze()  # prevents collections in workers from copying these pages
         return Loaded()
 
     def _fork(self, order: Fork, connection: int) -> int:
@@ -90,7 +90,7 @@ class ForkServer:
             with socket.socket(fileno=connection) as channel:
                 run(channel, self._texts, order.job_mib)
             status = 0
-        except ConnectionError:  # the gateway has ended, or wants no answer any more
+        except ConnectionError:  # the gateway has ended or closed the connection
             status = 0
         finally:
             os._exit(status)
@@ -110,9 +110,9 @@ class ForkServer:
 
 
 def main() -> int:
-    """Serve the socket whose number is the one argument."""
+    """Serve the socket whose file descriptor is the only argument."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process
     with socket.socket(fileno=int(sys.argv[1])) as control:
         ForkServer(control).serve()
     return 0

@@ -1,8 +1,7 @@
 """Messages between the gateway and its text processes.
 
 A frame is a header (:data:`HEADER`), a message as msgpack, and for some messages a body: bytes that are not copied into the
-message. Between gateway and worker each message is answered by one message. The fork server also reports the end of a worker
-unasked.
+message. A worker answers each message with one message. The fork server also reports the end of a worker without a request.
 """
 
 from __future__ import annotations
@@ -17,44 +16,44 @@ from gateway.text.facts import Facts
 from gateway.text.prepared import Packed
 
 HEADER = struct.Struct("<II?")
-"""Bytes of the message, bytes of the body, and whether the sender ends after this frame."""
+"""Length of the message, length of the body (both in bytes), and whether the sender ends after this frame."""
 
 
 class Decode(msgspec.Struct, tag="decode", frozen=True):
-    """Decode and check the body, and keep the request for :class:`Read`. Answered by :class:`Decoded`."""
+    """Decode and check the body, and keep the request for :class:`Read`. The answer is :class:`Decoded`."""
 
     endpoint: str
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):
-    """Turn the request into token ids. Answered by :class:`Packed`."""
+    """Convert the kept request to token ids. The answer is :class:`Packed`."""
 
     text: str
-    """Key of the model's text side."""
+    """Key of the model's tokeniser and template."""
     facts: Facts
     bounds: Bounds
 
 
 class Whole(msgspec.Struct, tag="whole", frozen=True):
-    """Both at once; answered by :class:`Packed`."""
+    """:class:`Decode` and :class:`Read` in one step. The answer is :class:`Packed`."""
 
     endpoint: str
     read: Read
 
 
 class Drop(msgspec.Struct, tag="drop", frozen=True):
-    """Forget the request. Answered by :class:`Dropped`."""
+    """Drop the kept request. The answer is :class:`Dropped`."""
 
 
 class Decoded(msgspec.Struct, tag="decoded", frozen=True):
-    """The request without its bulk."""
+    """The decoded request without its bulk."""
 
     fields: bytes
     ignored: list[str]
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The client's mistake."""
+    """The request is invalid."""
 
     message: str
     param: str | None
@@ -62,14 +61,14 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Broken(msgspec.Struct, tag="broken", frozen=True):
-    """The request could not be read."""
+    """The request could not be read, through no fault of the client or for lack of memory."""
 
     reason: Literal["memory", "unknown_text", "fault"]
-    """It needed more memory than a job may have; the worker is older than the model; a fault of ours, which the log describes."""
+    """The job exceeded its memory limit; the worker does not know the model's tokeniser; or a bug, which the log describes."""
 
 
 class Dropped(msgspec.Struct, tag="dropped", frozen=True):
-    """The request is forgotten."""
+    """The request was dropped."""
 
 
 Job = Decode | Read | Whole | Drop
@@ -77,29 +76,29 @@ Answer = Decoded | Packed | Refused | Broken | Dropped
 
 
 class Load(msgspec.Struct, tag="load", frozen=True):
-    """To the fork server, with two open files: read ``wire.TokenizerFiles`` from the first, keep the text side for all workers that
-    are forked from now on, and write its :class:`VocabularyTable` to the second. Answered by :class:`Loaded`."""
+    """To the fork server, with two open files: read ``wire.TokenizerFiles`` from the first, keep the tokeniser and template for all
+    workers forked later, and write the :class:`VocabularyTable` to the second. The answer is :class:`Loaded`."""
 
     text: str
 
 
 class Forget(msgspec.Struct, tag="forget", frozen=True):
-    """To the fork server: drop a text side. Answered by :class:`Loaded`."""
+    """To the fork server: drop a tokeniser and template. The answer is :class:`Loaded`."""
 
     text: str
 
 
 class Fork(msgspec.Struct, tag="fork", frozen=True):
-    """To the fork server, with the worker's end of a socket. Answered by :class:`Forked`."""
+    """To the fork server, with the worker's end of a socket: fork a worker. The answer is :class:`Forked`."""
 
     job_mib: int
 
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
-    """From the fork server."""
+    """From the fork server: the answer to :class:`Load` and :class:`Forget`."""
 
     problem: str | None = None
-    """Why the files cannot be used."""
+    """Reason why the files cannot be used; None if they can."""
 
 
 class Forked(msgspec.Struct, tag="forked", frozen=True):
@@ -113,7 +112,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 
     pid: int
     signal: int
-    """That ended it; 0 for none."""
+    """Number of the signal that ended it; 0 if none did."""
 
 
 Order = Load | Forget | Fork
@@ -121,6 +120,6 @@ Report = Loaded | Forked | Ended
 
 
 def frame(message: msgspec.Struct, body_bytes: int = 0, *, last: bool = False) -> bytes:
-    """``message`` as the beginning of a frame; the body follows it."""
+    """Return the header and ``message``; the caller appends the body."""
     packed = msgspec.msgpack.encode(message)
     return HEADER.pack(len(packed), body_bytes, last) + packed

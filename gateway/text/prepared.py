@@ -1,4 +1,4 @@
-"""A request's prompts as token ids, ready to be sent to engines; and their compact form between processes."""
+"""The prompts of a request as token ids, ready for engines, and their compact form for messages between processes."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ Ids = Sequence[int]
 
 @dataclass(slots=True)
 class Prepared:
-    """Prompt i is ``prefix`` and ``rows[i]``."""
+    """Tokenised prompts: prompt i is ``prefix`` followed by ``rows[i]``."""
 
     rows: Sequence[Ids]
     prefix: Ids = ()
     labels: list[int] = field(default_factory=list)
-    """Of a score request."""
+    """Label ids of a score request."""
     texts: list[str] | None = None
-    """The texts of the prompts, where they are to be echoed."""
+    """Texts of the prompts, if they are to be echoed."""
     param: str = ""
-    """The field of the request that holds the prompts; ``NAME`` for one prompt, ``NAME[]`` for a list of them."""
+    """Field of the request that holds the prompts: ``NAME`` for one prompt, ``NAME[]`` for a list."""
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return len(self.prefix) * len(self.rows) + sum(map(len, self.rows))
 
     def param_of(self, index: int) -> str:
-        """The field of the request that holds a prompt."""
+        """Return the field of the request that holds prompt ``index``."""
         return self.param.replace("[]", f"[{index}]")
 
 
 class Packed(msgspec.Struct, tag="packed", frozen=True):
-    """The same with arrays as bytes."""
+    """:class:`Prepared` with arrays as bytes (uint32, native byte order)."""
 
     prefix: bytes
     ids: bytes
-    """The ids of all rows."""
+    """Token ids of all rows."""
     lengths: bytes
-    """Of each row."""
+    """Length of each row."""
     labels: list[int]
     texts: list[str] | None
     param: str
 
 
 def as_list(ids: Ids) -> list[int]:
-    """``ids`` as messages to engines hold them."""
+    """Return ``ids`` as a list, the form of messages to engines."""
     return ids if isinstance(ids, list) else list(ids)
 
 
 def pack(prepared: Prepared) -> Packed:
-    """For another process."""
+    """Convert for another process."""
     ids = array("I")
     for row in prepared.rows:
         ids.extend(row)
@@ -64,7 +64,7 @@ def pack(prepared: Prepared) -> Packed:
 
 
 def unpack(packed: Packed) -> Prepared:
-    """From another process. The rows are arrays."""
+    """Convert from another process. The rows are arrays."""
     rows = list(_rows(array("I", packed.ids), array("I", packed.lengths)))
     return Prepared(rows, array("I", packed.prefix), packed.labels, packed.texts, packed.param)
 

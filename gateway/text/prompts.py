@@ -1,7 +1,7 @@
-"""Query and items to one prefix and its branches, token for token as if each prompt had been tokenised whole.
+"""Tokenises a query and items to one prefix and its branches, with exactly the tokens of each joined text.
 
-A tokeniser may merge across the seam between query and item ("wood" + "en" is one token). So the query is cut at a safe place
-(``cuts.py``): the part far from the items is tokenised once, and the part beside them together with each item. Where the
+A tokeniser may merge across the seam between query and item ("wood" + "en" is one token). Therefore the query is divided at a safe
+cut (``cuts.py``): the part far from the items is tokenised once, and the part next to them together with each item. If the
 tokeniser has no safe cuts, each joined text is tokenised whole, and the sum of their lengths is bounded.
 """
 
@@ -16,13 +16,13 @@ from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
 from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 PrefixAndBranches = tuple[list[int], list[list[int]]]
-"""The shared tokens, and for each item the rest of its prompt: at least one token."""
+"""The shared tokens, and the rest of each item's prompt: at least one token."""
 
 Ids = TypeVar("Ids", list[int], "array[int]")
 
 
 class EmptyPromptError(ValueError):
-    """Query and item together are no token at all."""
+    """Query and item together have no token."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"items[{index}]: the query and this item are both empty, so there is no position to score at")
@@ -51,7 +51,7 @@ def tokenise_pairs(
 ) -> PrefixAndBranches:
     """Tokenise ``query + item`` (``item + query`` with ``item_first``) for each item.
 
-    The prefix is what all prompts share. Where all items are the same text, it stops at the end of the query, so that a later
+    The prefix is the part that all prompts share. If all items are equal, it stops at the end of the query, so that a later
     request with another item can use it. No prompt may have more than ``limit`` tokens.
 
     Raises :class:`EmptyPromptError`, :class:`PromptTooLongError`, and :class:`InvalidRequest` for more than ``bounds``.
@@ -71,7 +71,7 @@ def tokenise_pairs(
 
 
 class _Encoder:
-    """Encodes the prompts of one request, counts their tokens, and says which prompt is too long."""
+    """Encodes the prompts of one request, counts their tokens, and reports the prompt that is too long."""
 
     def __init__(
         self, tokenizer: Tokenizer, limit: int, bounds: Bounds, add_special_tokens: bool, parse_special_tokens: bool
@@ -85,24 +85,24 @@ class _Encoder:
         self.begin, self.end = tokenizer.affixes if add_special_tokens else ([], [])
 
     def check_length(self, index: int, characters: int) -> None:
-        """Raise :class:`PromptTooLongError` where a prompt of so many characters cannot fit."""
+        """Raise :class:`PromptTooLongError` if a prompt of ``characters`` cannot fit within the limit."""
         if self._tokenizer.least_tokens(characters) > self._limit:
             raise PromptTooLongError(index, TooManyTokens(self._limit, exact=False))
 
     def check_characters(self, characters: int) -> None:
-        """Raise :class:`InvalidRequest` where so many characters are too many to tokenise for one request."""
+        """Raise :class:`InvalidRequest` if one request must not tokenise this many characters."""
         self._bounds.check("max_request_characters", characters, "characters that must be tokenised", "items")
 
     def whole(self, index: int, text: str) -> list[int]:
-        """The tokens of a prompt. Raises :class:`PromptTooLongError`."""
+        """Return the tokens of a whole prompt. Raises :class:`PromptTooLongError`."""
         return self._encode(index, text, self._adds)
 
     def part(self, index: int, text: str) -> list[int]:
-        """The tokens of a part of a prompt. Raises :class:`PromptTooLongError`."""
+        """Return the tokens of a part of a prompt. Raises :class:`PromptTooLongError`."""
         return self._encode(index, text, False)
 
     def count(self, index: int, tokens: int, length: int) -> None:
-        """Take note of a prompt of ``length`` tokens, of which ``tokens`` are its own. Raises :class:`PromptTooLongError`."""
+        """Count a prompt of ``length`` tokens, of which ``tokens`` are not shared. Raises :class:`PromptTooLongError`."""
         if length > self._limit:
             raise PromptTooLongError(index, TooManyTokens(length, exact=True))
         self._tokens += tokens
@@ -116,7 +116,7 @@ class _Encoder:
 
 
 def _query_first(encoder: _Encoder, left: str, right: str, items: Sequence[str]) -> PrefixAndBranches | None:
-    """``left`` is tokenised once, ``right`` with each item. None where the first prompt is not what it is as a whole."""
+    """Tokenise ``left`` once and ``right`` with each item. None if the first prompt differs from its tokens as a whole."""
     prefix = [*encoder.begin, *encoder.part(0, left)]
     encoder.count(0, len(prefix), len(prefix))
     rests = []
@@ -132,7 +132,7 @@ def _query_first(encoder: _Encoder, left: str, right: str, items: Sequence[str])
 
 
 def _query_last(encoder: _Encoder, left: str, right: str, items: Sequence[str]) -> PrefixAndBranches | None:
-    """``right`` is tokenised once, ``left`` with each item. None where the first prompt is not what it is as a whole."""
+    """Tokenise ``right`` once and ``left`` with each item. None if the first prompt differs from its tokens as a whole."""
     rest = [*encoder.part(0, right), *encoder.end]
     prompts = []
     for index, item in enumerate(items):
@@ -145,7 +145,7 @@ def _query_last(encoder: _Encoder, left: str, right: str, items: Sequence[str]) 
 
 
 def _whole(encoder: _Encoder, query: str, items: Sequence[str], item_first: bool) -> PrefixAndBranches:
-    """Every prompt is tokenised whole."""
+    """Tokenise every prompt whole."""
     if len(items) > 1:
         encoder.check_characters(len(query) * len(items) + sum(map(len, items)))
     prompts = []
@@ -159,9 +159,9 @@ def _whole(encoder: _Encoder, query: str, items: Sequence[str], item_first: bool
 
 
 def join_ids(query: Sequence[int], items: Sequence[Sequence[int]], *, item_first: bool) -> PrefixAndBranches:
-    """The same for prompts that come as token ids; nothing is added to them. Raises :class:`EmptyPromptError`.
+    """Build prefix and branches of prompts given as token ids; no token is added. Raises :class:`EmptyPromptError`.
 
-    With ``item_first`` the query is copied for each item, so bound the sum of the lengths before.
+    With ``item_first`` the query is copied for each item, so the caller must bound the sum of the lengths first.
     """
     if not items:
         return [], []
@@ -177,7 +177,7 @@ def join_ids(query: Sequence[int], items: Sequence[Sequence[int]], *, item_first
 
 
 def share_prefix(prompts: list[list[int]]) -> PrefixAndBranches:
-    """The longest prefix that ``prompts``, none of them empty, have in common; of one alone, all but its last token."""
+    """Split off the longest common prefix of ``prompts``, none of them empty; for a single one, all but its last token."""
     return split(prompts, common_length(prompts))
 
 
@@ -191,6 +191,6 @@ def split(prompts: list[Ids], shared: int) -> tuple[Ids, list[Ids]]:
 
 
 def common_length(prompts: Sequence[Ids]) -> int:
-    """Tokens that all prompts start with. In the order of lists, the first and the last one have the least in common."""
+    """Length of the common prefix. In lexicographic order, the first and the last prompt have the shortest one."""
     pairs = zip(min(prompts), max(prompts), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""A lower bound of a text's tokens from its length alone."""
+"""A lower bound on the number of tokens of a text from its length alone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 from gateway.text.spelling import BYTE_OF, Spelling
 
 _NFC_SHRINKS = 3
-"""Characters of a text for each byte of its NFC form, at most. The worst known is 1.5 (u, diaeresis and macron become U+01D6)."""
+"""Upper bound on the characters of a text for each byte of its NFC form. The worst known is 1.5 (u, diaeresis and macron become
+U+01D6)."""
 
 
 def characters_per_token(document: dict[str, Any], spelling: Spelling) -> int | None:
-    """The most characters of a text that one token can stand for; None where there is no bound.
+    """Return the most characters of a text that one token can represent; None if there is no bound.
 
-    It is the length of the longest token. A byte-level token of n bytes stands for at most n characters, and more where NFC
-    composes. There is no bound where characters may vanish (a vocabulary without all bytes, fused unknown tokens), where added
-    tokens take whitespace beside them, or where the normaliser is of another kind.
+    The bound is the length of the longest token. A byte-level token of n bytes represents at most n characters, and more if NFC
+    composes. There is no bound if characters may vanish (a vocabulary without all bytes, fused unknown tokens), if added tokens
+    absorb adjacent whitespace, or if the normaliser is of another kind.
     """
     model, added = document["model"], document.get("added_tokens") or []
     if not isinstance(model["vocab"], dict) or any(token.get("lstrip") or token.get("rstrip") for token in added):
@@ -45,7 +46,7 @@ def _sentencepiece(document: dict[str, Any]) -> int | None:
 
 
 def _keeps_length(step: dict[str, Any] | None) -> bool:
-    """Whether a step of a normaliser never makes a text shorter."""
+    """Whether a step of a normaliser never shortens a text."""
     if step is None or step["type"] == "Prepend":
         return True
     return step["type"] == "Replace" and len(step["pattern"].get("String", "  ")) == 1 and len(step["content"]) >= 1

@@ -1,13 +1,13 @@
-"""Control tokens that users write in messages stay plain text; those that the chat template writes stay control tokens.
+"""Keeps control tokens in users' messages plain text, while those of the chat template stay control tokens.
 
 A control token is an added token that ``tokenizer.json`` marks as special, or that is spelled with a bar beside a bracket
 (``<|im_end|>``, ``<｜User｜>``), which some models do not mark. Other added tokens, such as ``<think>`` and ``<tool_call>``, are
-text that users and templates both write; they are tokens wherever they stand.
+text that both users and templates write; they are tokens wherever they occur.
 
-Before a template runs, a *mark* is put into every control token that a user wrote. The mark is one private-use character that does
-not occur in the request or the template. In the rendered text, a control token without the mark is the template's own. It is
-replaced by a *sentinel*, an added token that nobody can know, and the marks are removed. The tokeniser then reads the whole text
-at once, with control tokens as plain text, and each sentinel's id becomes that of its control token.
+Before a template runs, a *mark* is inserted into every control token that a user wrote. The mark is one private-use character that
+does not occur in the request or the template. In the rendered text, a control token without the mark comes from the template. It
+is replaced by a *sentinel*, an added token with a secret random spelling, and the marks are removed. The tokeniser then encodes the
+whole text at once, with control tokens as plain text, and each sentinel's id is replaced by the id of its control token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _BARRED = re.compile(r"[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
 
 Flags = tuple[bool, bool]
-"""``lstrip`` and ``rstrip`` of an added token: whether it takes the whitespace before and behind it."""
+"""``lstrip`` and ``rstrip`` of an added token: whether it absorbs the whitespace before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Marked:
 
     text: str
     mark: str = ""
-    """The character in users' control tokens; empty where there are none."""
+    """The character in users' control tokens; empty if there are none."""
 
 
 class ControlTokens:
     """The control tokens of one tokeniser."""
 
     def __init__(self, added_tokens: Iterable[Mapping[str, Any]]) -> None:
-        """``added_tokens`` as in ``tokenizer.json``."""
+        """``added_tokens``: as in ``tokenizer.json``."""
         controls = [token for token in added_tokens if token["special"] or _BARRED.fullmatch(token["content"])]
         self.unmarked = {token["content"] for token in controls if not token["special"]}
         """Control tokens that ``tokenizer.json`` does not mark as special."""
@@ -56,24 +56,24 @@ class ControlTokens:
 
     @property
     def flags(self) -> set[Flags]:
-        """Those that occur."""
+        """The combinations of flags that occur."""
         return set(self._flags.values())
 
     def may_form(self, text: str) -> bool:
-        """Whether ``text`` contains a control token, or may be a part of one that a template puts together."""
+        """Whether ``text`` contains a control token, or a part of one that a template may complete."""
         return self._pattern is not None and (
             self._pattern.search(text) is not None or self._begins_one(text) or self._ends_one(text)
         )
 
     def mark(self, text: str, mark: str) -> str:
-        """``text`` with ``mark`` in every control token, and where one may begin or end."""
+        """Return ``text`` with ``mark`` in every control token, and at ends where one may begin or end."""
         if self._pattern is None:
             return text
         marked = self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
         return (mark if self._ends_one(text) else "") + marked + (mark if self._begins_one(text) else "")
 
     def lift(self, marked: Marked, sentinels: Mapping[Flags, str]) -> tuple[str, list[int]]:
-        """The text without marks and with a sentinel for each of the template's control tokens, and the ids of these."""
+        """Return the text without marks and with a sentinel for each control token of the template, and the ids of these."""
         ids: list[int] = []
 
         def sentinel(match: re.Match[str]) -> str:
@@ -81,7 +81,7 @@ class ControlTokens:
             return sentinels[self._flags[match[0]]]
 
         text = self._pattern.sub(sentinel, marked.text) if self._pattern else marked.text
-        for spelling in (marked.mark, json.dumps(marked.mark)[1:-1], quote(marked.mark)):  # filters of templates write the others
+        for spelling in (marked.mark, json.dumps(marked.mark)[1:-1], quote(marked.mark)):  # template filters may escape the mark
             text = text.replace(spelling, "")
         return text, ids
 
@@ -95,7 +95,7 @@ class ControlTokens:
 
 
 def texts_in(value: Any) -> Iterable[str]:
-    """All texts of a JSON value, names included."""
+    """Yield all texts of a JSON value, including names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -108,7 +108,7 @@ def texts_in(value: Any) -> Iterable[str]:
 
 
 def new_mark(texts: Iterable[str]) -> str:
-    """A character that occurs in none of ``texts``."""
+    """Return a character that occurs in none of ``texts``."""
     texts = list(texts)
     while any((mark := chr(random.choice(_PRIVATE_USE))) in text for text in texts):
         pass
@@ -116,7 +116,7 @@ def new_mark(texts: Iterable[str]) -> str:
 
 
 def with_marks(value: Any, controls: ControlTokens, mark: str) -> Any:
-    """A JSON value with ``mark`` in the control tokens of its texts."""
+    """Return a JSON value with ``mark`` in the control tokens of its texts."""
     if isinstance(value, str):
         return controls.mark(value, mark)
     if isinstance(value, list):

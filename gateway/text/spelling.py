@@ -1,7 +1,7 @@
-"""How the tokens of a ``tokenizer.json`` spell bytes.
+"""The mapping from the tokens of a ``tokenizer.json`` to bytes.
 
-Two families are known, those of every model that the engine runs: byte-level BPE (GPT-2, Qwen, Llama 3), where each character
-of a token stands for a byte, and SentencePiece style (Llama 2, Mistral), where ``▁`` is a space and ``<0xE2>`` a byte.
+Two families are supported, which cover every model that the engine runs: byte-level BPE (GPT-2, Qwen, Llama 3), where each
+character of a token represents a byte, and SentencePiece style (Llama 2, Mistral), where ``▁`` is a space and ``<0xE2>`` a byte.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class TokenizerError(ValueError):
 
 
 class Spelling(msgspec.Struct, frozen=True):
-    """How tokens spell bytes."""
+    """Mapping from tokens to bytes."""
 
     family: Literal["byte_level", "sentencepiece"]
     space: str = "▁"
-    """What a space looks like in a SentencePiece-style token."""
+    """Representation of a space in a SentencePiece-style token."""
     byte_fallback: bool = False
     strips_leading_space: bool = False
-    """Encoding put a space before the text, so decoding takes it away again."""
+    """Whether encoding puts a space before the text, so that decoding must remove it."""
 
     def bytes_of(self, piece: str) -> bytes:
-        """The bytes that a token of the vocabulary stands for."""
+        """Return the bytes of a token of the vocabulary."""
         if self.family == "byte_level":
             return _byte_level(piece)
         if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(piece)):
@@ -58,18 +58,18 @@ def spelling_of(decoder: dict[str, Any] | None) -> Spelling:
 
 
 def _byte_values() -> dict[str, int]:
-    """GPT-2's alphabet, in which each byte is a printable character: Latin-1 where that prints, from U+0100 on where not."""
+    """Return GPT-2's alphabet: each byte is a printable character, its own in Latin-1 if that prints, else from U+0100 on."""
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printing)]
     return {chr(byte): byte for byte in printing} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
 
 
 BYTE_OF = _byte_values()
-"""The byte that each character of a byte-level token stands for."""
+"""The byte that each character of a byte-level token represents."""
 
 
 def _byte_level(piece: str) -> bytes:
     try:
         return bytes(BYTE_OF[char] for char in piece)
-    except KeyError:  # outside the alphabet a token spells itself
+    except KeyError:  # a token outside the alphabet is spelled as it is
         return piece.encode()

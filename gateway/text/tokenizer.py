@@ -1,7 +1,7 @@
-"""A model's tokeniser: text in, exact ids out. Only worker processes have one.
+"""A model's tokeniser: converts text to exact token ids. Only the fork server and worker processes have one.
 
-Encoding is the ``tokenizers`` library's, one text at a time. Long texts are encoded in slices at safe cuts, so that a text which
-is too long for a model is refused early, with memory and time bounded by the model's context.
+The ``tokenizers`` library encodes one text at a time. Long texts are encoded in slices at safe cuts, so that a text that is too
+long for a model is refused early, with memory and time bounded by the model's context.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gateway.text.vocabulary import Vocabulary, VocabularyTable
 
 UNBOUNDED = 2**31
 SLICE_CHARACTERS = 1 << 16
-"""Of a long text at a time: some 50 ms and 20 MiB."""
+"""Characters of a slice of a long text, which takes some 50 ms and 20 MiB."""
 _UNSAFE_MARGIN = 8
-"""A text that has no safe cuts is cut anywhere for counting. It is refused when the count is above the limit by one part in so
-many: a cut changes only the tokens beside it."""
+"""A text without safe cuts is cut anywhere for counting. It is refused if the count exceeds the limit by more than one part in this
+number; the margin covers the tokens next to the cuts, which may differ."""
 
 
 class Tokenizer(Vocabulary):
-    """Encoding and decoding. Not safe to use from several threads."""
+    """Encodes and decodes. It is not safe to use from several threads."""
 
     def __init__(self, library: tokenizers.Tokenizer, document: dict[str, Any] | None = None) -> None:
-        """Take over ``library``, which was made from ``document``. Raises :class:`TokenizerError` where it cannot be used."""
+        """Take over ``library``, which was created from ``document``. Raises :class:`TokenizerError` if it cannot be used."""
         document = document or msgspec.json.decode(library.to_str().encode())
         library.no_truncation()
         library.no_padding()
@@ -46,18 +46,18 @@ class Tokenizer(Vocabulary):
         self.controls = ControlTokens(added)
         """The control tokens, for texts that must not contain any."""
         self.characters_per_token = characters_per_token(document, spelling)
-        """The most characters that one token stands for; None where that is not known."""
+        """Most characters that one token represents; None if there is no bound."""
         self._sentinels = {flags: _sentinel(*flags) for flags in self.controls.flags}
         self._sentinel_ids = self._add_beyond(list(self._sentinels.values()))
         affixes = self._find_affixes()
         self.affixes = affixes or ([], [])
-        """The special tokens that are put before and behind every text."""
+        """Special tokens that are added before and after every text."""
         self._cuts = cuts_of(document, [*added, *map(_described, self._sentinels.values())]) if affixes else None
         self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:
-        """Read what an engine sent. Raises :class:`TokenizerError`."""
+        """Load an engine's tokeniser files. Raises :class:`TokenizerError`."""
         try:
             document = msgspec.json.decode(files.tokenizer_json)
             library = tokenizers.Tokenizer.from_buffer(_all_controls_special(document, files.tokenizer_json))
@@ -66,13 +66,13 @@ class Tokenizer(Vocabulary):
         return cls(library, document)
 
     def least_tokens(self, characters: int) -> int:
-        """A text of so many characters has at least this many tokens."""
+        """Return a lower bound on the tokens of a text of ``characters``."""
         return -(-characters // self.characters_per_token) if self.characters_per_token else 0
 
     def encode(
         self, text: str, *, limit: int = UNBOUNDED, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
-        """The ids of one text. ``parse_special_tokens`` False: text that looks like a control token is plain text.
+        """Return the ids of one text. With ``parse_special_tokens`` False, spelled control tokens are plain text.
 
         Raises :class:`TooManyTokens` for more than ``limit`` ids, without encoding all of a long text.
         """
@@ -80,8 +80,8 @@ class Tokenizer(Vocabulary):
         return self._encode(text, limit, add_special_tokens, parse_special_tokens)
 
     def encode_marked(self, text: Marked, *, limit: int = UNBOUNDED) -> list[int]:
-        """The ids of a rendered chat template in which the control tokens of users' texts are marked: those are plain text, and
-        the template's own are control tokens. Nothing is added. Raises :class:`TooManyTokens`."""
+        """Return the ids of a rendered chat template: marked control tokens, which come from users, are plain text, and unmarked
+        ones are control tokens. No token is added. Raises :class:`TooManyTokens`."""
         if not text.mark:
             return self.encode(text.text, limit=limit, add_special_tokens=False)
         self._check_length(text.text, limit)
@@ -89,20 +89,20 @@ class Tokenizer(Vocabulary):
         return self.restore(self._encode(plain, limit, add_special_tokens=False, parse_special_tokens=False), own)
 
     def lift(self, text: Marked) -> tuple[str, list[int]]:
-        """A text to encode with ``parse_special_tokens`` False, and the ids that :meth:`restore` needs afterwards."""
+        """Return a text to encode with ``parse_special_tokens`` False, and the ids for :meth:`restore`."""
         return self.controls.lift(text, {flags: token.content for flags, token in self._sentinels.items()})
 
     def restore(self, ids: list[int], own: list[int]) -> list[int]:
-        """``ids`` with the template's ``own`` control tokens in the places that :meth:`lift` kept for them."""
+        """Return ``ids`` with the template's control tokens ``own`` in place of the sentinels of :meth:`lift`."""
         following = iter(own)
         return [next(following) if id in self._sentinel_ids else id for id in ids]
 
     def kept_places(self, ids: list[int]) -> int:
-        """How many places :meth:`restore` would fill."""
+        """Return the number of sentinels that :meth:`restore` would replace."""
         return sum(id in self._sentinel_ids for id in ids)
 
     def cut(self, text: str, *, last: bool) -> int | None:
-        """The last, or the first, place where ``text`` may be cut, whatever stands before or after it; None without one."""
+        """Return the last, or the first, safe cut of ``text``, whatever precedes or follows it; None if there is none."""
         if self._cuts is None:
             return None
         return self._cuts.last(text) if last else self._cuts.first(text)
@@ -126,7 +126,7 @@ class Tokenizer(Vocabulary):
         return encoding.ids
 
     def _sliced(self, text: str, limit: int, add_special_tokens: bool) -> list[int]:
-        """As :meth:`encode`, for a long text."""
+        """Encode a long text in slices; see :meth:`encode`."""
         ids: list[int] = []
         count, safe, start = 0, True, 0
         while start < len(text):
@@ -145,14 +145,14 @@ class Tokenizer(Vocabulary):
         return [*begin, *ids, *end]
 
     def _slice_end(self, text: str, begin: int) -> int | None:
-        """Where the slice at ``begin`` ends; None where no place is safe."""
+        """Return the end of the slice at ``begin``; None if there is no safe cut."""
         least = begin + SLICE_CHARACTERS
         if least >= len(text):
             return len(text)
         return self._cuts.between(text, least, least + SLICE_CHARACTERS) if self._cuts else None
 
     def _add_beyond(self, tokens: list[tokenizers.AddedToken]) -> frozenset[int]:
-        """Add ``tokens`` with ids beyond the vocabulary. The library counts from the number of tokens, which may be in use."""
+        """Add ``tokens`` with ids beyond the vocabulary. The library assigns ids from the token count, which may be in use."""
         first = _sentinel(lstrip=False, rstrip=False)
         self._library.add_tokens([first])
         used = max(0, self.vocab_size - (self._library.token_to_id(first.content) or 0))
@@ -161,24 +161,24 @@ class Tokenizer(Vocabulary):
         return frozenset(id for token in tokens if (id := self._library.token_to_id(token.content)) is not None)
 
     def _find_affixes(self) -> tuple[list[int], list[int]] | None:
-        """What is put before and behind every text; None where that cannot be told apart from the text."""
+        """Return the tokens added before and after every text; None if they cannot be told apart from the text."""
         body, whole = self._whole("a", False), self._whole("a", True)
         places = [place for place in range(len(whole) - len(body) + 1) if whole[place : place + len(body)] == body]
         return (whole[: places[0]], whole[places[0] + len(body) :]) if len(places) == 1 else None
 
 
 def _sentinel(lstrip: bool, rstrip: bool) -> tokenizers.AddedToken:
-    """A token that stands for a control token while the library treats control tokens as plain text. Nobody can know it."""
+    """Return a token with a secret spelling, which replaces a control token while the library treats these as plain text."""
     return tokenizers.AddedToken(f"\ue000{secrets.token_hex(16)}\ue001", lstrip=lstrip, rstrip=rstrip, normalized=False)
 
 
 def _described(token: tokenizers.AddedToken) -> dict[str, Any]:
-    """An added token as ``tokenizer.json`` describes it."""
+    """Return an added token in the format of ``tokenizer.json``."""
     return {"content": token.content, "lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
 
 
 def _all_controls_special(document: dict[str, Any], given: bytes) -> bytes:
-    """``tokenizer.json`` with all control tokens marked as special, which the library can treat as plain text."""
+    """Return ``tokenizer.json`` with all control tokens marked as special, so that the library can treat them as plain text."""
     unmarked = ControlTokens(document.get("added_tokens") or []).unmarked
     if not unmarked:
         return given

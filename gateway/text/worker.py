@@ -1,7 +1,7 @@
-"""A worker process: reads one request at a time for the gateway.
+"""A worker process: decodes and tokenises one request at a time for the gateway.
 
-It is forked by the fork server with all tokenisers in memory. It may be killed at any time, and a job that takes too much memory
-kills it without harm to others.
+The fork server forks it with all tokenisers in memory. It may be killed at any time, and a job that exceeds its memory limit ends
+only this process.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gateway.text.reading.endpoints import ENDPOINTS
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 1 << 20
-"""Of a job's body, or of an answer: memory is given back after it."""
+"""Size of a job's body plus answer, in bytes, above which freed memory is returned to the system."""
 KEPT_BYTES = 48 << 20
-"""A worker that stays larger than at its start by more ends, and another is forked."""
+"""Growth of a worker's memory since its start, in bytes, above which it ends and another is forked."""
 NICENESS = 5
-"""Where processors are short, the event loop, which serves everybody, has three times the share of a worker (man 7 sched)."""
+"""If processors are scarce, the event loop, which serves all clients, gets three times a worker's share (man 7 sched)."""
 MAX_MESSAGE = 2000
-"""Characters of an error: some repeat a value of the request."""
+"""Most characters of an error message or parameter; some repeat a value of the request."""
 MAX_IGNORED = 64
 
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +48,7 @@ def run(connection: socket.socket, texts: Mapping[str, TextSide], job_mib: int) 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_status_bytes("VmData") + (job_mib << 20), resource.RLIM_INFINITY))
-    gc.disable()  # a job that makes millions of objects would be slowed down many times; its end frees them
+    gc.disable()  # collections would slow a job with millions of objects many times; its objects are freed at its end
     worker = Worker(texts)
     least = _status_bytes("VmRSS")
     while (received := receive(connection)) is not None:
@@ -66,7 +66,7 @@ def run(connection: socket.socket, texts: Mapping[str, TextSide], job_mib: int) 
 
 
 class Worker:
-    """Owns the request between its two steps."""
+    """Keeps the decoded request between the two steps."""
 
     def __init__(self, texts: Mapping[str, TextSide]) -> None:
         self._texts = texts
@@ -79,7 +79,7 @@ class Worker:
         return self._request is None
 
     def answer(self, job: Job, body: bytearray) -> Answer:
-        """One step. Raises nothing."""
+        """Carry out one step and return the answer. Raises nothing."""
         try:
             if isinstance(job, Read):
                 return self._read(job)
@@ -87,7 +87,7 @@ class Worker:
             if isinstance(job, Drop):
                 return Dropped()
             self._endpoint = ENDPOINTS[job.endpoint]
-            self._request, ignored = self._endpoint.decode(cast(bytes, body))  # decoders take both, and a copy would be large
+            self._request, ignored = self._endpoint.decode(cast(bytes, body))  # decoders accept bytearray; a copy would be large
             if isinstance(job, Decode):
                 return Decoded(self._endpoint.pack_fields(self._request), ignored[:MAX_IGNORED])
             return self._read(job.read)
@@ -111,7 +111,7 @@ class Worker:
 
 
 def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:
-    """A message and its body; None at the end."""
+    """Receive a message and its body; None at the end of the connection."""
     header = _exactly(connection, HEADER.size)
     if header is None:
         return None
@@ -121,12 +121,12 @@ def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process with the one that started it. Elsewhere than on Linux, the end of the socket has to do."""
+    """Ask the kernel to end this process with its parent. On other systems than Linux it ends with the socket."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended meanwhile
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(0)
 
 
@@ -139,7 +139,7 @@ def give_memory_back() -> None:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray | None:
-    """So many bytes; None where the other end closed before."""
+    """Receive ``size`` bytes; None if the other end closed the connection before."""
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:
@@ -155,7 +155,7 @@ def _clipped(text: str) -> str:
 
 
 def _status_bytes(name: str) -> int:
-    """A figure of ``/proc/self/status``; 0 where there is none."""
+    """Return a memory size from ``/proc/self/status``, in bytes; 0 if it is not available."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

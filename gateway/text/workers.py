@@ -1,9 +1,9 @@
-"""The worker processes that read requests: who is next, how long a job may take, and what happens to the ones that die.
+"""The worker processes that read requests: scheduling of jobs, time limits, and replacement of workers that end.
 
-Jobs wait in a fair queue between tenants, bounded in number and bytes. Bulk jobs leave half of the workers to the others, so a
-short chat never waits behind a body of many megabytes, and memory is bounded by that of half of the workers. The block of
-:meth:`Workers.job` holds a worker. Where it is left while the worker is busy, because the client is gone, the worker gets a short
-grace to finish and is killed after it.
+Jobs wait in a fair queue between tenants, bounded in number and bytes. Bulk jobs use at most half of the workers, so that a short
+chat never waits behind a body of many megabytes, and the memory of bulk jobs is bounded. The block of :meth:`Workers.job` holds a
+worker. If the block is left while the worker is busy, because the client left, the worker gets a short grace period to finish and
+is killed after it.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from gateway.text.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 BULK = 64 << 10
-"""Bytes of a body, or characters to tokenise, from which a job is bulk: some 50 ms of work."""
+"""Size of a body in bytes, or of text in characters, above which a job is bulk; it takes some 50 ms."""
 LEAST_COST = 4 << 10
-"""Of a job in the fair queue, in bytes."""
+"""Lowest cost of a job in the fair queue, in bytes."""
 MAX_WAIT_SECONDS = 30.0
 """Longest wait for a worker."""
 RESTART_SECONDS = 0.5
-"""Pause before a fork server that ended is started again, and after a worker that ended before its first answer."""
+"""Pause before the restart of a fork server that ended, and before replacing a worker that ended before its first answer."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much the workers may take on."""
+    """Bounds on the workers and their queue."""
 
     workers: int
     job_mib: int
-    """Memory of one job."""
+    """Memory limit of one job, in MiB."""
     max_jobs: int
-    """That wait for a worker at a time."""
+    """Most jobs that wait for a worker at a time."""
     max_bytes: int
-    """Of the bodies of those jobs."""
+    """Most bytes of the bodies of those jobs."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class _Waiter:
 
 
 class Workers:
-    """Owns the fork server and the workers between :meth:`start` and :meth:`stop`."""
+    """Runs the fork server and the workers between :meth:`start` and :meth:`stop`."""
 
     def __init__(self, capacity: Capacity, telemetry: Telemetry) -> None:
         self._capacity = capacity
@@ -74,7 +74,7 @@ class Workers:
         self._queued_bytes = 0
         self._bulk_running = 0
         self._idle: list[Channel] = []
-        self._channels: dict[int, Channel] = {}  # by process id, until the process is collected
+        self._channels: dict[int, Channel] = {}  # by process id, until the fork server reports the end of the process
         self._open: set[Channel] = set()
         self._early_ends: dict[int, int] = {}  # signals of processes that ended before they were in _channels
         self._forking = 0
@@ -87,7 +87,7 @@ class Workers:
         telemetry.watch_text_queue(lambda: len(self._queue))
 
     def start(self) -> None:
-        """Start the fork server, and keep one running."""
+        """Start the fork server, and restart it when it ends."""
         self._spawn(self._keep_forks())
 
     async def stop(self) -> None:
@@ -103,7 +103,7 @@ class Workers:
             await self._forks.stop()
 
     async def load(self, files: TokenizerFiles) -> tuple[str, Vocabulary]:
-        """Make a model's text side known to all workers, for as long as its vocabulary is in use; returns its key and the
+        """Load a model's tokeniser and template in all workers, for as long as its vocabulary is in use. Returns its key and the
         vocabulary. Raises :class:`TokenizerError`."""
         key = await asyncio.to_thread(_digest, files)
         for _ in range(2):
@@ -116,7 +116,7 @@ class Workers:
             except ForksLostError:
                 await asyncio.sleep(2 * RESTART_SECONDS)
                 continue
-            if known := self._vocabularies.get(key):  # loaded at the same time for another replica
+            if known := self._vocabularies.get(key):  # another replica's load finished first
                 return key, known
             vocabulary = Vocabulary(table)
             loop = asyncio.get_running_loop()
@@ -129,7 +129,7 @@ class Workers:
 
     @asynccontextmanager
     async def job(self, *, tenant: str, size: int, bulk: bool, weight: float = 1.0) -> AsyncIterator[Channel]:
-        """A worker for one job whose body has ``size`` bytes. ``weight`` is the tenant's share next to others. Raises
+        """Hold a worker for one job whose body has ``size`` bytes. ``weight`` scales the tenant's share. Raises
         :class:`Overloaded`."""
         began = time.perf_counter()
         bulk = bulk and self._capacity.workers > 1
@@ -163,7 +163,7 @@ class Workers:
             raise
 
     def _dispatch(self) -> None:
-        """Give idle workers to those who wait."""
+        """Assign idle workers to waiting jobs."""
         most_bulk = max(1, self._capacity.workers // 2)
         while self._idle and (waiter := self._queue.pop(bulk=self._bulk_running < most_bulk)):
             self._queued_bytes -= waiter.size
@@ -171,7 +171,7 @@ class Workers:
             waiter.ready.set_result(self._idle.pop())
 
     def _release(self, channel: Channel, bulk: bool) -> None:
-        """The job on ``channel`` is over, or nobody waits for it any more."""
+        """Release a worker whose job ended or was abandoned."""
         if channel.busy or channel.keeps_request:
             self._spawn(self._clear(channel, bulk))
             return
@@ -183,7 +183,7 @@ class Workers:
         self._dispatch()
 
     async def _clear(self, channel: Channel, bulk: bool) -> None:
-        """Get a worker ready whose job was left before its end, or kill it."""
+        """Make a worker with an abandoned job ready for the next one, or kill it."""
         try:
             await channel.clear()
         except (TimeoutError, WorkerLostError):
@@ -192,7 +192,7 @@ class Workers:
         self._release(channel, bulk)
 
     def _renew(self) -> None:
-        """Replace the workers by ones that know all text sides: the idle ones now, the others after their jobs."""
+        """Replace the workers by ones that have all tokenisers: idle ones now, the others after their jobs."""
         self._generation += 1
         idle, self._idle = self._idle, []
         for channel in idle:
@@ -200,14 +200,14 @@ class Workers:
         self._replenish()
 
     def _replenish(self) -> None:
-        """Have as many workers forked as are missing."""
+        """Fork as many workers as are missing."""
         current = sum(channel.generation == self._generation and not channel.retiring and channel.pid for channel in self._open)
         for _ in range(current + self._forking, self._capacity.workers if self._files else 0):
             self._forking += 1
             self._spawn(self._fork())
 
     async def _fork(self) -> None:
-        """Add a worker."""
+        """Fork one worker."""
         await self._running.wait()
         assert self._forks is not None
         channel, theirs = await connect(self._generation, self._closed)
@@ -231,7 +231,7 @@ class Workers:
             self._replenish()
 
     def _closed(self, channel: Channel) -> None:
-        """The connection to a worker has ended."""
+        """Replace a worker whose connection has ended."""
         self._open.discard(channel)
         if channel in self._idle:
             self._idle.remove(channel)
@@ -241,7 +241,7 @@ class Workers:
             self._replenish()
 
     def _ended(self, pid: int, signal_number: int) -> None:
-        """The fork server has collected a worker."""
+        """Record the end of a worker process, as reported by the fork server."""
         if channel := self._channels.pop(pid, None):
             channel.ended(signal_number)
         else:
@@ -272,7 +272,7 @@ class Workers:
             loop.call_soon_threadsafe(self._forget, key)
 
     def _forget(self, key: str) -> None:
-        """No model uses a text side any more."""
+        """Drop a tokeniser and template that no model uses any more."""
         if key not in self._vocabularies and key in self._files and self._forks:
             del self._files[key]
             self._spawn(self._forget_in(self._forks, key))
@@ -289,7 +289,7 @@ class Workers:
 
 
 def default_workers() -> int:
-    """One for each processor that this process may use, two to four."""
+    """Return the number of processors available to this process, but at least two and at most four."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return max(2, min(4, available))
 

@@ -1,4 +1,4 @@
-"""What must hold of slots after every step, and a model that checks it without one: a slot's content is what led to it."""
+"""Invariants of slots after every step, and a fake model that checks them: a slot's content is determined by what led to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop does for, and tells about, the callers of requests."""
+"""The loop schedules by, and reports on, the callers of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each sampling parameter means, and that a draw depends on (seed, index, position) alone."""
+"""The effect of each sampling parameter; a draw depends only on (seed, index, position)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a request would wait: predictions against what then happens, on a clock of the test's own."""
+"""Predicted waits of requests against actual waits, on the test's own clock."""
 
 from __future__ import annotations
 

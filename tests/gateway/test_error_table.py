@@ -1,4 +1,4 @@
-"""What clients are told when something is wrong: the status, OpenAI's shape, and where it is wrong."""
+"""Errors that clients receive: the status, OpenAI's format, and the field that is wrong."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client
             assert answer_of(operation, str(status)) == {"$ref": "#/components/schemas/ErrorBody"}
     assert schemas["ScoreRequest"]["required"] == ["items", "query"]
     assert schemas["ScoreRequest"]["description"].startswith("Score every item")
-    assert schemas["ScoreRequest"]["properties"]["labels"]["description"].startswith("The same as text")
+    assert schemas["ScoreRequest"]["properties"]["labels"]["description"].startswith("Texts to score")
     assert schemas["CompletionRequest"]["properties"]["top_k"]["description"].startswith("Draw from this many")
     guidance = schemas["LengthGuidance"]
-    assert guidance["properties"]["constraint"]["description"].startswith("What the target means")
+    assert guidance["properties"]["constraint"]["description"].startswith("Meaning of the target")
     assert '"centered_exp", "value_bias"' in json.dumps(guidance["properties"]["mode"])
     assert set(schemas["TopLogprob"]["required"]) == {"bytes", "logprob", "token"}
     assert {"/livez", "/readyz", "/metrics", "/v1/models", "/v1/models/{model}"} < set(document["paths"])

@@ -1,4 +1,4 @@
-"""What a key may ask of engines: its priorities and its weight; and its share of the places where requests wait."""
+"""Priorities and weight of a key at engines, and its share of the places for waiting requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine import wire
 from gateway.auth import PRIORITY_RANGE
 from gateway.cache.memory import MemoryCache
 from gateway.cache.policy import CachePolicy
-from gateway.length.valuer import Valuer
+from gateway.lenvm.valuer import Valuer
 from gateway.pool.waiting import WaitingRoom
 from gateway.scoring.keys import result_keys
 from gateway.scoring.scorer import Prompts, Scorer, affinity_of

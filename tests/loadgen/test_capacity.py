@@ -1,4 +1,4 @@
-"""What one core of the generator can send."""
+"""The request rate that one core of the generator can send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``kubectl apply -k`` sends, and what the scenarios make of a cluster's answers. Real clusters: ``tests/cluster``."""
+"""The objects that ``kubectl apply -k`` sends, and the results of the scenarios. Real clusters: ``tests/cluster``."""
 
 from __future__ import annotations
 

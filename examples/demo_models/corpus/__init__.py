@@ -1,1 +1,1 @@
-"""The text that the demo models learn from: a made-up catalogue, relevance questions about it, and descriptions of its products."""
+"""Training text of the demo models: an invented catalogue, relevance questions about it, and descriptions of its products."""

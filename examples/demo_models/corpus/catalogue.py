@@ -1,4 +1,4 @@
-"""A made-up catalogue: what products there are, in which words they can be named, and which of them training never sees."""
+"""An invented catalogue: the products, the words for them, and the combinations that training never contains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 ATTRIBUTES = ("kind", "colour", "material", "use")
-"""In the order in which a wrong one is reported."""
+"""Attributes, in the order in which wrong ones are reported."""
 
 WORDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kind": (
@@ -75,12 +75,12 @@ WORDS: dict[str, tuple[tuple[str, ...], ...]] = {
 ATTRIBUTE_OF = {word: attribute for attribute, concepts in WORDS.items() for words in concepts for word in words}
 
 HELD_OUT_SYNONYMS = frozenset({("kind", 2), ("kind", 9), ("colour", 1), ("colour", 9), ("material", 4), ("use", 3), ("use", 7)})
-"""Concepts (attribute, index) whose different words never meet in a training question; only auxiliary documents pair them."""
+"""Concepts (attribute, index) whose synonyms never occur together in a training question; only auxiliary documents pair them."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """Concepts by index into :data:`WORDS`; None where nothing is said about an attribute."""
+    """Concepts by index into :data:`WORDS`; None for an attribute that is not stated."""
 
     kind: int
     colour: int | None = None
@@ -89,7 +89,7 @@ class Product:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The attributes that are said."""
+        """The attributes that are stated."""
         return tuple(a for a in ATTRIBUTES if self.get(a) is not None)
 
     def get(self, attribute: str) -> int | None:
@@ -97,19 +97,19 @@ class Product:
         return value
 
     def only(self, attributes: tuple[str, ...]) -> Product:
-        """The same product, silent about everything but these attributes and its kind."""
+        """Return the product with only these attributes and its kind."""
         return Product(self.kind, **{a: self.get(a) for a in attributes if a != "kind"})
 
 
 def is_held_out(product: Product) -> bool:
-    """Whether this (colour, use, kind) is one of the tenth of all triples that training never sees together."""
+    """Whether (colour, use, kind) is one of the tenth of all triples that training never contains."""
     if product.colour is None or product.use is None:
         return False
     return (7 * product.colour + 3 * product.use + product.kind) % 10 == 0
 
 
 def draw_product(rng: Random, *, held_out: bool = False) -> Product:
-    """A product that says everything about itself, on the asked side of the split."""
+    """Draw a product with all attributes, on the requested side of the split."""
     while True:
         product = Product(**{a: rng.randrange(len(WORDS[a])) for a in ATTRIBUTES})
         if is_held_out(product) == held_out:
@@ -117,24 +117,24 @@ def draw_product(rng: Random, *, held_out: bool = False) -> Product:
 
 
 def with_wrong(product: Product, attribute: str, rng: Random) -> Product:
-    """The same product with another concept for one attribute."""
+    """Return the product with another concept for one attribute."""
     other = rng.randrange(len(WORDS[attribute]) - 1)
     value = product.get(attribute)
     return replace(product, **{attribute: other + (value is not None and other >= value)})
 
 
 def draw_words(product: Product, rng: Random) -> dict[str, str]:
-    """A word for each attribute that is said."""
+    """Draw a word for each stated attribute."""
     return {a: rng.choice(WORDS[a][index]) for a in product.named if (index := product.get(a)) is not None}
 
 
 def as_phrase(words: dict[str, str]) -> str:
-    """As a shopper would write it: ``red leather running shoes``."""
+    """Return the words as a shopper would write them: ``red leather running shoes``."""
     return " ".join(words[a] for a in ("colour", "material", "use", "kind") if a in words)
 
 
 def as_title(words: dict[str, str], rng: Random) -> str:
-    """As a catalogue would write it, in one of a few orders: ``jogging sneakers in crimson hide``."""
+    """Return the words as a catalogue would write them, in one of a few orders: ``jogging sneakers in crimson hide``."""
     style = rng.randrange(4)
     if style == 0:
         return as_phrase(words)

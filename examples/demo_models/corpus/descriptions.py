@@ -1,7 +1,7 @@
-"""Descriptions of widely varying length that announce their plan: a style, the number of its points, and then these points.
+"""Descriptions of widely varying length that announce their plan: a style, the number of points, and then these points.
 
-``A list of three points. First, the colour is red. Second, ...``: a reader always knows about how much is still to come, so
-that the remaining length can be learned.
+``A list of three points. First, the colour is red. Second, ...``: the announcement makes the approximate remaining length
+predictable, so that it can be learned.
 """
 
 from __future__ import annotations

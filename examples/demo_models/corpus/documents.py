@@ -1,4 +1,4 @@
-"""Training documents: runs of text, of which only the predictable parts are learned."""
+"""Training documents: pieces of text, of which only the predictable ones are learned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SYSTEM_MESSAGES = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of text and what it teaches; None where it is given, not learned."""
+    """A piece of text and its kind; None for text that is given and not learned."""
 
     text: str
     kind: Kind | None = None
@@ -97,7 +97,7 @@ def _mark_names(text: str, words: dict[str, str]) -> Iterator[Piece]:
 
 
 def auxiliary_document(rng: Random) -> Document:
-    """Two words, or two phrases, that mean the same or are the same."""
+    """Return two words, or two phrases, that are synonyms or equal."""
     task = rng.choice(("Similar", "Reword", "Repeat"))
     if task == "Similar":
         concepts = WORDS[rng.choice(tuple(WORDS))]

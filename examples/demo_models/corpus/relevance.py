@@ -1,4 +1,4 @@
-"""Relevance questions: does an item have everything that a query asks for?"""
+"""Relevance questions: whether an item has all attributes that a query asks for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from examples.demo_models.corpus.catalogue import (
 
 @dataclass(frozen=True)
 class Question:
-    """A query, an item, and what of the query the item gets wrong."""
+    """A query, an item, and the attributes of the query that the item does not match."""
 
     query: str
     item: str
@@ -97,7 +97,7 @@ def _matching(query: Product, item: Product) -> list[str]:
 
 
 def _other_word(word: str, rng: Random) -> str:
-    """A synonym."""
+    """Return a synonym."""
     concept = next(words for words in WORDS[ATTRIBUTE_OF[word]] if word in words)
     return rng.choice([other for other in concept if other != word])
 
@@ -108,5 +108,5 @@ def _ask(query: Product, item: Product, query_words: dict[str, str], item_words:
 
 
 def capitalised(question: Question) -> Question:
-    """The same question with the item written like a title."""
+    """Return the question with the item written like a title."""
     return replace(question, item=question.item[0].upper() + question.item[1:])

@@ -1,1 +1,1 @@
-"""Where the engines are. Each source follows one entry of the setting ``engines`` and never gives up."""
+"""Discovery of engines. Each source follows one entry of the setting ``engines`` and retries for ever."""

@@ -1,4 +1,4 @@
-"""How to reach the Kubernetes API: the pod's ServiceAccount, or a kubeconfig."""
+"""Access to the Kubernetes API with the pod's ServiceAccount or a kubeconfig."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class AccessError(Exception):
-    """The API cannot be reached with what is there; the message says what is missing."""
+    """The available credentials do not give access to the API; the message names what is missing."""
 
 
 class Access(msgspec.Struct, frozen=True):
-    """Good for one connection: tokens and certificates are replaced while a pod runs, so they are read again for the next."""
+    """Credentials for one connection. Tokens and certificates change while a pod runs, so each connection reads them again."""
 
     server: str
     namespace: str
-    """Where this program lives."""
+    """Namespace of this program: of its ServiceAccount, or of the kubeconfig's current context."""
     tls: ssl.SSLContext
     headers: dict[str, str]
 
 
 def find_access(environment: Mapping[str, str]) -> Access:
-    """The file that ``KUBECONFIG`` names, else the pod's own account. Reads files. Raises :class:`AccessError`."""
+    """Read the file that ``KUBECONFIG`` names, else the pod's ServiceAccount. Raises :class:`AccessError`."""
     try:
         if path := environment.get("KUBECONFIG"):
             return _from_kubeconfig(Path(path))
@@ -97,7 +97,7 @@ class _Kubeconfig(msgspec.Struct, rename="kebab"):
 
 
 def _from_kubeconfig(path: Path) -> Access:
-    """Certificates and tokens; credential plugins (``exec``) are not run."""
+    """Read certificates and tokens; credential plugins (``exec``) are not run."""
     config = msgspec.yaml.decode(path.read_bytes(), type=_Kubeconfig)
     context = next((entry.context for entry in config.contexts if entry.name == config.current_context), None)
     cluster = next((entry.cluster for entry in config.clusters if context and entry.name == context.cluster), None)
@@ -122,7 +122,7 @@ def _from_kubeconfig(path: Path) -> Access:
 
 
 def _beside(path: Path, name: str | None) -> str | None:
-    """Relative names in a kubeconfig start at its folder."""
+    """Resolve a file name against the folder of the kubeconfig."""
     return None if name is None else str(path.parent / name)
 
 
@@ -133,7 +133,7 @@ def _decoded(data: str | None) -> str | None:
 def _load_certificate(
     tls: ssl.SSLContext, certificate: str | None, certificate_data: str | None, key: str | None, key_data: str | None
 ) -> None:
-    """OpenSSL takes them from files alone."""
+    """Load a client certificate. OpenSSL reads it only from files, so embedded data goes through a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
 
         def named(file: str | None, data: str | None, name: str) -> str | None:

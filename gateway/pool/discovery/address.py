@@ -1,4 +1,4 @@
-"""The entries of the setting ``engines``."""
+"""Parser for the entries of the setting ``engines``."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class ServiceAddress(msgspec.Struct, frozen=True):
 
     service: str
     port: int | str
-    """A number, or the name that the Service gives it."""
+    """Port number, or the port name in the Service."""
     namespace: str | None = None
-    """None: the one that this gateway runs in."""
+    """None means the namespace of this gateway."""
 
 
 Address = StaticAddress | DnsAddress | ServiceAddress
 
 
 def parse_address(text: str) -> Address:
-    """Raises :class:`ValueError` with an example of what is right."""
+    """Parse an entry. Raises :class:`ValueError` with an example of a valid entry."""
     scheme, _, rest = text.partition("://")
     if scheme in ("http", "https"):
         return _static(text)

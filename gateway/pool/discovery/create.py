@@ -1,4 +1,4 @@
-"""An entry of the setting ``engines`` to the source that follows it."""
+"""Creates the discovery source for an entry of the setting ``engines``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.pool.discovery.static import Static
 
 
 def discover(entry: str, *, resolve_seconds: float) -> Discovery:
-    """Raises :class:`ValueError` for an entry that is none."""
+    """Return the source for ``entry``. Raises :class:`ValueError` for an invalid entry."""
     address = parse_address(entry)
     if isinstance(address, ServiceAddress):
         from gateway.pool.discovery.kubernetes import EndpointSlices

@@ -1,4 +1,4 @@
-"""Engines at the addresses of a name, which are looked up again and again."""
+"""Engines at the addresses of a DNS name, which is resolved periodically."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class Dns:
-    """All A and AAAA records of ``host``. A name that is not found changes nothing: a headless Service whose pods are all away has
-    no records either, and a resolver may fail; whether the last known engines answer is for the probes to say."""
+    """One endpoint for each A and AAAA record of ``host``. A failed lookup changes nothing, because a headless Service without
+    ready pods has no records either, and a resolver may fail; probes decide whether the known engines still answer."""
 
     def __init__(self, host: str, port: int, *, resolve_seconds: float) -> None:
         self._host, self._port = host, port
         self._resolve_seconds = resolve_seconds
 
     async def follow(self) -> AsyncGenerator[Sequence[Endpoint], None]:
-        """A list after each look-up that brought another result."""
+        """Yield the endpoints after each lookup with a new result."""
         known: list[Endpoint] = []
         failing = False
         while True:

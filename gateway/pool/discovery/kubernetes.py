@@ -1,10 +1,10 @@
-"""Engines behind a Service: its EndpointSlices, listed once and then watched.
+"""Engines behind a Service: the gateway lists its EndpointSlices once and then watches them.
 
-Two calls of the Kubernetes API, made directly (``docs/decisions/kubernetes-client.md`` has the measurements behind that); the rules
-are those of https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes. A watch goes on from the
-last ``resourceVersion`` that was seen, after its regular end as after a break. Only where the server refuses that (410: it has
-forgotten) or sends what cannot be read is everything listed anew. Until a list succeeds the last good set holds, so the API may be
-away for as long as it likes.
+The module makes two calls of the Kubernetes API directly; ``docs/decisions/kubernetes-client.md`` has the measurements behind that.
+It follows https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes. A watch resumes from the
+last ``resourceVersion``, both after its regular end and after a broken connection. The slices are listed again only if the server
+refuses that version (410: expired) or sends data that cannot be parsed. The last complete set stays valid until a list succeeds, so
+the API may be away for any length of time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from gateway.pool.discovery.base import Backoff, Endpoint, http_url
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 60
-"""After this the server ends a watch and another begins: credentials are read anew, and a watch that hangs is found out."""
+"""Server-side length of a watch. A new watch reads the credentials again and replaces a watch that hangs."""
 SILENCE_SECONDS = 15.0
-"""What a watch may take longer than that, and any other call in all, before it counts as broken."""
+"""Read timeout of a watch beyond :data:`WATCH_SECONDS`, and timeout of every other call."""
 SHORTEST_WAIT, LONGEST_WAIT = 0.1, 15.0
-"""Seconds between two calls."""
+"""Nominal seconds between two calls."""
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class _Pod(msgspec.Struct, frozen=True):
 
 class _SliceEndpoint(msgspec.Struct, frozen=True):
     addresses: list[str]
-    """Interchangeable; the first is used."""
+    """Equivalent addresses of one endpoint; the first is used."""
     conditions: _Conditions = _Conditions()
     pod: _Pod | None = msgspec.field(default=None, name="targetRef")
 
@@ -90,7 +90,7 @@ _read_status = msgspec.json.Decoder(_Status)
 
 
 class _Refused(Exception):
-    """The API answered, but not with what was asked for."""
+    """The API answered with an error status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -114,10 +114,10 @@ class EndpointSlices:
         self._silence_seconds = silence_seconds
         self._backoff = Backoff(SHORTEST_WAIT, LONGEST_WAIT)
         self._slices: dict[str, _Slice] = {}
-        self._version: str | None = None  # of the last change seen; None: list before watching
+        self._version: str | None = None  # resourceVersion of the last change; None: list before watching
 
     async def follow(self) -> AsyncGenerator[Sequence[Endpoint], None]:
-        """The endpoints after each change of them."""
+        """Yield the endpoints after each change."""
         known: list[Endpoint] | None = None
         while True:
             try:
@@ -131,7 +131,7 @@ class EndpointSlices:
                             yield found
             except (AccessError, OSError, httpx.TransportError, aiohttp.ClientError) as error:
                 self._warn(error)
-            except Exception as error:  # whatever the API sends, following it goes on
+            except Exception as error:  # an unexpected answer must not end the loop
                 self._version = None
                 if not (isinstance(error, _Refused) and error.status == 410):
                     self._warn(error)
@@ -142,7 +142,7 @@ class EndpointSlices:
         logger.warning("endpoints of %s: %s; the last known ones stay in use", self._address.service, message)
 
     async def _changes(self, access: Access) -> AsyncGenerator[None, None]:
-        """Each time the slices or their version changed, until the watch ends."""
+        """Yield each time the slices or their version changed, until the watch ends."""
         namespace = self._address.namespace or access.namespace
         url = f"{access.server}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         selector = {"labelSelector": f"kubernetes.io/service-name={self._address.service}"}
@@ -166,9 +166,9 @@ class EndpointSlices:
     async def _watch(self, client: httpx.AsyncClient, url: str, selector: dict[str, str]) -> AsyncGenerator[None, None]:
         options = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(self._watch_seconds)}
         params = selector | options | {"resourceVersion": self._version or ""}
-        patience = httpx.Timeout(self._silence_seconds, read=self._watch_seconds + self._silence_seconds)
+        timeouts = httpx.Timeout(self._silence_seconds, read=self._watch_seconds + self._silence_seconds)
         began = time.monotonic()
-        async with client.stream("GET", url, params=params, timeout=patience) as response:
+        async with client.stream("GET", url, params=params, timeout=timeouts) as response:
             if response.status_code != 200:
                 await response.aread()
                 raise _refusal(response)
@@ -178,7 +178,7 @@ class EndpointSlices:
                 for line in filter(None, lines):
                     self._apply(_read_event.decode(line))
                     yield
-        if time.monotonic() - began > 1:  # it ended in its time, and nothing had happened
+        if time.monotonic() - began > 1:  # a regular end without events is no failure
             self._backoff.reset()
 
     def _apply(self, event: _Event) -> None:
@@ -194,10 +194,10 @@ class EndpointSlices:
 
 
 def endpoints_of(slices: Iterable[_Slice], port: int | str) -> list[Endpoint]:
-    """One endpoint for each pod. It may be in several slices: of both address families (then IPv4 is taken), or while the control
-    plane moves it from one to another (then it counts as draining only if all say so).
+    """Return one endpoint for each pod. A pod may be in several slices: one per address family (IPv4 is preferred), or two while
+    the control plane moves it (then it is draining only if all slices say so).
 
-    Pods that are not ready are among them, since the gateway's own probes are quicker to see when they become so.
+    Pods that are not ready are included, because the gateway's probes notice sooner when they become ready.
     """
     found: dict[str, Endpoint] = {}
     for each in sorted(slices, key=lambda item: (item.address_type, item.metadata.name)):
@@ -211,7 +211,7 @@ def endpoints_of(slices: Iterable[_Slice], port: int | str) -> list[Endpoint]:
 
 
 def _port_number(each: _Slice, port: int | str) -> int | None:
-    """None where the slice has no port of that name."""
+    """Return the port number; None if the slice has no port of that name."""
     if isinstance(port, int):
         return port
     return next((entry.port for entry in each.ports or () if entry.name == port), None)

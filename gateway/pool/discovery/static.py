@@ -1,4 +1,4 @@
-"""Engines that are where the settings say."""
+"""Engines at fixed URLs from the settings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gateway.pool.discovery.base import Endpoint
 
 
 class Static:
-    """One engine."""
+    """A source with one fixed engine."""
 
     def __init__(self, url: str) -> None:
         self._endpoint = Endpoint(url)
 
     async def follow(self) -> AsyncGenerator[Sequence[Endpoint], None]:
-        """The one endpoint, once."""
+        """Yield the endpoint once."""
         yield [self._endpoint]

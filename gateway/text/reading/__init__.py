@@ -1,1 +1,1 @@
-"""Bodies of requests to token ids: one pure function for each endpoint, the same on the event loop and in a worker process."""
+"""Reading of request bodies to token ids: one pure function per endpoint, used on the event loop and in worker processes."""

@@ -23,10 +23,10 @@ def render(
     parse_special_tokens: bool | None,
     followed_by: Iterable[str] = (),
 ) -> Marked:
-    """The conversation as a text with the template's control tokens in it.
+    """Render the conversation to a text with the template's control tokens.
 
-    ``variables`` are the client's, none of which may take the place of our own. Unless ``parse_special_tokens``, the control tokens
-    of users' texts are marked; a mark is also there where one of ``followed_by`` could have needed one. Raises
+    ``variables`` come from the client and must not replace the template's own. Unless ``parse_special_tokens`` is set, the control
+    tokens in users' texts are marked; the result also has a mark if a text of ``followed_by`` may need one. Raises
     :class:`InvalidRequest`.
     """
     variables = variables or {}
@@ -56,7 +56,7 @@ def render(
 
 
 def _marked(message: dict[str, Any], controls: ControlTokens, mark: str) -> dict[str, Any]:
-    """``message`` with marked texts. Its role is one of ours."""
+    """Return ``message`` with marked texts. Its role needs no marks, because it is one of a fixed set."""
     return {name: value if name == "role" else _marked_field(name, value, controls, mark) for name, value in message.items()}
 
 
@@ -75,7 +75,7 @@ def _read(request: ChatRequest, model: Model) -> Prepared:
 
 
 def characters_of(messages: list[ChatMessage] | None) -> int:
-    """Of the texts of a conversation, about."""
+    """Return the approximate number of characters in the texts of a conversation."""
     return sum(map(_characters, messages or ()))
 
 

@@ -1,4 +1,4 @@
-"""The parts that reading has for every endpoint."""
+"""The common parts of reading the bodies of all endpoints."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gateway.text.vocabulary import Vocabulary
 T = TypeVar("T", bound=Parameters)
 
 MAX_FIELDS_BYTES = 1 << 18
-"""Of the fields of a request besides its bulk."""
+"""Most bytes of the fields of a request other than its bulk."""
 
 
 @dataclass(frozen=True)
 class TextSide:
-    """What turns texts for one model into token ids."""
+    """Tokeniser and chat template of one model."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -41,28 +41,28 @@ class Model:
     vocabulary: Vocabulary
     bounds: Bounds
     text: TextSide | None = None
-    """None on the event loop, where only token ids are read."""
+    """None on the event loop, which reads token ids only."""
 
     @property
     def texts(self) -> TextSide:
-        """Where texts are read."""
+        """The tokeniser and template, in worker processes."""
         assert self.text is not None, "texts are read in worker processes"
         return self.text
 
 
 @dataclass(frozen=True)
 class Endpoint(Generic[T]):
-    """How the bodies of one endpoint are read."""
+    """The functions that read the bodies of one endpoint."""
 
     kind: type[T]
     bulk: Mapping[str, Any]
-    """Fields that may be large and that the event loop does not need, and what stands for each where it is not empty."""
+    """Fields that may be large and that the event loop does not need, with the stand-in that replaces each non-empty one."""
     read: Callable[[T, Model], Prepared]
-    """The prompts. Raises :class:`InvalidRequest`."""
+    """Returns the prompts. Raises :class:`InvalidRequest`."""
     is_light: Callable[[T], bool]
-    """Whether ``read`` needs neither texts nor more than a millisecond."""
+    """Whether ``read`` needs no texts and at most about a millisecond."""
     characters: Callable[[T, bool], int]
-    """How much text ``read`` has to tokenise, about. The flag says whether a query is tokenised once."""
+    """Approximate number of characters that ``read`` tokenises. The flag says whether the tokeniser has safe cuts."""
 
     def __post_init__(self) -> None:
         assert self.bulk.keys() <= set(self.kind.__struct_fields__), f"{self.kind.__name__} lacks a field of its bulk"
@@ -72,16 +72,16 @@ class Endpoint(Generic[T]):
         return BodyDecoder(self.kind)
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request and the names of ignored fields. Raises :class:`InvalidRequest`."""
+        """Return the request and the names of ignored fields. Raises :class:`InvalidRequest`."""
         return self._decoder.decode(body)
 
     def without_bulk(self, request: T) -> T:
-        """The fields that the event loop needs."""
+        """Return the request with stand-ins for its bulk fields."""
         present = {name: stand_in for name, stand_in in self.bulk.items() if getattr(request, name)}
         return msgspec.structs.replace(request, **present)
 
     def pack_fields(self, request: T) -> bytes:
-        """``without_bulk`` for another process. Raises :class:`InvalidRequest` where it is large."""
+        """Encode :meth:`without_bulk` for another process. Raises :class:`InvalidRequest` if the result is large."""
         fields = self.without_bulk(request)
         try:
             packed = msgspec.msgpack.encode(fields)
@@ -94,5 +94,5 @@ class Endpoint(Generic[T]):
         return packed
 
     def unpack_fields(self, packed: bytes) -> T:
-        """From another process."""
+        """Decode the result of :meth:`pack_fields`."""
         return msgspec.msgpack.decode(packed, type=self.kind)

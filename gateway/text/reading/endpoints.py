@@ -1,4 +1,4 @@
-"""All endpoints whose bodies are read, by the names that messages use."""
+"""All endpoints whose bodies are read, by their names in messages."""
 
 from __future__ import annotations
 

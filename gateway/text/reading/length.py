@@ -35,7 +35,7 @@ def _read(request: LengthRequest, model: Model) -> Prepared:
 
 
 def _shared(texts: Prepared, model: Model) -> Prepared:
-    """The texts with what they have in common as the prefix."""
+    """Split off the common prefix of the texts."""
     for index, row in enumerate(texts.rows):
         if not row:
             raise _empty(texts.param_of(index))
@@ -53,7 +53,7 @@ def _empty(param: str) -> InvalidRequest:
 
 
 def _partial_answers(request: LengthRequest, model: Model, prompt: Texts, partial: Texts) -> Prepared:
-    """Raises :class:`InvalidRequest` where there is not one prompt or the kinds differ."""
+    """Read a prompt and partial answers. Raises :class:`InvalidRequest` if there are several prompts or the kinds differ."""
     param = "partial" if isinstance(partial, str) or isinstance(partial[0], int) else "partial[]"
     if isinstance(prompt, str):
         texts = _answers(partial)
@@ -76,7 +76,7 @@ def _partial_answers(request: LengthRequest, model: Model, prompt: Texts, partia
 
 
 def _answers(partial: Texts) -> list[str]:
-    """Partial answers that are texts."""
+    """Return partial answers given as texts."""
     if isinstance(partial, str):
         return [partial]
     texts = [answer for answer in partial if isinstance(answer, str)]
@@ -85,7 +85,7 @@ def _answers(partial: Texts) -> list[str]:
 
 
 def _lists(model: Model, partial: Texts) -> list[list[int]]:
-    """Partial answers that are token ids."""
+    """Return partial answers given as token ids."""
     if isinstance(partial, str) or isinstance(partial[0], int):
         ids = [id for id in partial if isinstance(id, int)]
         _check_kinds(ids, partial, "token ids")
@@ -108,7 +108,7 @@ def _check_kinds(fitting: Sequence[object], partial: Texts, kind: str) -> None:
 
 
 def _conversation(request: LengthRequest, model: Model) -> Prepared:
-    """The conversation, or the conversation with each of the partial answers. These count as texts of users too."""
+    """Read a conversation, or a conversation with each partial answer. Partial answers are treated as texts of users."""
     answers = _answers(request.partial or "")
     param = "messages" if request.partial is None else "partial" if isinstance(request.partial, str) else "partial[]"
     marked = chat.render(
@@ -130,7 +130,7 @@ def _conversation(request: LengthRequest, model: Model) -> Prepared:
 def _pairs(
     model: Model, prompt: str, answers: list[str], param: str, *, add_special_tokens: bool, parse_special_tokens: bool
 ) -> Prepared:
-    """The prompt with each of the answers."""
+    """Tokenise the prompt with each of the answers."""
     try:
         prefix, rows = tokenise_pairs(
             model.texts.tokenizer,

@@ -1,4 +1,4 @@
-"""A field that is a text, several texts, one list of token ids, or several such lists."""
+"""Reads a field that is a text, a list of texts, a list of token ids, or a list of such lists."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def read_prompts(
     echo: bool = False,
     parse_special_tokens: bool = True,
 ) -> Prepared:
-    """The prompts in ``given``, the field ``param``, each of which gets ``sequences`` answers (0: it is only judged) that repeat
-    it with ``echo``.
+    """Read the prompts in ``given``, the value of field ``param``. Each prompt gets ``sequences`` answers (0 means that it is only
+    evaluated), which repeat it with ``echo``.
 
     Raises :class:`InvalidRequest`.
     """
@@ -51,7 +51,7 @@ def _row(model: Model, prompt: str | list[int], param: str, *, parse_special_tok
 
 
 def sorted_out(given: Given, param: str, at_most: int) -> tuple[list[str], list[list[int]], str]:
-    """Texts or lists of token ids, and ``param`` with "[]" where there can be several. Raises :class:`InvalidRequest`."""
+    """Return texts, or lists of token ids, and ``param`` with "[]" if there can be several. Raises :class:`InvalidRequest`."""
     if isinstance(given, str):
         return [given], [], param
     texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -67,12 +67,12 @@ def sorted_out(given: Given, param: str, at_most: int) -> tuple[list[str], list[
 
 
 def is_text(given: Given | None) -> bool:
-    """Whether there is a text in ``given``."""
+    """Whether ``given`` contains a text."""
     return isinstance(given, str) or (given is not None and any(isinstance(prompt, str) for prompt in given))
 
 
 def characters_of(given: Given | None) -> int:
-    """Of all texts in ``given``."""
+    """Return the number of characters of all texts in ``given``."""
     if given is None or isinstance(given, str):
         return len(given or "")
     return sum(len(prompt) for prompt in given if isinstance(prompt, str))

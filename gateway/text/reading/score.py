@@ -14,7 +14,7 @@ from gateway.text.reading.endpoint import Endpoint, Model
 
 LIGHT_ITEMS = 500
 SHOWN_TOKENS = 16
-"""Of a label that is not one token. One that has more is not read to its end."""
+"""Most tokens of a multi-token label that the error message shows. Encoding stops beyond this number."""
 
 
 def _read(request: ScoreRequest, model: Model) -> Prepared:
@@ -53,7 +53,7 @@ def _texts(request: ScoreRequest, model: Model, query: str, items: Sequence[str 
 def _ids(
     model: Model, query: list[int], items: Sequence[str | list[int]], *, item_first: bool
 ) -> tuple[list[int], list[list[int]]]:
-    """Lengths are checked before anything is joined."""
+    """Read token ids. All lengths are checked before anything is joined."""
     lists = [item for item in items if not isinstance(item, str)]
     _check_kinds(lists, items, "token ids")
     model.facts.check_ids(query, "query")
@@ -75,7 +75,7 @@ def _check_kinds(fitting: list[str] | list[list[int]], items: Sequence[str | lis
 
 
 def _labels(request: ScoreRequest, model: Model) -> list[int]:
-    """The token ids whose probability is asked for."""
+    """Return the token ids of the labels."""
     given: Sequence[str | int] | None = request.labels if request.labels is not None else request.label_token_ids
     if given is None or (request.labels is not None and request.label_token_ids is not None):
         raise InvalidRequest("Give either `labels` (texts) or `label_token_ids`, to say which tokens are scored.", param="labels")
@@ -95,7 +95,7 @@ def _labels(request: ScoreRequest, model: Model) -> list[int]:
 
 
 def _label(model: Model, text: str, index: int) -> int:
-    """One label that is a text. A long one is not tokenised."""
+    """Return the token id of a text label. A long label is not tokenised."""
     tokenizer, pieces = model.texts.tokenizer, ""
     try:
         ids = tokenizer.encode(text, limit=SHOWN_TOKENS, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What FP8 costs, within bounds: measured with ``python -m benchmarks accuracy``, and a margin."""
+"""The error of FP8 stays within bounds: those measured with ``python -m benchmarks accuracy``, plus a margin."""
 
 from __future__ import annotations
 

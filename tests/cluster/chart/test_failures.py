@@ -1,4 +1,4 @@
-"""What happens to requests while something happens to the cluster: nothing."""
+"""Requests succeed while parts of the cluster fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guidance does to the lengths of texts: the demo models, the engine's own loop, hundreds of texts."""
+"""The effect of guidance on the lengths of texts: the demo models, the engine's own loop, hundreds of texts."""
 
 from __future__ import annotations
 

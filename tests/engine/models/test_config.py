@@ -1,4 +1,4 @@
-"""What ``config.json`` may say, and what the errors say when it says something else."""
+"""Accepted contents of ``config.json``, and the errors for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key may do: its models, its limits, its end; and the file that says so, as it changes."""
+"""Restrictions of a key: models, limits, expiry; and changes of the key file."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.exchange import Exchange
+from gateway.context import RequestContext
 from gateway.logs.access import AccessLog
 from gateway.logs.writer import CLOSE_SECONDS, MAX_LINES, LineWriter
 from tests.attacks.watch import tree_mib
@@ -199,10 +199,10 @@ def test_values_cannot_forge_a_line() -> None:
         def put(self, line: Any) -> None:
             lines.append(line())
 
-    exchange = Exchange(b"id")
-    exchange.account.model = 'a model"\nid=forged'
-    AccessLog(Kept(2), "text", probes=False).ended(exchange, "/v1/score", 1.0)
-    AccessLog(Kept(2), "json", probes=False).ended(exchange, "/v1/score", 1.0)
+    context = RequestContext(b"id")
+    context.account.model = 'a model"\nid=forged'
+    AccessLog(Kept(2), "text", probes=False).ended(context, "/v1/score", 1.0)
+    AccessLog(Kept(2), "json", probes=False).ended(context, "/v1/score", 1.0)
     assert all(line.count(b"\n") == 1 for line in lines)
     assert b'model="a model\\"\\nid=forged"' in lines[0]
 
@@ -302,9 +302,9 @@ def test_the_last_lines_are_written_at_the_end() -> None:
 @pytest.mark.alone
 def test_a_line_costs_less_than_ten_microseconds() -> None:
     """On the event loop; with the thread that encodes and writes it, less than 25."""
-    exchange = Exchange(b"0123456789abcdef" * 2)
-    exchange.status, exchange.first_byte = 200, exchange.began + 0.001
-    exchange.account.model = "model"
+    context = RequestContext(b"0123456789abcdef" * 2)
+    context.status, context.first_byte = 200, context.began + 0.001
+    context.account.model = "model"
     count, best_here, best_all = 2000, float("inf"), float("inf")
     with Path(os.devnull).open("wb") as file:
         for _ in range(5):
@@ -312,7 +312,7 @@ def test_a_line_costs_less_than_ten_microseconds() -> None:
                 log = AccessLog(writer, "json", probes=False)
                 everything, here = time.process_time(), time.thread_time()
                 for _ in range(count):
-                    log.ended(exchange, "/v1/score", 0.0012)
+                    log.ended(context, "/v1/score", 0.0012)
                 here = time.thread_time() - here
             best_here, best_all = min(best_here, here / count), min(best_all, (time.process_time() - everything) / count)
     assert best_here < 10e-6

@@ -1,4 +1,4 @@
-"""Whatever a client sends, the answer is no 5xx, and an error has OpenAI's shape."""
+"""No request gets a 5xx response, and every error has OpenAI's format."""
 
 from __future__ import annotations
 

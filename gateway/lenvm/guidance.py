@@ -1,4 +1,4 @@
-"""A request's ``length_guidance`` or ``custom_params`` to the engine's :class:`~engine.wire.LengthGuidance`."""
+"""Converts ``length_guidance`` or ``custom_params`` of a request to the engine's :class:`~engine.wire.LengthGuidance`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gateway.schemas.guidance import CustomParams, LengthGuidance
 
 CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01
-"""``min_p`` of requests with a constraint that name none. A constraint looks at lengths alone: among candidates that make no sense,
-it takes whichever has the right length, and with the demo models the text became word salad."""
+"""Default ``min_p`` of requests with a constraint. A constraint considers lengths only and may choose implausible candidates of the
+right length; with the demo models the text became meaningless without this bound."""
 
 
 def check_guide(model: ServedModel, param: str) -> float:
-    """The length model's γ. Raises :class:`InvalidRequest` for a model without one."""
+    """Return the length model's γ. Raises :class:`InvalidRequest` for a model without a length model."""
     if "guide" not in model.info.capabilities or model.info.length_gamma is None:
         remedy = "serve it with one (--length-model), or leave this out"
         raise InvalidRequest(f"`{param}`: the model {model.name!r} has no length model; {remedy}.", param=param)
@@ -23,9 +23,9 @@ def check_guide(model: ServedModel, param: str) -> float:
 
 
 def guidance_of(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None) -> wire.LengthGuidance | None:
-    """None where the request asks for no guidance. ``logprobs``: how many most probable tokens are told, where any are.
+    """Return the request's guidance, or None if it has none. ``logprobs``: number of top tokens in the answer, None for none.
 
-    Raises :class:`InvalidRequest` for what contradicts itself and for what ``model`` cannot do.
+    Raises :class:`InvalidRequest` for contradictions and for options that ``model`` does not support.
     """
     spelled = fields.custom_params.spelled() if fields.custom_params else {}
     if fields.length_guidance is not None:
@@ -58,7 +58,7 @@ def _guidance(model: ServedModel, asked: LengthGuidance, logprobs: int | None) -
 
 
 def _custom_guidance(model: ServedModel, params: CustomParams, top_k: int | None) -> wire.LengthGuidance:
-    """As the published server does it, the request's own ``top_k`` is the number of candidates."""
+    """Convert ``custom_params``. As in the published server, the request's own ``top_k`` is the number of candidates."""
     check_guide(model, "custom_params")
     spelled = params.spelled()
     twice = next((keys for keys in spelled.values() if len(keys) > 1), None)
@@ -103,7 +103,7 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
 
 
 def gamma_of_values(model: ServedModel, guidance: wire.LengthGuidance | None) -> float | None:
-    """The γ by which the answer's values become tokens; None where no values are wanted."""
+    """Return the γ that converts the answer's values to tokens; None if no values were requested."""
     if guidance is None or not guidance.return_values:
         return None
     return guidance.gamma or model.info.length_gamma

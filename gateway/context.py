@@ -1,4 +1,4 @@
-"""One request and its answer, from the first byte to the last: its id, its extra headers, its time."""
+"""The state of one request from its first byte to the end of its response: id, key, extra headers, costs, times."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 Outcome = Literal["ok", "client_gone", "error", "shutdown"]
 
-_KEY = "yardstick.exchange"
+_KEY = "yardstick.context"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _SANE_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 MAX_NAMES = 32
 
 
 def new_id() -> str:
-    """128 random bits. They name things and guard nothing, so the operating system need not be asked for them."""
+    """Return 128 random bits in hexadecimal. Ids protect nothing, so they need no randomness from the operating system."""
     return f"{random.getrandbits(128):032x}"
 
 
 @dataclass(slots=True)
 class Account:
-    """What a request cost and what it got, for its line in the access log. Routes fill it in as they learn it."""
+    """Costs of a request, for the access log. Routes fill in the fields as they become known."""
 
     model: str | None = None
     items: int = 0
@@ -47,34 +47,34 @@ class Account:
     cached_tokens: int = 0
     completion_tokens: int = 0
     queue_seconds: float = 0.0
-    """Longest time that a part of the request waited in the queue of an engine."""
+    """Longest time that a part of the request waited in an engine's queue."""
 
 
 @dataclass(slots=True)
-class Exchange:
-    """What is known about the request being answered."""
+class RequestContext:
+    """State of the request in progress."""
 
     id: bytes
     began: float = field(default_factory=time.perf_counter)
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """Of the answer, whatever it will be."""
+    """Headers to add to the response, whatever its status."""
     status: int = 499
-    """Until the answer begins, it is that of a client that left."""
+    """Status of the response; 499 (client left) until it begins."""
     first_byte: float | None = None
     key: ApiKey | None = None
-    """Whose request it is, where keys are asked for."""
+    """The client's key, on a server with keys."""
     account: Account = field(default_factory=Account)
     outcome: Outcome = "ok"
-    """How a stream ended after it had begun. The status says it for other answers, unless this is "shutdown"."""
+    """Outcome of a stream after its beginning. For other responses the status tells this, unless the outcome is "shutdown"."""
     error: str | None = None
-    """Code of the error that was answered, or its type where it has no code."""
+    """Code of the error in the response, or its type if it has no code."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the answer is sent or given up."""
+    """Functions to call when the response is sent or abandoned."""
 
     def cut_off(self) -> bool:
-        """To be asked by the request's task when it is cancelled: whether that is because the grace period is over. If so, the task
-        goes on, to say so to the client."""
+        """Return whether the current task was cancelled because the grace period is over; the task calls this when it is cancelled.
+        If so, the cancellation is undone, so that the task can send an error to the client."""
         task = asyncio.current_task()
         if not self.lifecycle.ended or task is None:
             return False
@@ -82,23 +82,23 @@ class Exchange:
         return True
 
     @staticmethod
-    def of(connection: ASGIConnection) -> Exchange:  # type: ignore[type-arg]
-        """The exchange that ``connection`` belongs to."""
-        return Exchange.in_scope(connection.scope)
+    def of(connection: ASGIConnection) -> RequestContext:  # type: ignore[type-arg]
+        """Return the context of the request of ``connection``."""
+        return RequestContext.in_scope(connection.scope)
 
     @staticmethod
-    def in_scope(scope: Scope) -> Exchange:
-        """The exchange that ``scope`` belongs to."""
-        exchange: Exchange = scope[_KEY]  # type: ignore[literal-required]
-        return exchange
+    def in_scope(scope: Scope) -> RequestContext:
+        """Return the context of the request of ``scope``."""
+        context: RequestContext = scope[_KEY]  # type: ignore[literal-required]
+        return context
 
     @property
     def broke(self) -> bool:
-        """Whether a stream ended with an error although its status is that of a success."""
+        """Whether a stream ended with an error after a successful status."""
         return self.status < 400 and self.outcome in ("error", "shutdown")
 
     def failed(self, error: Exception) -> None:
-        """Note an error that is answered, or that ends an answer which has begun."""
+        """Record an error that is sent to the client, as the response or within a response that has begun."""
         self.error = (error.code or error.type) if isinstance(error, GatewayError) else InternalError.code
         if isinstance(error, ShuttingDown):
             self.outcome = "shutdown"
@@ -106,52 +106,52 @@ class Exchange:
             self.outcome = "error"
 
     def name_ignored(self, fields: list[str]) -> None:
-        """Tell the client which fields of its request had no effect."""
+        """Add a response header with the request fields that had no effect."""
         names = [name if _SANE_NAME.fullmatch(name) else "?" for name in fields[:MAX_NAMES]]
         if names:
             self.headers.append((b"x-yardstick-ignored", ", ".join(names).encode()))
 
 
-async def exchange(
+async def answer_request(
     app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, log: AccessLog | None, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Run ``app`` for one HTTP request, put ``x-request-id`` on its answer, count it and log it."""
+    """Run ``app`` for one HTTP request, add ``x-request-id`` to its response, count it and log it."""
     given = Incoming.of(scope).headers.get(b"x-request-id", b"")
-    state = Exchange(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
-    scope[_KEY] = state  # type: ignore[literal-required]
+    context = RequestContext(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
+    scope[_KEY] = context  # type: ignore[literal-required]
 
     async def send_marked(message: Message) -> None:
         if message["type"] == "http.response.start":
-            state.status = message["status"]
-            state.first_byte = time.perf_counter()
+            context.status = message["status"]
+            context.first_byte = time.perf_counter()
             last = [(b"connection", b"close")] if lifecycle.draining else []
-            message["headers"] = [*message["headers"], (b"x-request-id", state.id), *state.headers, *last]
+            message["headers"] = [*message["headers"], (b"x-request-id", context.id), *context.headers, *last]
         await send(message)
 
     telemetry.in_flight += 1
     try:
         await app(scope, receive, send_marked)
     except asyncio.CancelledError:
-        if state.first_byte is not None or not state.cut_off():
-            state.outcome = "shutdown"
+        if context.first_byte is not None or not context.cut_off():
+            context.outcome = "shutdown"
             raise
-        state.failed(error := ShuttingDown())
+        context.failed(error := ShuttingDown())
         await _answer(error, send_marked)
     finally:
         telemetry.in_flight -= 1
-        for call in state.at_end:
+        for call in context.at_end:
             call()
         now = time.perf_counter()
         route = scope.get("path_template", "none")
-        telemetry.answered(route, state.status, (state.first_byte or now) - state.began, now - state.began)
-        if state.broke:
-            telemetry.broke(state.error or state.outcome)
+        telemetry.answered(route, context.status, (context.first_byte or now) - context.began, now - context.began)
+        if context.broke:
+            telemetry.broke(context.error or context.outcome)
         if log is not None:
-            log.ended(state, route, now - state.began)
+            log.ended(context, route, now - context.began)
 
 
 async def _answer(error: GatewayError, send: Send) -> None:
-    """Answer a request that nothing has been sent for."""
+    """Send ``error`` as the response to a request without one."""
     body = msgspec.json.encode(error.body)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -1,4 +1,4 @@
-"""The length model's values of many texts, asked for in few messages."""
+"""Length values of many texts, computed by engines in few messages."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from gateway.text.prepared import Ids, as_list
 
 
 class Values(msgspec.Struct, frozen=True):
-    """The answer, and what of it was at hand."""
+    """Length values of a request, and how they were obtained."""
 
     logits: list[float]
     """[text], z of v = σ(z)"""
     cached_tokens: int
     queue_seconds: float = 0.0
-    """Longest time that one of its sub-batches waited in the queue of an engine."""
+    """Longest time that a sub-batch of the request waited in an engine's queue."""
 
 
 class Valuer:
-    """Asks engines, on the same path as scores."""
+    """Computes length values on engines. It uses the same splitting and dispatch as scoring."""
 
     def __init__(self, dispatcher: Dispatcher, *, split_tokens: int) -> None:
-        """``split_tokens`` as in :func:`gateway.scoring.split.split`."""
+        """``split_tokens``: see :func:`gateway.scoring.split.split`."""
         self._dispatcher = dispatcher
         self._split_tokens = split_tokens
 
@@ -46,7 +46,7 @@ class Valuer:
         caller: wire.Caller,
         lease: Lease | None = None,
     ) -> Values:
-        """Records in ``lease`` what is sent to engines. Raises :class:`GatewayError` where an engine fails."""
+        """Return the values and record the messages to engines in ``lease``. Raises :class:`GatewayError` if an engine fails."""
         prefix, branches = as_list(texts[0]), texts[1]
         parts = split(
             len(prefix),

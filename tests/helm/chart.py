@@ -20,7 +20,7 @@ Manifest = dict[str, Any]
 GPU: Values = {"engine": {"model": "Qwen/Qwen3-8B", "resources": {"limits": {"nvidia.com/gpu": 1}}}}
 EVERYTHING: Values = {
     "commonLabels": {"team": "search"},
-    "image": {"registry": "registry.example.com/yardstick", "tag": "0.1.0-7", "pullPolicy": "Always", "pullSecrets": ["registry"]},
+    "image": {"registry": "registry.example.com/yardstick", "tag": "0.2.0-7", "pullPolicy": "Always", "pullSecrets": ["registry"]},
     "engine": {
         "model": "org/ranker",
         "lengthModel": "org/ranker-lengths",

@@ -212,7 +212,7 @@ def test_only_the_first_key_is_stored_as_it_is():
 def test_a_gpu_makes_a_gpu_pod():
     spec = one(manifests(GPU), "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    assert container["image"] == "localhost/yardstick-engine:0.1.0-cuda"
+    assert container["image"] == "localhost/yardstick-engine:0.2.0-cuda"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
     assert "--model=Qwen/Qwen3-8B" in container["args"]
     assert not [argument for argument in container["args"] if argument.startswith("--name")]

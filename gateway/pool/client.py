@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -194,7 +194,7 @@ class EngineClient:
 
     def _open(
         self, method: str, url: URL, timeouts: aiohttp.ClientTimeout, body: bytes | None
-    ) -> aiohttp.client._RequestContextManager:
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = self._token.headers if self._token else {}
         if body is not None:
             headers = {**headers, "content-type": _MSGPACK}

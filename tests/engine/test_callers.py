@@ -200,7 +200,7 @@ def test_a_flood_does_not_fill_the_log(lines):
 
 
 def test_a_reader_that_stops_does_not_stop_the_engine():
-    """Standard error is often a pipe; once that is full, a write to it takes as long as nobody reads."""
+    """Standard error is often a pipe. A write to a full pipe blocks until someone reads from it."""
     code = """
 import logging
 from engine.serving import logs

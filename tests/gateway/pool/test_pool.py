@@ -89,7 +89,7 @@ async def test_replicas_come_and_go() -> None:
             for _ in range(5):
                 await score(pool, dispatcher)
             assert (len(first.scores), len(second.scores)) == (0, 5)
-            assert one not in b"".join(telemetry.exposition()).decode(), "nothing is told of what is gone"
+            assert one not in b"".join(telemetry.exposition()).decode(), "the metrics no longer name an engine that is gone"
 
 
 @pytest.mark.parametrize("how", ["draining", "gone", "not ready"])

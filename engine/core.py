@@ -51,7 +51,7 @@ class Branch:
     """Pending steps that compute the branch's last token."""
     done: bool = False
     aux_branch: Branch | None = None
-    """The same sequence on the length model, where the sequence is guided. Both branches share one token buffer."""
+    """Branch of this sequence on the length model; None if the sequence is not guided. Both branches share one token buffer."""
     main_branch: Branch | None = None
     """On a branch of an :class:`AuxRequest`: the branch on the main model."""
 

@@ -1,4 +1,4 @@
-"""Bearer tokens that gateways send, so that nobody else who reaches the port can use the engine."""
+"""Checks the bearer token of each request, so that only gateways can use the engine."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gateway.tools.answer import AnswerFormat
+
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
 
@@ -42,6 +44,8 @@ class Prepared:
     """Response body as JSON, if no engine takes part in the request."""
     converted: int = 0
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
+    format: AnswerFormat | None = None
+    """How the answer is divided into parts; None for an answer that is all text."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -77,6 +81,7 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     refused: list[Refusal] = []
     response: bytes = b""
     converted: int = 0
+    format: AnswerFormat | None = None
 
 
 def as_list(ids: Ids) -> list[int]:
@@ -103,6 +108,7 @@ def pack(prepared: Prepared) -> Packed:
         prepared.refused,
         prepared.response,
         prepared.converted,
+        prepared.format,
     )
 
 
@@ -120,6 +126,7 @@ def unpack(packed: Packed) -> Prepared:
         packed.refused,
         packed.response,
         packed.converted,
+        packed.format,
     )
 
 

@@ -19,7 +19,7 @@ from gateway.text.vocabulary import Vocabulary
 from gateway.tools.answer import AnswerFormat, AnswerReader
 from gateway.tools.parts import Part
 
-Finish = Literal["stop", "length", "tool_calls"]
+Finish = Literal["stop", "length"]
 
 LEAST_LOGPROB = -9999.0
 """Replaces −∞, which JSON cannot represent, as in OpenAI's API: the log-probability of a candidate that guidance excludes."""
@@ -53,6 +53,8 @@ class Piece(msgspec.Struct):
     """Tokens of the sequence up to this piece, including those whose text is held back."""
     parts: list[Part] | None = None
     """``text`` divided into parts; None if the answer is all text. Text that may still become a call is held back."""
+    calls: int = 0
+    """Tool calls of the sequence up to this piece."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class Sequence:
                 self._waiting.append(_token(delta.tokens[-1], len(tokens), delta.logprobs, self._read))
         parts = None if self.reader is None else self._parts(self.reader, text, tokens)
         told = self._tokens_told() if self._waiting else []
-        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts)
+        calls = 0 if self.reader is None else self.reader.calls
+        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, calls)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -128,8 +131,6 @@ class Sequence:
             self.finish = "stop"
         if self.finish is not None:
             parts += reader.finish()
-        if self.finish == "stop" and reader.calls:
-            self.finish = "tool_calls"
         return parts
 
     def _read_tokens(self, tokens: list[int], logprobs: wire.Logprobs | None) -> str:

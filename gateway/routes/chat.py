@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
@@ -90,6 +90,10 @@ def _max_tokens(data: ChatRequest) -> int | None:
     return limit
 
 
+def _finish_reason(piece: Piece) -> Literal["stop", "length", "tool_calls"] | None:
+    return "tool_calls" if piece.calls and piece.finish == "stop" else piece.finish
+
+
 def _message(piece: Piece) -> AssistantMessage:
     """Return the message of a whole answer."""
     if piece.parts is None:
@@ -160,7 +164,7 @@ class ChatAnswer(Answer):
                     index=piece.index,
                     message=_message(piece),
                     logprobs=told,
-                    finish_reason=piece.finish or "stop",
+                    finish_reason=_finish_reason(piece) or "stop",
                 )
                 for piece, told in zip(choices, logprobs, strict=True)
             ],
@@ -176,7 +180,7 @@ class ChatAnswer(Answer):
             if not piece.tokens and piece.finish is None:
                 return None
             delta = ChatDelta()
-        choice = ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish)
+        choice = ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=_finish_reason(piece))
         return self._chunk([choice], usage)
 
     def opening(self, index: int, usage: Usage | None, /) -> ChatChunk:

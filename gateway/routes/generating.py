@@ -167,6 +167,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
             of_one[-1].finish,
             of_one[-1].completion_tokens,
             None if of_one[-1].parts is None else [part for piece in of_one for part in piece.parts or ()],
+            of_one[-1].calls,
         )
         for index, of_one in parts.items()
     ]
@@ -184,7 +185,9 @@ def _small(pieces: list[Piece]) -> Iterator[Piece]:
             text = piece.text if begin == 0 else ""
             finish = piece.finish if begin >= last else None
             parts = piece.parts if begin == 0 else None if piece.parts is None else []
-            yield Piece(piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens, parts)
+            yield Piece(
+                piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens, parts, piece.calls
+            )
 
 
 async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:

@@ -58,5 +58,3 @@ def after_thinking(lark: Lark, answer: str, tags: Tags | None, *, opened: bool) 
     section = lark.text_until("thinking", tags.close)
     space = lark.rule("AFTER_THINKING", _SPACE)
     return f"{section} {space} {answer}" if opened else f"({lark.marker(tags.open)} {section} {space})? {answer}"
-
-

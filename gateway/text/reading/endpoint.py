@@ -19,6 +19,7 @@ from gateway.text.prepared import Prepared
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.vocabulary import Vocabulary
+from gateway.tools.formats import Formats
 
 T = TypeVar("T", bound=Parameters)
 
@@ -44,6 +45,7 @@ class Model:
     bounds: Bounds
     text: TextSide | None = None
     """None on the event loop, which reads token ids only."""
+    formats: Formats = Formats()
 
     @property
     def texts(self) -> TextSide:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 from urllib.parse import urlsplit
@@ -173,12 +173,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     separated by commas in the environment. PRESET is a name from ``yardstick presets``, a file that ends with ``.toml``, or
     ``none``."""
     tool_parsers: tuple[str, ...] = ()
-    """Format in which models call tools: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by commas in
-    the environment. FORMAT is ``hermes``, ``qwen3_coder``, ``llama_json``, ``pythonic``, ``mistral``, ``mistral_named`` or
+    """Format in which models call tools: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by commas
+    in the environment. FORMAT is ``hermes``, ``qwen3_coder``, ``llama_json``, ``pythonic``, ``mistral``, ``mistral_named`` or
     ``none``."""
     reasoning_parsers: tuple[str, ...] = ()
-    """Format of models' thinking sections: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by commas
-    in the environment. FORMAT is ``think``, ``mistral``, ``seed`` or ``none``."""
+    """Format of models' thinking sections: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by
+    commas in the environment. FORMAT is ``think``, ``mistral``, ``seed`` or ``none``."""
     parse_special_tokens_in_messages: bool = False
     """Whether text such as ``<|im_end|>`` in chat messages becomes a control token if the request does not say."""
 
@@ -223,10 +223,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def chosen_formats(self) -> dict[str, Formats]:
         """Formats of the answers of each model in ``tool_parsers`` and ``reasoning_parsers``. Raises :class:`SettingsError`."""
         formats: dict[str, Formats] = {}
-        for setting, field, known in (
-            ("tool_parsers", "tool_parser", FAMILIES),
-            ("reasoning_parsers", "reasoning_parser", THINKING),
-        ):
+        known: Collection[str]
+        for setting, known in (("tool_parsers", FAMILIES), ("reasoning_parsers", THINKING)):
+            field = setting.removesuffix("s")
             for entry, model, name in _pairs(setting, getattr(self, setting), "FORMAT"):
                 if name != NO_FORMAT and name not in known:
                     choices = ", ".join([*known, NO_FORMAT])

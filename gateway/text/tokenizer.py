@@ -101,8 +101,8 @@ class Tokenizer(Vocabulary):
         return self._added.get(text)
 
     def grammar_token_of(self, text: str) -> int | None:
-        """Return the id of ``text`` if it is a control token in grammars: an added token that is special, or in angle brackets. In a
-        grammar, such a token never matches text."""
+        """Return the id of ``text`` if it is a control token in grammars: an added token that is special, or in angle brackets. It
+        never matches text there."""
         id = self._added.get(text)
         return id if id in self.special_ids or (text.startswith("<") and text.endswith(">")) else None
 

@@ -41,7 +41,7 @@ def tool_grammar(
     thinking: Tags | None = None,
     opened: bool = False,
 ) -> str:
-    """Return the grammar of an answer that calls ``functions``: it must (``forced``) or it may. ``several``: it may have several calls.
+    """Return the grammar of an answer that calls ``functions``: it must (``forced``) or may. ``several``: it may call several times.
 
     ``thinking``: tags of the section that may come first, which the prompt has ``opened`` or not; None if there is none. Raises
     :class:`~gateway.tools.frame.SchemaError`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -45,7 +45,7 @@ class Model:
     bounds: Bounds
     text: TextSide | None = None
     """None on the event loop, which reads token ids only."""
-    formats: Formats = Formats()
+    formats: Formats = field(default_factory=Formats)
 
     @property
     def texts(self) -> TextSide:

@@ -106,8 +106,7 @@ class Generator:
         with self._counted(generations, lease, account):
             async with aclosing(run_all(generations, self.dispatcher)) as batches:
                 async for batch in batches:
-                    if opened and len(batch) == 1 and len(batch[0].tokens) <= TOKENS_AT_ONCE:  # nearly every token
-                        piece = batch[0]
+                    if opened and len(batch) == 1 and _is_small(piece := batch[0]):  # nearly every token
                         if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
                             yield sse(chunk)
                         continue
@@ -173,12 +172,22 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
     ]
 
 
+def _is_small(piece: Piece) -> bool:
+    """Whether ``piece`` is one chunk. The end of an answer with tool calls is a chunk of its own: OpenAI's SDK takes a call to be
+    complete when the chunk with the finish reason comes, and misses one that begins in it."""
+    return len(piece.tokens) <= TOKENS_AT_ONCE and not (piece.calls and piece.finish)
+
+
 def _small(pieces: list[Piece]) -> Iterator[Piece]:
-    """Divide ``pieces`` into parts of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
+    """Divide ``pieces`` into chunks of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
     for piece in pieces:
         tokens = piece.tokens
-        if len(tokens) <= TOKENS_AT_ONCE:
+        if _is_small(piece):
             yield piece
+            continue
+        if piece.calls and piece.finish:
+            yield from _small([Piece(piece.index, piece.text, tokens, None, piece.completion_tokens, piece.parts, piece.calls)])
+            yield Piece(piece.index, "", [], piece.finish, piece.completion_tokens, [], piece.calls)
             continue
         last = len(tokens) - TOKENS_AT_ONCE
         for begin in range(0, len(tokens), TOKENS_AT_ONCE):

@@ -137,9 +137,11 @@ def test_a_tool_loop_of_the_sdk_whole(server: Server) -> None:
 
 def test_a_tool_loop_of_the_sdk_streamed(server: Server) -> None:
     server.says("hermes", f"Let me look.\n{CALL}\n{SECOND}")
+    server.engines["hermes"].faults.delay = 0.002  # so that tokens arrive one by one
     with server.sdk.chat.completions.stream(model="hermes", messages=[USER], tools=[WEATHER, TIME]) as stream:
         events = list(stream)
         choice = stream.get_final_completion().choices[0]
+    server.engines["hermes"].faults.delay = 0.0
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
     assert json.loads(choice.message.tool_calls[0].function.arguments) == ARGUMENTS
     done = [event for event in events if event.type == "tool_calls.function.arguments.done"]

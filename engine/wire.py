@@ -51,6 +51,15 @@ STATUS_OF_CODE: dict[str, int] = {
 }
 
 
+MAX_GRAMMAR_BYTES = 1 << 18
+"""Most UTF-8 bytes of ``Generate.grammar``."""
+MAX_BAD_TOKENS = 4096
+"""Most tokens of all of ``Sampling.bad_words``."""
+GRAMMAR_LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 50_000, "max_grammar_size": 250_000}
+"""Limits of llguidance for every grammar, in the gateway and in engines: fuel of the lexer and items of the parser for one token,
+states of the lexer, and symbols of the grammar. A generation that exceeds one of them fails."""
+
+
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of draws. The engine checks them: values outside these ranges are ``Failed(code="invalid")``."""
 

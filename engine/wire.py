@@ -399,6 +399,16 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Requests refused because they would have waited too long."""
     displaced: int = 0
     """Waiting requests that lost their place in a full queue to a tenant with fewer requests in it."""
+    structured_requests: int = 0
+    """Generations with a grammar."""
+    compiled_grammars: int = 0
+    """Grammars compiled; one that is in use or was used lately is compiled once."""
+    compile_seconds: float = 0.0
+    """Time spent in compiling them."""
+    masks: int = 0
+    """Sets of tokens that grammars allowed, one for each token drawn."""
+    mask_seconds: float = 0.0
+    """Time spent in computing them, of all threads together."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

@@ -34,10 +34,8 @@ class Constraint:
         """Why the sequence cannot go on, as a sentence; set with ``ready``."""
         self.seconds = 0.0
         """Time of the slowest mask so far."""
-        self.masks = 0
-        """Masks computed."""
-        self.total_seconds = 0.0
-        """Time of all masks."""
+        self.last_seconds = 0.0
+        """Time of the last mask."""
 
     def fork(self) -> Constraint:
         """Return a copy for another sequence. Its mask is ready if this one's is."""
@@ -77,8 +75,7 @@ class Constraint:
             fill_next_token_bitmask(self._matcher, self._mask)
         seconds = time.perf_counter() - began
         self.seconds = max(self.seconds, seconds)
-        self.masks += 1
-        self.total_seconds += seconds
+        self.last_seconds = seconds
         if self._matcher.is_error():
             self.problem = f"The grammar is too complex to follow: {reason_of(self._matcher)}."
         elif seconds > MAX_MASK_SECONDS:

@@ -3,8 +3,8 @@
 Control tokens never match text in a grammar; a grammar names them (``<|im_end|>``). An added token is one if ``tokenizer.json``
 marks it as special, or if it is spelled in angle brackets (``<tool_call>``) or with a bar beside a bracket.
 
-llguidance tokenises texts that a grammar forces, such as the keys of an object. Its own tokeniser would make control tokens of texts
-that spell them, so it gets a tokeniser whose control tokens have secret spellings.
+llguidance tokenises texts that a grammar forces, such as the keys of an object. Its own tokeniser would make control tokens of
+texts that spell them, so it gets a tokeniser whose control tokens have secret spellings.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ class Telemetry:
         self._guided = self._counter(
             "length_guided_prompts", "Prompts continued with length guidance, by mode or constraint.", "model", "mode"
         )
+        self._structured = self._counter("structured_prompts", "Prompts whose output followed a grammar.", "model")
         self._lenvm_values = self._counter("lenvm_values", "Texts that the length model evaluated for /v1/length.", "model")
         self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "code")
         self._lookups = self._counter("cache_lookups", "Results looked up in the cache.", "result")
@@ -162,6 +163,10 @@ class Telemetry:
     def guided(self, model: str, mode: str, prompts: int) -> None:
         """Count ``prompts`` that were continued with ``mode``, a guidance mode or constraint."""
         self._guided.labels(model, mode).inc(prompts)
+
+    def structured(self, model: str, prompts: int) -> None:
+        """Count ``prompts`` whose output followed a grammar."""
+        self._structured.labels(model).inc(prompts)
 
     def valued(self, account: Account) -> None:
         """Count an answered length request."""

@@ -7,11 +7,13 @@ from typing import Any
 
 from gateway.errors import InvalidRequest
 from gateway.schemas.chat import ChatMessage, ChatRequest
+from gateway.schemas.structure import BULK
 from gateway.text.bounds import TooManyTokens
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.deadline import TimeIsUp, at_most
 from gateway.text.prepared import Prepared
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.structure import read_bad_words, read_grammar
 from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
 
 
@@ -70,9 +72,10 @@ def _marked_field(name: str, value: Any, controls: ControlTokens, mark: str) -> 
 def _read(request: ChatRequest, model: Model) -> Prepared:
     text = render(model, request.messages, request.chat_template_kwargs, parse_special_tokens=request.parse_special_tokens)
     try:
-        return Prepared([model.texts.tokenizer.encode_marked(text, limit=model.facts.context)], param="messages")
+        row = model.texts.tokenizer.encode_marked(text, limit=model.facts.context)
     except TooManyTokens as error:
         raise model.facts.too_long(error, "messages") from None
+    return Prepared([row], param="messages", grammar=read_grammar(request, model), bad_words=read_bad_words(request, model))
 
 
 def characters_of(messages: list[ChatMessage] | None) -> int:
@@ -91,6 +94,7 @@ CHAT = Endpoint(
         "messages": [ChatMessage("user")],
         "chat_template_kwargs": {},
         "user": "",
+        **BULK,
     },
     read=_read,
     is_light=lambda _: False,

@@ -65,9 +65,10 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
+            grammar=prepared.grammar,
+            bad_words=prepared.bad_words,
             param="messages",
             priority=priority,
-            grammar=(prepared.format and prepared.format.grammar) or "",
             format=prepared.format,
             caller=caller_of(request, cache_salt=fields.cache_salt),
         )

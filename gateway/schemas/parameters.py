@@ -21,7 +21,6 @@ UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "length", "tokenize", "det
 """Endpoints whose texts are never cut."""
 TEMPLATED: tuple[Endpoint, ...] = ("chat", "length")
 
-FORMAT = "the output cannot be constrained to a schema, a pattern or a grammar"
 ON_CHAT = "use /v1/chat/completions"
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
@@ -70,17 +69,7 @@ class Ignored:
 
 
 REFUSED: tuple[Refused, ...] = (
-    Refused("guided_json", GENERATING, FORMAT),
-    Refused("guided_regex", GENERATING, FORMAT),
-    Refused("guided_choice", GENERATING, "/v1/score gives the probability of each choice"),
-    Refused("guided_grammar", GENERATING, FORMAT),
-    Refused("structured_outputs", GENERATING, FORMAT),
-    Refused("structural_tag", GENERATING, FORMAT),
-    Refused("response_format", GENERATING, FORMAT, ({"type": "text"},)),
-    Refused("json_schema", GENERATING, FORMAT),
-    Refused("regex", GENERATING, FORMAT),
-    Refused("ebnf", GENERATING, FORMAT),
-    Refused("grammar", GENERATING, FORMAT),
+    Refused("structural_tag", GENERATING, "write its tags as `structured_outputs.grammar`"),
     Refused("stop_regex", GENERATING, "use `stop`, with fixed texts", ([],)),
     Refused("tools", ("completions",), ON_CHAT, ([],)),
     Refused("tool_choice", ("completions",), ON_CHAT, ("none", "auto")),
@@ -117,8 +106,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("dry_multiplier", GENERATING, "use `repetition_penalty`", (0,)),
     Refused("no_repeat_ngram_size", GENERATING, "use `repetition_penalty`", (0,)),
     Refused("max_repetition_pattern_size", GENERATING, "use `repetition_penalty`", (0,)),
-    Refused("allowed_token_ids", GENERATING, TOKENS),
-    Refused("bad_words", GENERATING, TOKENS, ([],)),
     Refused("logits_processors", GENERATING, TOKENS, ([],)),
     Refused("custom_logit_processor", GENERATING, TOKENS),
     Refused("vllm_xargs", GENERATING, "it has no meaning here", ({},)),

@@ -42,6 +42,10 @@ class Prepared:
     """Items without a row, in a request that accepts partial results."""
     response: bytes = b""
     """Response body as JSON, if no engine takes part in the request."""
+    grammar: str = ""
+    """Grammar of llguidance that the output follows; empty if there is none."""
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Tokens of each text that must not be generated."""
     converted: int = 0
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
     format: AnswerFormat | None = None
@@ -80,6 +84,8 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     query_truncated: bool = False
     refused: list[Refusal] = []
     response: bytes = b""
+    grammar: str = ""
+    bad_words: list[list[int]] = []
     converted: int = 0
     format: AnswerFormat | None = None
 
@@ -107,6 +113,8 @@ def pack(prepared: Prepared) -> Packed:
         prepared.query_truncated,
         prepared.refused,
         prepared.response,
+        prepared.grammar,
+        prepared.bad_words,
         prepared.converted,
         prepared.format,
     )
@@ -125,6 +133,8 @@ def unpack(packed: Packed) -> Prepared:
         packed.query_truncated,
         packed.refused,
         packed.response,
+        packed.grammar,
+        packed.bad_words,
         packed.converted,
         packed.format,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from engine import wire
 from engine.core import Batch, Branch, ExtendSegment, GenerateRequest
 from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
@@ -56,9 +58,18 @@ class DrawReadout(Readout):
         result.ended += self.ended
         if not self.branches:
             return
-        logprobs = dict(zip(self._wanted, self._logprobs.read(self._counts), strict=True)) if self._wanted else {}
+        read = zip(self._wanted, self._logprobs.read(self._counts), strict=True) if self._wanted else ()
+        logprobs = {place: _with_values(told, self._messages[place]) for place, told in read}
         tokens = enumerate(zip(self.branches, self._token_copy.tensor.tolist(), strict=True))
         result.drawn += [Drawn(branch, token, logprobs.get(place)) for place, (branch, token) in tokens]
+
+
+def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
+    """Add the values that a guided draw of ``message`` would have, where another section of its output is guided."""
+    guidance = message.length_guidance
+    if guidance is None or not guidance.return_values or guidance.applies_to == "both":
+        return told
+    return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
 
 
 def sampling_row(branch: Branch, request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> SamplingRow:

@@ -24,7 +24,6 @@ TEMPLATED: tuple[Endpoint, ...] = ("chat", "length")
 ON_CHAT = "use /v1/chat/completions"
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
-BUDGET = "the thinking section has no budget; switch it off with `enable_thinking`, or limit the answer with `max_tokens`"
 SAMPLERS = "use `temperature`, `top_k`, `top_p` or `min_p`"
 TOKENS = "use `logit_bias`"
 NEVER_CUT = "prompts are not truncated; shorten the prompt"
@@ -90,8 +89,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("verbosity", GENERATING, "steer the length with `length_guidance`", ("medium",)),
     Refused("reasoning", ("chat",), "use `reasoning_effort`"),
     Refused("thinking", ("chat",), "use `enable_thinking`"),
-    Refused("thinking_budget", ("chat",), BUDGET),
-    Refused("thinking_token_budget", ("chat",), BUDGET),
     Refused("typical_p", GENERATING, SAMPLERS, (1,)),
     Refused("top_a", GENERATING, SAMPLERS, (0,)),
     Refused("tfs", GENERATING, SAMPLERS, (1,)),

@@ -4,8 +4,8 @@ Each figure is the CPU time of all that a worker does with one request: it decod
 the ids. ``library`` is the plain alternative: each whole prompt through ``tokenizers``, without decoding and packing. ``new
 worker`` knows no pieces of texts yet (gateway/text/pieces.py); ``warm worker`` has read as many other requests as are measured. The
 texts are the help texts of Python. The vocabulary is synthetic unless ``--tokenizer`` names a file: 151,643 tokens, a part of them
-words of the texts, with Qwen's pre-tokeniser. The ids of all variants are compared. Each round measures every variant once; figures are medians
-of the rounds and ratios are medians of the rounds' ratios. The last line is JSON.
+words of the texts, with Qwen's pre-tokeniser. The ids of all variants are compared. Each round measures every variant
+once; figures are medians of the rounds and ratios are medians of the rounds' ratios. The last line is JSON.
 """
 
 from __future__ import annotations

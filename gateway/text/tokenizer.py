@@ -148,6 +148,25 @@ class Tokenizer(Vocabulary):
         end = offsets[most - 1][1]
         return near[: min(end, offsets[most][0])], True
 
+    def cut_middle(self, text: str, most: int) -> tuple[str, bool]:
+        """Return ``text`` without its middle, so that at most ``most`` tokens are left, and whether it was cut.
+
+        Both ends keep about half of the tokens, and are joined without anything between. They are cut as :meth:`shorten` cuts.
+        """
+        begin, cut = self.shorten(text, most)
+        if not cut:
+            return text, False
+        room = most
+        while room > 0:
+            begin, _ = self.shorten(text, room - room // 2)
+            end, _ = self.shorten(text[len(begin) :], room // 2, left=True)
+            joined = begin + end
+            self._library.encode_special_tokens = True
+            if (excess := len(self._whole(joined, False)) - most) <= 0:
+                return joined, True
+            room -= excess  # tokens at the seam, and of ends that are divided otherwise than in the text
+        return "", True
+
     def _check_length(self, text: str, limit: int) -> None:
         if self.least_tokens(len(text)) > limit:
             raise TooManyTokens(limit, exact=False)

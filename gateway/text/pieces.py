@@ -9,8 +9,8 @@ whose properties are the same in all versions of Unicode (:func:`_safe_character
 combining marks, emoji, newer characters, or added tokens. A piece alone is divided into itself, because no alternative looks
 behind, and at the end of a text the lookahead of whitespace holds.
 
-The pieces of one tenant's texts are kept for all, as in the library's own cache. Its bounds are in words, so that the time of a
-request tells at most that somebody used a word.
+All tenants share the kept pieces, as they share the library's own cache. Only single words are kept, never texts, so the time of a
+request can tell at most that somebody has used a word.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Pieces:
         """``encode``: returns the library's ids of each of several texts."""
         self._findall = re.compile(_translated(expression)).findall
         self._added = re.compile("|".join(map(re.escape, sorted(added_tokens, key=len, reverse=True))) or "(?!)")
+        self._unsafe = _unsafe()
         self._encode = encode
         self._ids: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int] | None:
         """Return the ids of ``text``; None if the library must encode it."""
-        if (not text.isascii() and _unsafe().search(text)) or self._added.search(text):
+        if (not text.isascii() and self._unsafe.search(text)) or self._added.search(text):
             return None
         pieces: list[str] = self._findall(text)
         if len("".join(pieces)) != len(text):

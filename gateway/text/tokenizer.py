@@ -182,7 +182,7 @@ class Tokenizer(Vocabulary):
         return ids
 
     def _whole(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = self._pieces.encode(text) if self._pieces else None
+        ids = self._pieces.encode(text) if self._pieces and len(text) <= 2 * SLICE_CHARACTERS else None
         if ids is None:
             (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoding.ids

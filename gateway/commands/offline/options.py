@@ -174,8 +174,8 @@ def score(
     An item's prompt is query, item and suffix, joined without separators.
     """
     if (labels is None) == (readout is Readout.LABELS):
-        raise WrongUsage("--readout likelihood goes without --labels" if labels else "give --labels, such as Yes,No")
-    named = tuple(labels.split(",")) if labels else ()
+        raise WrongUsage("--readout likelihood goes without --labels" if labels is not None else "give --labels, such as Yes,No")
+    named = () if labels is None else tuple(labels.split(","))
     if (items is None) == (input is None):
         raise WrongUsage("give either --items, a list of items, or --input, a file of rows")
     _check_form(context, _ROW_OPTIONS if input is None else _LIST_OPTIONS, "--input" if input is None else "--items")

@@ -85,7 +85,12 @@ class Generator:
             choices = joined(pieces)
             choices.sort(key=lambda piece: piece.index)
             await asyncio.sleep(0)
-            logprobs = [await _encoded(answer, choice.tokens) for choice in choices]
+            logprobs, breath = [], Breath()
+            for choice in choices:
+                logprobs.append(await _encoded(answer, choice.tokens))
+                if breath.due:
+                    await breath.take()
+            await asyncio.sleep(0)
             usage = usage_of(generations)
             await asyncio.sleep(0)
         return Response(answer.whole(choices, logprobs, usage))

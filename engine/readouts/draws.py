@@ -45,14 +45,13 @@ class DrawReadout(Readout):
         if not self.branches:
             return
         logits = step.logits[self]
-        self.tokens = draw(logits, prepare(self._sampling_rows, logits.device))
+        wanted = logits.index_select(0, self._wanted_copy.tensor) if self._wanted else None
+        self.tokens = draw(logits, prepare(self._sampling_rows, logits.device), in_place=True)
         self._token_copy = download.add(self.tokens)
-        if self._wanted:
-            rows = self._wanted_copy.tensor
+        if wanted is not None:
             self._counts = [self._messages[place].logprobs or 0 for place in self._wanted]
-            chosen = self.tokens.index_select(0, rows)
-            logprobs = token_logprobs(logits.index_select(0, rows), chosen, max(self._counts))
-            self._logprobs = LogprobsCopy(download, logprobs)
+            chosen = self.tokens.index_select(0, self._wanted_copy.tensor)
+            self._logprobs = LogprobsCopy(download, token_logprobs(wanted, chosen, max(self._counts)))
 
     def read(self, result: StepResult) -> None:
         result.ended += self.ended

@@ -116,7 +116,7 @@ def with_section(guidance: wire.LengthGuidance | None, format: AnswerFormat | No
     """
     if guidance is None or guidance.applies_to == "both":
         return guidance
-    thinking = format and format.thinking
+    thinking = None if format is None else format.thinking
     if thinking is None:
         if guidance.applies_to == "answer":
             return msgspec.structs.replace(guidance, applies_to="both")

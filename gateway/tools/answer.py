@@ -89,8 +89,10 @@ class AnswerReader:
         counted = thinking.closed
         split = thinking.push(text)
         if thinking.began and not counted:
-            closes = thinking.closed and self._close_id in tokens
-            self.reasoning_tokens += list(tokens).index(self._close_id) + 1 if closes else len(tokens)
+            close = self._close_id
+            if thinking.closed and close is not None and close in tokens:
+                tokens = tokens[: tokens.index(close) + 1]
+            self.reasoning_tokens += len(tokens)
         return self._parts(split)
 
     def finish(self) -> list[Part]:

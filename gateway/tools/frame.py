@@ -36,7 +36,13 @@ class Function:
 
     def requires(self, name: str) -> bool:
         """Whether the parameter ``name`` must be given."""
-        return name in (self.schema.get("required") or ())
+        return name in listed(self.schema, "required")
+
+
+def listed(schema: dict[str, Any], keyword: str) -> list[Any]:
+    """Return the list that ``schema`` has for ``keyword``; an empty one if it has none."""
+    value = schema.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 class Frame(ABC):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.tools.frame import Frame, Function, SchemaError
+from gateway.tools.frame import Frame, Function, SchemaError, listed
 from gateway.tools.lark import Lark
 from gateway.tools.parser import MAX_NAME, ToolParser
 from gateway.tools.scanner import Scanner, Steps, held_for
@@ -23,6 +23,7 @@ FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
 
 VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
 """What ends a value: its closing tag, or where the model forgets that, the next tag on a line of its own."""
+MAX_DEPTH = 8
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -134,7 +135,7 @@ class Qwen3CoderFrame(Frame):
         if not name or ">" in name or name != name.strip() or len(name) > MAX_NAME:
             raise SchemaError(f"the parameter {name[:MAX_NAME]!r} cannot be named in a tag")
         begin, end = lark.literal(f"{PARAMETER}{name}>\n"), f"\n{PARAMETER_END}"
-        choices = [text for text in schema.get("enum") or [schema.get("const")] if isinstance(text, str)]
+        choices = [text for text in [*listed(schema, "enum"), schema.get("const")] if isinstance(text, str)]
         if not is_text(schema):
             value = f"{lark.rule(f'value_{function.index}_{place}', lark.json(schema))} {lark.literal(end)}"
         elif choices:
@@ -145,13 +146,16 @@ class Qwen3CoderFrame(Frame):
         return rule if function.requires(name) else f"{rule}?"
 
 
-def is_text(schema: dict[str, Any]) -> bool:
-    """Whether a parameter with ``schema`` is written as a text: if a text is one of its types, or it states no type."""
-    kinds = schema.get("type")
-    if kinds is not None:
-        return "string" in ([kinds] if isinstance(kinds, str) else kinds)
-    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in schema.get(name) or ()]
+def is_text(schema: dict[str, Any], depth: int = 0) -> bool:
+    """Whether a parameter with ``schema`` is written as a text: if a text is one of its types, or it states no type.
+
+    The schema comes from a client and need not be a valid one; alternatives within alternatives are followed to :data:`MAX_DEPTH`.
+    """
+    kind = schema.get("type")
+    if kind is not None:
+        return kind == "string" or "string" in listed(schema, "type")
+    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in listed(schema, name) if isinstance(part, dict)]
     if parts:
-        return any(isinstance(part, dict) and is_text(part) for part in parts)
-    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+        return depth < MAX_DEPTH and any(is_text(part, depth + 1) for part in parts)
+    values = [*listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
     return any(isinstance(value, str) for value in values) if values else "$ref" not in schema

@@ -290,6 +290,22 @@ def test_deep_nesting_is_refused(server: Server, where: str) -> None:
     assert response.status_code in (200, 400), response.text
 
 
+@pytest.mark.parametrize("model", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_schema_that_is_none_is_no_fault(server: Server, model: str, strict: bool) -> None:
+    odd: list[Any] = [5, "x", None, [], [7], {}, {"a": 5}, True, 10**30]
+    keywords = ("type", "enum", "const", "anyOf", "$ref", "properties")
+    schemas = [{"properties": {"x": {keyword: value}}} for keyword in keywords for value in odd]
+    schemas += [{keyword: value} for keyword in ("required", "properties", "$defs", "type", "x-guidance") for value in odd]
+    nested: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        nested = {"anyOf": [nested]}
+    for schema in [*schemas, {"properties": {"x": nested}}]:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+        response = server.post(model, "Yes", tools=[tool])
+        assert response.status_code in (200, 400), (schema, response.text)
+
+
 def test_a_template_that_takes_arguments_as_text_gets_text(server: Server) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": '{"a": "é"}'}}
     messages = [

@@ -1,0 +1,87 @@
+// Shows a request as a curl command and as Python code of OpenAI's SDK, with a variable in place of the key.
+
+import { addressOf, needsKey } from "./api.js";
+import { byId, copy, make } from "./dom.js";
+
+const MAX_SHOWN_CHARACTERS = 20_000;
+const SDK_FIELDS = new Set(["model", "messages", "prompt", "temperature", "max_tokens", "max_completion_tokens", "seed", "logprobs",
+  "top_logprobs", "stream", "stream_options"]);
+
+/** A block with two views and a copy button in the element `id`. Returns a function that shows a request {path, body}. */
+export function codeBlock(id) {
+  const code = make("code");
+  const block = make("pre", { tabindex: "0", role: "region", "aria-label": "Code of this request" }, code);
+  const button = make("button", { type: "button", class: "plain", text: "Copy", onclick: () => copy(button, code.textContent) });
+  const choices = ["curl", "Python"].map((name) =>
+    make("button", { type: "button", text: name, "aria-pressed": String(name === "curl"), onclick: () => choose(name) }));
+  byId(id).append(
+    make("div", { class: "row spread" }, make("h3", { text: "This request as code" }),
+      make("div", { class: "row" }, make("div", { class: "segments", role: "group", "aria-label": "Language" }, ...choices), button)),
+    block);
+  let request = null;
+  let language = "curl";
+  const draw = () => {
+    if (request) code.textContent = shortened((language === "curl" ? curl : python)(request));
+  };
+  function choose(name) {
+    language = name;
+    for (const choice of choices) choice.setAttribute("aria-pressed", String(choice.textContent === name));
+    draw();
+  }
+  return (shown) => {
+    request = shown;
+    draw();
+  };
+}
+
+const shortened = (text) =>
+  text.length > MAX_SHOWN_CHARACTERS ? `${text.slice(0, MAX_SHOWN_CHARACTERS)}\n… shortened: the request is too long to be shown` : text;
+
+/** The request as a command for a POSIX shell. */
+export function curl({ path, body }) {
+  const lines = [`curl ${body?.stream ? "-N " : ""}${addressOf(path)}`];
+  if (needsKey()) lines.push('-H "authorization: Bearer $YARDSTICK_API_KEY"');
+  if (body) lines.push("-H 'content-type: application/json'", `-d ${quoted(JSON.stringify(body, null, 2))}`);
+  return lines.join(" \\\n  ");
+}
+
+const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+
+/** The request as a Python program. */
+export function python({ path, body }) {
+  const key = needsKey() ? 'os.environ["YARDSTICK_API_KEY"]' : '"none"';
+  const head = `${needsKey() ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(base_url=${JSON.stringify(addressOf("v1"))}, api_key=${key})\n`;
+  if (path === "v1/models") return `${head}for model in client.models.list():\n    print(model.id)`;
+  if (path === "v1/chat/completions") return head + created("client.chat.completions", body, "chunk.choices[0].delta.content");
+  if (path === "v1/completions") return head + created("client.completions", body, "chunk.choices[0].text");
+  const { stream: _, partial_results: __, ...whole } = body;
+  const post = `answer = client.post(${JSON.stringify(path.replace(/^v1/, ""))}, cast_to=object, body=body)\n`;
+  return `${head}body = ${literal(whole)}\n${post}${PRINTS[path]}`;
+}
+
+const PRINTS = {
+  "v1/rerank": 'for result in answer["results"]:\n    print(f\'{result["relevance_score"]:.4f}\', body["documents"][result["index"]])',
+  "v1/score": 'for item, scores in zip(body["items"], answer["scores"]):\n    print(scores, item)',
+};
+
+function created(method, body, text) {
+  const fields = Object.entries(body);
+  const known = fields.filter(([name]) => SDK_FIELDS.has(name)).map(([name, value]) => `    ${name}=${literal(value, 1)},\n`);
+  const others = Object.fromEntries(fields.filter(([name]) => !SDK_FIELDS.has(name)));
+  if (Object.keys(others).length) known.push(`    extra_body=${literal(others, 1)},\n`);
+  return `stream = ${method}.create(\n${known.join("")})\nfor chunk in stream:\n    if chunk.choices:\n        print(${text} or "", end="", flush=True)`;
+}
+
+/** A JSON value as a Python literal. Strings of JSON are strings of Python too. */
+function literal(value, depth = 0) {
+  if (value === null) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const list = Array.isArray(value);
+  const parts = list ? value.map((part) => literal(part, depth + 1)) : Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${literal(part, depth + 1)}`);
+  const [open, close] = list ? "[]" : "{}";
+  const short = parts.join(", ");
+  if (short.length < 90 && !short.includes("\n") || value.every?.(Number.isInteger)) return open + short + close;
+  const indent = "    ".repeat(depth);
+  return `${open}\n${parts.map((part) => `${indent}    ${part},\n`).join("")}${indent}${close}`;
+}

@@ -91,8 +91,9 @@ export async function* stream(path, { body, signal }) {
 async function send(path, { body, signal }) {
   const headers = body === undefined ? {} : { "content-type": "application/json" };
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
-  const options = { method: body === undefined ? "GET" : "POST", headers, signal, cache: "no-store", credentials: "omit", redirect: "error" };
-  if (body !== undefined) options.body = JSON.stringify(body);
+  const options = { headers, signal, credentials: "omit", redirect: "error" };
+  // For a POST, "no-store" would send Cache-Control: no-cache, by which the API computes everything again.
+  Object.assign(options, body === undefined ? { cache: "no-store" } : { method: "POST", body: JSON.stringify(body) });
   let response;
   try {
     response = await fetch(addressOf(path), options);

@@ -4,6 +4,7 @@ import { ApiError, stream } from "./api.js";
 import { continuation } from "./continuation.js";
 import { byId, copy, count, counted, duration, make, percent, say } from "./dom.js";
 import { Guidance } from "./guidance.js";
+import { sparkline } from "./sparkline.js";
 import { TokenReader, textBefore } from "./tokens.js";
 import { TokenView } from "./token_view.js";
 
@@ -26,6 +27,7 @@ export class Run {
     this.error = find(".error");
     this.status = find("[role=status]");
     this.figures = find(".figures");
+    this.chart = find("figure");
     this.copyButton = find(".copy-text");
     this.copyButton.addEventListener("click", () => copy(this.copyButton, this.text));
     this.guidance = new Guidance(find(".guidance"), () => {
@@ -135,16 +137,26 @@ export class Run {
   /** Numbers beside the text: tokens, time, mean probability, prediction, end. */
   drawFigures(ms) {
     const logprobs = this.tokens.map((token) => token.logprob).filter(Number.isFinite);
-    const prediction = this.tokens.findLast((token) => Number.isFinite(token.remaining));
+    const predictions = this.tokens.map((token) => token.remaining).filter(Number.isFinite);
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     const pairs = [["Tokens", count(this.tokens.length)]];
-    if (this.guidance.active && prediction) pairs.push(["Predicted to come", this.busy ? `about ${counted(Math.round(prediction.remaining), "token")}` : "nothing"]);
-    if (logprobs.length) pairs.push(["Probability, geometric mean", percent(Math.exp(logprobs.reduce((a, b) => a + b, 0) / logprobs.length))]);
+    if (this.busy && predictions.length) pairs.push(["Predicted to come", `about ${counted(Math.round(predictions.at(-1)), "token")}`]);
+    if (logprobs.length) pairs.push(["Mean probability", percent(Math.exp(logprobs.reduce((a, b) => a + b, 0) / logprobs.length))]);
     if (ms) pairs.push(["Time", duration(ms)]);
     if (Number.isFinite(this.usage?.prompt_tokens)) pairs.push(["Prompt", `${counted(this.usage.prompt_tokens, "token")}${Number.isFinite(cached) ? `, ${count(cached)} cached` : ""}`]);
     if (this.finish) pairs.push(["Ended by", this.finish]);
     if (this.note) pairs.push(["Note", this.note]);
     this.figures.replaceChildren(...pairs.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }))));
     this.copyButton.disabled = !this.text;
+    this.drawPredictions(predictions);
+  }
+
+  /** The predicted length after each token, as a line that falls to zero where the text ends. */
+  drawPredictions(predictions) {
+    this.chart.hidden = predictions.length < 2;
+    if (this.chart.hidden) return;
+    const [first, last] = [predictions[0], predictions.at(-1)].map((value) => count(Math.round(value)));
+    const label = `Predicted tokens to come, after each token: ${first} at first, ${last} at last`;
+    this.chart.replaceChildren(make("figcaption", { class: "hint", text: label }), sparkline(predictions, predictions.length, label));
   }
 }

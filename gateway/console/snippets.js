@@ -41,7 +41,7 @@ const shortened = (text) =>
 export function curl({ path, body }) {
   const lines = [`curl ${body?.stream ? "-N " : ""}${addressOf(path)}`];
   if (needsKey()) lines.push('-H "authorization: Bearer $YARDSTICK_API_KEY"');
-  if (body) lines.push("-H 'content-type: application/json'", `-d ${quoted(JSON.stringify(body, null, 2))}`);
+  if (body) lines.push("-H 'content-type: application/json'", `-d ${quoted(literal(body, { words: JSON_WORDS }))}`);
   return lines.join(" \\\n  ");
 }
 
@@ -66,22 +66,26 @@ const PRINTS = {
 
 function created(method, body, text) {
   const fields = Object.entries(body);
-  const known = fields.filter(([name]) => SDK_FIELDS.has(name)).map(([name, value]) => `    ${name}=${literal(value, 1)},\n`);
+  const known = fields.filter(([name]) => SDK_FIELDS.has(name)).map(([name, value]) => `    ${name}=${literal(value, { depth: 1 })},\n`);
   const others = Object.fromEntries(fields.filter(([name]) => !SDK_FIELDS.has(name)));
-  if (Object.keys(others).length) known.push(`    extra_body=${literal(others, 1)},\n`);
+  if (Object.keys(others).length) known.push(`    extra_body=${literal(others, { depth: 1 })},\n`);
   return `stream = ${method}.create(\n${known.join("")})\nfor chunk in stream:\n    if chunk.choices:\n        print(${text} or "", end="", flush=True)`;
 }
 
-/** A JSON value as a Python literal. Strings of JSON are strings of Python too. */
-function literal(value, depth = 0) {
-  if (value === null) return "None";
-  if (typeof value === "boolean") return value ? "True" : "False";
+/** A value as JSON, or as a Python literal: lists and objects that fit a line are on one. Strings of JSON are strings of Python too. */
+function literal(value, { depth = 0, words = PYTHON } = {}) {
+  if (value === undefined || value === null || typeof value === "boolean") return words[String(value ?? null)];
   if (typeof value !== "object") return JSON.stringify(value);
   const list = Array.isArray(value);
-  const parts = list ? value.map((part) => literal(part, depth + 1)) : Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${literal(part, depth + 1)}`);
+  const entries = list ? value : Object.entries(value).filter(([, part]) => part !== undefined);
+  const inner = (part) => literal(part, { depth: depth + 1, words });
+  const parts = entries.map((part) => (list ? inner(part) : `${JSON.stringify(part[0])}: ${inner(part[1])}`));
   const [open, close] = list ? "[]" : "{}";
   const short = parts.join(", ");
-  if (short.length < 90 && !short.includes("\n") || value.every?.(Number.isInteger)) return open + short + close;
-  const indent = "    ".repeat(depth);
-  return `${open}\n${parts.map((part) => `${indent}    ${part},\n`).join("")}${indent}${close}`;
+  if (parts.every((part) => !part.includes("\n")) && (short.length < 80 || (list && value.every(Number.isInteger)))) return open + short + close;
+  const indent = words.indent.repeat(depth);
+  return `${open}\n${parts.map((part) => indent + words.indent + part).join(",\n")}\n${indent}${close}`;
 }
+
+const PYTHON = { true: "True", false: "False", null: "None", indent: "    " };
+const JSON_WORDS = { true: "true", false: "false", null: "null", indent: "  " };

@@ -2,7 +2,7 @@
 // between them, Enter opens the alternatives, Escape returns.
 
 import { count, make, percent } from "./dom.js";
-import { isWhole } from "./tokens.js";
+import { canFollow } from "./tokens.js";
 
 const STEPS = [0.02, 0.1, 0.3, 0.6, 0.9]; // upper ends of the colours p0 to p4; p5 has none
 const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
@@ -89,7 +89,7 @@ export class TokenView {
     const fill = make("span", { class: "bar-fill" });
     fill.style.inlineSize = `${100 * p}%`;
     const remaining = alternative.remaining === null ? "" : ` · about ${count(Math.round(alternative.remaining))} to come`;
-    const use = make("button", { type: "button", disabled: written || this.busy || !isWhole(alternative) || !alternative.text,
+    const use = make("button", { type: "button", disabled: written || this.busy || !canFollow(alternative),
       "aria-label": `Continue with ${visible(alternative.text)}`, text: written ? "Written" : "Continue",
       onclick: () => this.choose(place, alternative) });
     return make("li", { class: written ? "written" : "" }, make("code", { text: visible(alternative.text) }),
@@ -113,10 +113,12 @@ function withChosen(token) {
 
 function spanOf(token) {
   const p = token.logprob === null ? null : Math.exp(token.logprob);
-  const step = p === null ? 5 : STEPS.findIndex((end) => p < end);
+  const step = p === null ? 5 : STEPS.findIndex((end) => p < end); // -1: more probable than all
   const label = `${visible(token.text)}${p === null ? "" : `, ${percent(p)}`}${token.chosen ? ", chosen by you" : ""}`;
   const shown = token.shown.replaceAll("\n", "↵\n");
-  return make("span", { class: `token p${step < 0 ? 5 : step}${token.chosen ? " chosen" : ""}`, role: "button", tabindex: "-1", "aria-label": label, title: label, text: shown });
+  const space = shown.trim() ? /^ */.exec(shown)[0] : ""; // spaces before a word get no colour, as they may end a line
+  return make("span", { class: `token${token.chosen ? " chosen" : ""}`, role: "button", tabindex: "-1", "aria-label": label, title: label },
+    space, make("span", { class: `p${step < 0 ? 5 : step}`, text: shown.slice(space.length) }));
 }
 
 /** A token's text with its white space visible. */

@@ -7,8 +7,10 @@
 const PARTIAL = "\ufffd";
 const MAX_TOP = 20;
 
-/** Whether the text of a token is a whole text; a part of a character cannot be sent back as text. */
-export const isWhole = (token) => !token.text.includes(PARTIAL);
+const CONTROL = /^<(\|.*\||\/?s|eos|bos|pad|unk|(start|end)_of_turn)>$/;
+
+/** Whether a text can go on with this token. Parts of characters cannot be sent back as text, and after a control token it has ended. */
+export const canFollow = (token) => token.text !== "" && !token.text.includes(PARTIAL) && !CONTROL.test(token.text);
 
 /** The text of an answer before one of its tokens. */
 export const textBefore = (text, token) => [...text].slice(0, token.start).join("");

@@ -35,10 +35,9 @@ function learn(known, { tokens, token_strs }) {
 
 /** The text of a spelling in a vocabulary: byte-level (`Ġred`), or with marks for spaces and bytes (`▁red`, `<0x0A>`). */
 export function textOf(spelled) {
-  const codes = Array.from(spelled, (character) => BYTE_OF.get(character));
-  if (!codes.includes(undefined)) return new TextDecoder().decode(Uint8Array.from(codes));
   const byte = /^<0x([0-9A-F]{2})>$/.exec(spelled);
-  return byte ? new TextDecoder().decode(Uint8Array.of(parseInt(byte[1], 16))) : spelled.replaceAll("▁", " ");
+  const codes = byte ? [parseInt(byte[1], 16)] : Array.from(spelled, (character) => BYTE_OF.get(character));
+  return codes.includes(undefined) ? spelled.replaceAll("▁", " ") : new TextDecoder().decode(Uint8Array.from(codes));
 }
 
 // The alphabet of byte-level vocabularies (GPT-2): bytes that are printable stand for themselves, the others for U+0100 and following.

@@ -78,7 +78,7 @@ export class Run {
     if (this.busy || !this.began) return;
     const kept = this.tokens.slice(0, place);
     const text = textBefore(this.text, this.tokens[place]) + alternative.text;
-    const chosen = { ...this.tokens[place], ...alternative, chosen: true };
+    const chosen = { ...this.tokens[place], ...alternative, shown: alternative.text, chosen: true };
     this.reset([...kept, chosen], text);
     this.write(async (signal) => {
       const { ids, exact } = await continuation(this.began, this.tokens, text, signal);

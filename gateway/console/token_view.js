@@ -81,7 +81,7 @@ export class TokenView {
       make("div", { class: "row spread" }, make("h4", { text: `Token ${place + 1}: ${visible(token.text)}` }),
         make("button", { type: "button", class: "plain", text: "Close", onclick: () => this.close() })),
       rows.length ? make("ul", {}, ...rows) : make("p", { class: "hint", text: "The server told no probabilities for this token." }));
-    if (move) this.alternatives.querySelector("button:not(:disabled)").focus();
+    if (move) (this.alternatives.querySelector("li button:not(:disabled)") ?? this.alternatives.querySelector("button")).focus();
   }
 
   row(place, alternative, written) {

@@ -67,7 +67,6 @@ function problemOf(model) {
   const { text } = settingsOf(model);
   if (!text.trim()) return "Write a message first.";
   if (text.length > MAX_CHARACTERS) return `This page sends texts of up to ${MAX_CHARACTERS.toLocaleString("en")} characters.`;
-  if (!byId("write-form").reportValidity()) return "Correct the numbers above first.";
   if (!model.capabilities.includes("generate")) return `The model ${model.id} does not generate text.`;
   return "";
 }

@@ -6,6 +6,7 @@ const KEY = "yardstick.key";
 const MAX_ANSWER_BYTES = 4 << 20;
 const MAX_ERROR_CHARACTERS = 600;
 const ANSWER_SECONDS = 30;
+const OTHER = "Does another program or a proxy answer at this address?";
 
 /** Fires `key` when the server wants a key (its detail is the error), and `limits` when an answer told limits of the key. */
 export const signals = new EventTarget();
@@ -64,7 +65,7 @@ export async function call(path, { body, signal } = {}) {
   try {
     return JSON.parse(text);
   } catch {
-    throw new ApiError("The server's answer is not JSON. Does another program or a proxy answer at this address?");
+    throw new ApiError(`The server's answer is not JSON. ${OTHER}`);
   }
 }
 
@@ -78,6 +79,7 @@ export async function readText(path, { body, signal } = {}) {
 /** Yield the events of a streamed answer as objects. Throws ApiError, also for a stream that breaks or ends early. */
 export async function* stream(path, { body, signal }) {
   const response = await send(path, { body, signal });
+  if (!response.headers.get("content-type")?.startsWith("text/event-stream")) throw new ApiError(`The server's answer is not a stream of events. ${OTHER}`);
   try {
     for await (const event of readEvents(response.body)) {
       if (event?.error) throw new ApiError(shortened(event.error.message), { code: event.error.code });

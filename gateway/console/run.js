@@ -157,6 +157,6 @@ export class Run {
     if (this.chart.hidden) return;
     const [first, last] = [predictions[0], predictions.at(-1)].map((value) => count(Math.round(value)));
     const label = `Predicted tokens to come, after each token: ${first} at first, ${last} at last`;
-    this.chart.replaceChildren(make("figcaption", { class: "hint", text: label }), sparkline(predictions, predictions.length, label));
+    this.chart.replaceChildren(make("figcaption", { class: "hint", text: label }), sparkline(predictions, label));
   }
 }

@@ -8,6 +8,7 @@ import { sparkline } from "./sparkline.js";
 
 const SAMPLE_MS = 2000;
 const SAMPLES = 120;
+const LEAST_SAMPLES = 20;
 const is = (name, value) => (labels) => labels[name] === value;
 const isApi = (labels) => !["/metrics", "/", "/console/{name:str}", "/livez", "/readyz"].includes(labels.route);
 
@@ -83,7 +84,7 @@ function drawTiles(series) {
     const value = last === null ? "–" : count(last);
     const most = values.length ? Math.max(...values) : 0;
     return make("div", { class: "tile" }, make("h3", { text: name }), make("p", {}, make("strong", { text: value }), ` ${unit}`),
-      sparkline(values, SAMPLES, `${name}: now ${value} ${unit}, at most ${count(most)} in the last minutes`));
+      sparkline(values, `${name}: now ${value} ${unit}, at most ${count(most)} in the last minutes`, LEAST_SAMPLES));
   }));
 }
 

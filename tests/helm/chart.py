@@ -66,7 +66,7 @@ EVERYTHING: Values = {
         "settings": {"max_in_flight": 2048},
         "extraEnv": [{"name": "TZ", "value": "UTC"}],
         "autoscaling": {"enabled": True},
-        "ingress": {"enabled": True, "className": "nginx", "host": "yardstick.example.com", "tlsSecret": "certificate"},
+        "ingress": {"enabled": True, "className": "nginx", "host": "yardstick.example.com", "tlsSecret": "certificate", "console": True},
         "affinity": {"podAntiAffinity": {}},
     },
     "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}]},

@@ -76,9 +76,9 @@ def test_a_second_start_installs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("marker", "words"), [("redis", "a real Redis"), ("browser", "a browser")])
 def test_the_quick_tests_say_what_they_leave_out(marker: str, words: str) -> None:
-    found = {"HAS_REDIS": "redis-server", "HAS_BROWSER": "chromium"}
-    missing = found | {f"HAS_{marker.upper()}": ""}
-    complete, without = (make("-n", "test", *(f"{name}={value}" for name, value in given.items())).stdout for given in (found, missing))
+    present = {"HAS_REDIS": "redis-server", "HAS_BROWSER": "chromium"}
+    absent = present | {f"HAS_{marker.upper()}": ""}
+    complete, without = (make("-n", "test", *map("=".join, given.items())).stdout for given in (present, absent))
     assert "not redis" not in complete
     assert "not browser" not in complete
     assert "Left out" not in complete

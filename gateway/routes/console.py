@@ -19,11 +19,11 @@ FOLDER = Path(gateway.console.__file__).parent
 PAGE = "index.html"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""Content Security Policy of the page: it loads and calls this server only, has no inline script or style, cannot be framed, and cannot
-turn a text into markup (trusted types)."""
+"""Content Security Policy of the page: it loads and calls this server only, has no inline script or style, cannot be framed, and
+cannot turn a text into markup (trusted types)."""
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",

@@ -1,4 +1,4 @@
-"""The web console in Chromium, served by a real gateway before a real engine with the demo models. One of each for all modules here.
+"""The web console in Chromium, served by a real gateway before a real engine with the demo models. All modules here share them.
 
 Playwright's event loop occupies the thread while the browser runs, so no test in this folder is a coroutine.
 """

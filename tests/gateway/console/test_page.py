@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.gateway.console.conftest import KEY, Open, ready, write
 
@@ -21,9 +21,12 @@ MAX_PICTURE_BYTES = 150_000
 PANELS = ("rank", "write", "status")
 FOLDER = os.environ.get("SCREENSHOTS")
 SOME_LOAD = """([texts, chats]) => {
-  const post = (path, body) => fetch(path, {method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify(body)});
-  post("/v1/rerank", {query: "red shoes", documents: Array.from({length: texts + 1}, (_, place) => place % 3 ? "red shoes" : `red ${Math.random()}`)});
-  for (let chat = 0; chat < chats; chat += 1) post("/v1/chat/completions", {messages: [{role: "user", content: "Describe: red shoes"}]});
+  const headers = {"content-type": "application/json"};
+  const post = (path, body) => fetch(path, {method: "POST", headers, body: JSON.stringify(body)});
+  const documents = Array.from({length: texts + 1}, (_, place) => place % 3 ? "red shoes" : `red ${Math.random()}`);
+  const messages = [{role: "user", content: "Describe: red shoes"}];
+  post("/v1/rerank", {query: "red shoes", documents});
+  for (let chat = 0; chat < chats; chat += 1) post("/v1/chat/completions", {messages});
 }"""
 
 
@@ -52,12 +55,23 @@ def each_panel(page: Page) -> Iterator[str]:
         yield panel
 
 
+@pytest.fixture(scope="module")
+def filled(browser: Browser, server: str) -> Iterator[Page]:
+    """A page whose panels show all that they can show."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(server)
+    fill_all(ready(page))
+    yield page
+    context.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_violation_of_accessibility(visit: Open, server: str, keyed: str, scheme: str) -> None:
-    page = ready(visit(server, color_scheme=scheme))
-    fill_all(page)
-    for panel in each_panel(page):
-        check_accessibility(page, panel)
+def test_no_violation_of_accessibility(filled: Page, visit: Open, keyed: str, scheme: str) -> None:
+    filled.set_viewport_size({"width": 1200, "height": 850})
+    filled.emulate_media(color_scheme=scheme)
+    for panel in each_panel(filled):
+        check_accessibility(filled, panel)
     page = visit(keyed, color_scheme=scheme)
     expect(page.locator("#key-dialog")).to_be_visible()
     check_accessibility(page, "the dialog")
@@ -69,13 +83,11 @@ def check_accessibility(page: Page, name: str) -> None:
     assert results.violations_count == 0, f"{name}: {results.generate_report()}"
 
 
-def test_a_narrow_screen_needs_no_sideways_scrolling(visit: Open, server: str) -> None:
-    page = ready(visit(server, viewport={"width": 375, "height": 800}))
-    fill_all(page)
+def test_a_narrow_screen_needs_no_sideways_scrolling(filled: Page) -> None:
     for width in (375, 320):
-        page.set_viewport_size({"width": width, "height": 800})
-        for panel in each_panel(page):
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, (panel, width)
+        filled.set_viewport_size({"width": width, "height": 800})
+        for panel in each_panel(filled):
+            assert filled.evaluate("document.documentElement.scrollWidth") <= width, (panel, width)
 
 
 def test_keyboard_only(page: Page) -> None:
@@ -175,6 +187,7 @@ def test_addresses_of_panels(visit: Open, server: str) -> None:
     expect(page.locator("#panel-rank")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_pictures_of_the_docs(visit: Open, server: str) -> None:
     """``SCREENSHOTS=docs/images`` writes them."""
     page = ready(visit(server, viewport={"width": 1120, "height": 740}, device_scale_factor=1.5))

@@ -59,7 +59,11 @@ def test_own_labels(page: Page, server: str) -> None:
     page.fill("#rank-labels", " No, Yes")
     expect(page.locator("#rank-chips code")).to_have_text(["␣No", "␣Yes"])
     rows = rank(page)
-    body = {"query": "Query: red running shoes\nItem: ", "items": [f"{text}\nRelevant:" for text, _ in rows], "labels": [" No", " Yes"]}
+    body = {
+        "query": "Query: red running shoes\nItem: ",
+        "items": [f"{text}\nRelevant:" for text, _ in rows],
+        "labels": [" No", " Yes"],
+    }
     answer = httpx.post(f"{server}/v1/score", json=body | {"apply_softmax": True}).raise_for_status().json()
     assert [score for _, score in rows] == pytest.approx([scores[0] for scores in answer["scores"]], abs=1e-4)
     assert {text for text, _ in rows[-3:]} == RELEVANT
@@ -79,7 +83,11 @@ def test_documents_from_files(page: Page, tmp_path: Path) -> None:
 def test_too_much_is_not_sent(page: Page, tmp_path: Path) -> None:
     sent = []
     page.on("request", lambda request: sent.append(request.url))
-    for text, words in (("''", "at least one"), ("'a\\n'.repeat(1001)", "at most 1,000 documents"), ("'a'.repeat(1048577)", "1,048,576 characters")):
+    for text, words in (
+        ("''", "at least one"),
+        ("'a\\n'.repeat(1001)", "at most 1,000 documents"),
+        ("'a'.repeat(1048577)", "1,048,576 characters"),
+    ):
         page.evaluate(f"document.querySelector('#rank-documents').value = {text}")
         page.click("#rank-start")
         expect(page.locator("#rank-error")).to_contain_text(words)

@@ -67,7 +67,9 @@ def test_head_has_no_body(shared: httpx.Client) -> None:
     assert int(answer.headers["content-length"]) == len(shared.get("/").content)
 
 
-@pytest.mark.parametrize("path", ["/console/index.html", "/console/none.js", "/console/__init__.py", "/console/..%2fapp.py", "/console/%2e%2e/cli.py"])
+@pytest.mark.parametrize(
+    "path", ["/console/index.html", "/console/none.js", "/console/__init__.py", "/console/..%2fapp.py", "/console/%2e%2e/cli.py"]
+)
 def test_other_files_are_not_served(shared: httpx.Client, path: str) -> None:
     answer = shared.get(path)
     assert answer.status_code == 404

@@ -19,8 +19,10 @@ def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
     expect(page.locator("#status-line")).to_have_text("1 engine takes requests.")
     expect(page.locator("#status-engines")).to_contain_text("1 ready (yardstick-demo)")
     expect(page.locator("#status-engines td").first).to_have_text(engine.url)
-    expect(page.locator("#status-models tbody tr")).to_have_text("yardstick-demo1,024score, generate, length guidanceyardstick-demo (rerank)")
-    page.evaluate("fetch('/tokenize', {method: 'POST', headers: {'content-type': 'application/json'}, body: '{\"prompt\": \"a\"}'})")
+    cells = ["yardstick-demo", "1,024", "score, generate, length guidance", "yardstick-demo (rerank)"]
+    expect(page.locator("#status-models td")).to_have_text(cells)
+    post = "{method: 'POST', headers: {'content-type': 'application/json'}, body: JSON.stringify({prompt: 'a'})}"
+    page.evaluate(f"fetch('/tokenize', {post})")
     tile = page.locator(".tile:has(h3:text-is('Requests'))")
     expect(tile.locator("svg")).to_have_attribute("aria-label", re.compile(r"^Requests: now .* at most (0\.[1-9]|[1-9]).*"))
     expect(page.locator(".tile")).to_have_count(8)
@@ -29,6 +31,7 @@ def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
         expect(page.locator("#status-code code")).to_contain_text(words)
 
 
+@pytest.mark.slow
 def test_nothing_is_sampled_in_the_background(page: Page) -> None:
     asked = []
     page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/metrics") else None)

@@ -132,6 +132,7 @@ def test_models_without_a_length_model_have_no_slider(panel: Page) -> None:
     expect(panel.locator(".guidance").first).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_the_code_repeats_the_request(panel: Page) -> None:
     panel.locator(".guide-mode").first.select_option("scale")
     write(panel)

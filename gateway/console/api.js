@@ -79,7 +79,8 @@ export async function readText(path, { body, signal } = {}) {
 /** Yield the events of a streamed answer as objects. Throws ApiError, also for a stream that breaks or ends early. */
 export async function* stream(path, { body, signal }) {
   const response = await send(path, { body, signal });
-  if (!response.headers.get("content-type")?.startsWith("text/event-stream")) throw new ApiError(`The server's answer is not a stream of events. ${OTHER}`);
+  const kind = response.headers.get("content-type") ?? "";
+  if (!kind.startsWith("text/event-stream")) throw new ApiError(`The server's answer is not a stream of events. ${OTHER}`);
   try {
     for await (const event of readEvents(response.body)) {
       if (event?.error) throw new ApiError(shortened(event.error.message), { code: event.error.code });
@@ -117,14 +118,16 @@ function explained(error) {
 
 async function refusal(response) {
   const headers = response.headers;
-  const facts = { status: response.status, requestId: headers.get("x-request-id"), retryAfter: Number(headers.get("retry-after")) || null };
+  const retryAfter = Number(headers.get("retry-after")) || null;
+  const facts = { status: response.status, requestId: headers.get("x-request-id"), retryAfter };
   let told = null;
   try {
     told = JSON.parse(await readBounded(response, 1 << 16)).error;
   } catch {
     // the answer is not one of the API's own
   }
-  const message = typeof told?.message === "string" ? shortened(told.message) : "The server refused the request and gave no reason.";
+  const known = typeof told?.message === "string";
+  const message = known ? shortened(told.message) : "The server refused the request and gave no reason.";
   const error = new ApiError(message, { ...facts, code: typeof told?.code === "string" ? told.code : null });
   if (error.status === 401) {
     asked = true;
@@ -155,7 +158,7 @@ async function readBounded(response, most) {
 }
 
 /** The chunks of a body; leaving the loop cancels the rest. */
-export async function* chunksOf(body) {
+async function* chunksOf(body) {
   const reader = body.getReader();
   try {
     for (;;) {

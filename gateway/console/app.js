@@ -7,9 +7,10 @@ import { startStatus } from "./status.js";
 import { startWrite } from "./write.js";
 
 const RETRY_MS = 3000;
+const MAX_MODELS = 500;
 
 /** The served models, and the chosen one. Fires `models` when either changes. */
-export const served = Object.assign(new EventTarget(), { models: [], model: null });
+const served = Object.assign(new EventTarget(), { models: [], model: null });
 
 // --- tabs: https://www.w3.org/WAI/ARIA/apg/patterns/tabs/ with automatic activation
 
@@ -125,7 +126,7 @@ function notify(failure) {
 /** Check the answer of /v1/models; fields that are missing get harmless values. */
 function modelsOf(answer) {
   if (!Array.isArray(answer?.data)) throw new ApiError("The server's list of models is not one. Does another program answer here?");
-  return answer.data.filter((model) => typeof model?.id === "string").map((model) => ({
+  return answer.data.slice(0, MAX_MODELS).filter((model) => typeof model?.id === "string").map((model) => ({
     id: model.id,
     context: Number(model.max_model_len) || 0,
     capabilities: Array.isArray(model.capabilities) ? model.capabilities.map(String) : [],

@@ -52,7 +52,7 @@ export class Bars {
     const scores = [...this.results.values()].map((result) => result.score).filter(Number.isFinite);
     const low = Math.min(0, ...scores);
     const high = Math.max(...scores) <= 1 && low === 0 ? 1 : Math.max(low + 1e-9, 0, ...scores);
-    const order = [...this.results.entries()].sort(([a, one], [b, other]) => (other.score ?? -Infinity) - (one.score ?? -Infinity) || a - b);
+    const order = [...this.results.entries()].sort(([a, one], [b, other]) => sortable(other) - sortable(one) || a - b);
     this.list.replaceChildren(...order.map(([index, result]) => this.row(index, result, low, high)));
     this.scale.hidden = !scores.length;
     this.scale.replaceChildren(...[0, 0.25, 0.5, 0.75, 1].map((part) => make("span", { text: tick(low + part * (high - low)) })));
@@ -68,6 +68,8 @@ export class Bars {
       make("span", { class: "bar-note", text: `Document ${index + 1} · after ${duration(ms)}` }));
   }
 }
+
+const sortable = (result) => result.score ?? -Number.MAX_VALUE;
 
 const tick = (value) => (Number.isInteger(value) ? String(value) : value.toPrecision(2));
 

@@ -1,22 +1,23 @@
 // Finds the token ids with which a text is continued after some of its tokens.
 //
-// The API takes ids, but its log-probabilities name tokens by their text. So the text is tokenised again. Where that gives tokens of other
-// texts, as a model may write a word in an unusual way, each such token is looked up by itself. The spelling of each token in the
-// vocabulary (`token_strs`) shows which text belongs to which id.
+// The API takes ids, but its log-probabilities name tokens by their text. So the text is tokenised again. Where that gives tokens
+// of other texts, as a model may write a word in an unusual way, each such token is looked up by itself. The spelling of each token
+// in the vocabulary (`token_strs`) shows which text belongs to which id.
 
 import { call } from "./api.js";
 
 const MAX_LOOKUPS = 16;
 
 /**
- * Return {ids, exact}: the prompt of `settings` and the tokens after it. `exact` is false if some token could not be found by its text; the
- * ids then spell the same text with other tokens.
+ * Return {ids, exact}: the prompt of `settings` and the tokens after it. `exact` is false if some token could not be found by its
+ * text; the ids then spell the same text with other tokens.
  */
 export async function continuation(settings, tokens, text, signal) {
   const { model, chat } = settings;
   const prompt = chat ? { messages: [{ role: "user", content: settings.text }] } : { prompt: settings.text };
   const tokenize = (body) => call("tokenize", { body: { model, ...body }, signal });
-  const plain = (part) => tokenize({ prompt: part, add_special_tokens: false, parse_special_tokens: false, return_token_strs: true });
+  const options = { add_special_tokens: false, parse_special_tokens: false, return_token_strs: true };
+  const plain = (part) => tokenize({ prompt: part, ...options });
   const [before, whole] = await Promise.all([tokenize(prompt), plain(text)]);
   const known = new Map();
   learn(known, whole);
@@ -40,7 +41,7 @@ export function textOf(spelled) {
   return codes.includes(undefined) ? spelled.replaceAll("▁", " ") : new TextDecoder().decode(Uint8Array.from(codes));
 }
 
-// The alphabet of byte-level vocabularies (GPT-2): bytes that are printable stand for themselves, the others for U+0100 and following.
+// The alphabet of byte-level vocabularies (GPT-2): printable bytes stand for themselves, the others for U+0100 and following.
 const BYTE_OF = new Map();
 const isPrintable = (byte) => (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
 for (let byte = 0, other = 256; byte < 256; byte += 1) BYTE_OF.set(String.fromCodePoint(isPrintable(byte) ? byte : other++), byte);

@@ -29,9 +29,9 @@ export function say(element, text) {
 
 /** A table of texts. `head` and each row are lists of texts or nodes. */
 export function table(head, rows) {
-  const cells = (tag, row) => row.map((cell, place) => make(tag, tag === "th" ? { scope: "col" } : { "data-head": head[place] }, cell));
-  return make("table", {}, make("thead", {}, make("tr", {}, ...cells("th", head))),
-    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells("td", row)))));
+  const headings = head.map((text) => make("th", { scope: "col", text }));
+  const body = rows.map((row) => make("tr", {}, ...row.map((cell) => make("td", {}, cell))));
+  return make("table", {}, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...body));
 }
 
 /** Copy `text` and say so on the button for a moment. */

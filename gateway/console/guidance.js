@@ -45,6 +45,7 @@ export class Guidance {
   field(written) {
     if (!this.active) return null;
     const value = Number(this.slider.value);
-    return this.mode.value === "scale" ? { scale: value, return_values: true } : { target_length: Math.max(0, value - written), return_values: true };
+    const wish = this.mode.value === "scale" ? { scale: value } : { target_length: Math.max(0, value - written) };
+    return { ...wish, return_values: true };
   }
 }

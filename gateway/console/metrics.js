@@ -11,9 +11,9 @@ export function parseMetrics(text) {
     const match = LINE.exec(line);
     const value = match ? Number(match[3]) : NaN;
     if (!match || !match[1].startsWith("yardstick_") || match[1].endsWith("_bucket") || Number.isNaN(value)) continue;
-    const labels = Object.fromEntries([...(match[2] ?? "").matchAll(LABEL)].map(([, name, told]) => [name, told.replace(/\\(.)/g, "$1")]));
+    const pairs = [...(match[2] ?? "").matchAll(LABEL)].map(([, name, told]) => [name, told.replace(/\\(.)/g, "$1")]);
     if (!found.has(match[1])) found.set(match[1], []);
-    found.get(match[1]).push({ labels, value });
+    found.get(match[1]).push({ labels: Object.fromEntries(pairs), value });
   }
   return found;
 }
@@ -37,7 +37,8 @@ export class Series {
 
   /** Take a counter's value at `seconds`; a smaller one than before means that the server began anew. */
   pushCounter(value, seconds) {
-    if (this.before && value >= this.before.value) this.push((value - this.before.value) / Math.max(0.1, seconds - this.before.seconds));
+    const { before } = this;
+    if (before && value >= before.value) this.push((value - before.value) / Math.max(0.1, seconds - before.seconds));
     this.before = { value, seconds };
   }
 

@@ -5,12 +5,13 @@ import { Bars } from "./bars.js";
 import { byId, count, counted, duration, make, say } from "./dom.js";
 import { codeBlock } from "./snippets.js";
 
-export const MAX_DOCUMENTS = 1000;
-export const MAX_CHARACTERS = 1 << 20;
+const MAX_DOCUMENTS = 1000;
+const MAX_CHARACTERS = 1 << 20;
 const EXAMPLE = ["blue running shoes", "crimson jogging sneakers", "red wool scarf", "scarlet running trainers", "red hiking boots",
   "green canvas tent", "red shoes for running on trails", "waterproof red jacket"];
 const BEFORE = "Query: {query}\nItem: ";
 const AFTER = "\nRelevant:";
+const COMMAND = "For more, use the command yardstick rerank.";
 
 /** Connect the panel. Returns {shown}, which is told when the panel is opened or left. */
 export function startRank(served) {
@@ -63,7 +64,8 @@ export function startRank(served) {
       byId("rank-summary").textContent = summary(bars, last, performance.now() - began);
     } catch (error) {
       const stopped = error.name === "AbortError";
-      byId("rank-summary").textContent = `${stopped ? "Stopped" : "Failed"} after ${count(bars.known)} of ${counted(documents.length, "document")}.`;
+      const done = `${count(bars.known)} of ${counted(documents.length, "document")}`;
+      byId("rank-summary").textContent = `${stopped ? "Stopped" : "Failed"} after ${done}.`;
       say(byId("rank-error"), stopped ? "" : error.text ?? String(error));
     } finally {
       abort = null;
@@ -101,10 +103,10 @@ function problemOf(documents) {
   const characters = documents.reduce((sum, text) => sum + text.length, 0);
   if (!documents.length) return "Add at least one document.";
   if (documents.length > MAX_DOCUMENTS) {
-    return `This page ranks at most ${count(MAX_DOCUMENTS)} documents at a time, and there are ${count(documents.length)}. For more, use the command yardstick rerank.`;
+    return `This page ranks at most ${count(MAX_DOCUMENTS)} documents at a time; there are ${count(documents.length)}. ${COMMAND}`;
   }
   if (characters > MAX_CHARACTERS) {
-    return `This page sends at most ${count(MAX_CHARACTERS)} characters at a time, and there are ${count(characters)}. For more, use the command yardstick rerank.`;
+    return `This page sends at most ${count(MAX_CHARACTERS)} characters at a time; there are ${count(characters)}. ${COMMAND}`;
   }
   return "";
 }
@@ -130,13 +132,15 @@ function summary(bars, last, ms) {
   const cached = usage.prompt_tokens_details?.cached_tokens;
   const parts = [counted(bars.known, "document") + " scored"];
   if (bars.failed) parts.push(`${count(bars.failed)} failed`);
-  if (Number.isFinite(usage.prompt_tokens)) parts.push(`${counted(usage.prompt_tokens, "token")}${Number.isFinite(cached) ? `, ${count(cached)} of them from the cache` : ""}`);
+  const known = Number.isFinite(cached) ? `, ${count(cached)} of them from the cache` : "";
+  if (Number.isFinite(usage.prompt_tokens)) parts.push(counted(usage.prompt_tokens, "token") + known);
   return `${[...parts, duration(ms)].join(" · ")}.`;
 }
 
 /** Put the lines of a file into the field. Returns what is wrong with it. */
 async function openFile(file) {
-  if (file.size > 4 * MAX_CHARACTERS) return `The file has ${count(file.size)} bytes; this page opens files of up to ${count(4 * MAX_CHARACTERS)} bytes.`;
+  const most = 4 * MAX_CHARACTERS;
+  if (file.size > most) return `The file has ${count(file.size)} bytes; this page opens files of up to ${count(most)} bytes.`;
   const text = await file.text();
   byId("rank-documents").value = file.name.endsWith(".jsonl") ? documentsOf(text).map(textOfRow).join("\n") : text;
   return "";

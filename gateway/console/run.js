@@ -9,6 +9,8 @@ import { TokenReader, textBefore } from "./tokens.js";
 import { TokenView } from "./token_view.js";
 
 const TOP = 5;
+const MAX_TOKENS = 5000; // more than the form allows
+const REDRAW_MS = 100;
 const CHAT = "v1/chat/completions";
 const TEXT = "v1/completions";
 
@@ -34,7 +36,8 @@ export class Run {
       this.last = null;
       changed();
     });
-    this.view = new TokenView(find(".tokens"), find(".alternatives"), name, (place, alternative) => this.continueWith(place, alternative));
+    const choose = (place, alternative) => this.continueWith(place, alternative);
+    this.view = new TokenView(find(".tokens"), find(".alternatives"), name, choose);
     this.reset();
   }
 
@@ -43,6 +46,7 @@ export class Run {
   }
 
   useModel(model) {
+    this.last = null;
     this.guidance.allow(Boolean(model?.capabilities.includes("length_guidance")));
   }
 
@@ -52,16 +56,21 @@ export class Run {
 
   /** The request that was sent last, or that the button would send. */
   request() {
-    if (this.last) return this.last;
-    const { text, chat } = this.settings();
-    return chat ? this.ask(CHAT, { messages: [{ role: "user", content: text }] }, 0) : this.ask(TEXT, { prompt: text }, 0);
+    return this.last ?? this.opening(this.settings());
   }
 
-  /** A request with all settings. `written`: tokens of the answer that the prompt contains already. */
-  ask(path, prompt, written) {
-    const { model, temperature, maxTokens, seed } = this.settings();
+  /** The request for the whole answer. */
+  opening(settings) {
+    const { text, chat } = settings;
+    if (chat) return this.ask(settings, CHAT, { messages: [{ role: "user", content: text }] });
+    return this.ask(settings, TEXT, { prompt: text });
+  }
+
+  /** A request with `settings`. `written`: tokens of the answer that the prompt contains already. */
+  ask({ model, temperature, maxTokens, seed }, path, prompt, written = 0) {
     const left = Math.max(1, maxTokens - written);
-    const limits = path === CHAT ? { max_completion_tokens: left, logprobs: true, top_logprobs: TOP } : { max_tokens: left, logprobs: TOP };
+    const chat = { max_completion_tokens: left, logprobs: true, top_logprobs: TOP };
+    const limits = path === CHAT ? chat : { max_tokens: left, logprobs: TOP };
     const guidance = this.guidance.field(written);
     const options = { temperature, seed, ...limits, stream: true, stream_options: { include_usage: true } };
     return { path, body: { model, ...prompt, ...options, ...(guidance ? { length_guidance: guidance } : {}) } };
@@ -70,7 +79,7 @@ export class Run {
   start() {
     this.reset();
     this.began = this.settings();
-    this.write(async () => this.request());
+    this.write(async () => this.opening(this.began));
   }
 
   /** Keep the tokens before `place`, put `alternative` there, and let the model write on. */
@@ -83,7 +92,8 @@ export class Run {
     this.write(async (signal) => {
       const { ids, exact } = await continuation(this.began, this.tokens, text, signal);
       this.note = exact ? "" : "The text so far was tokenised again, into other tokens.";
-      return this.ask(TEXT, { prompt: ids }, this.tokens.length);
+      const settings = { ...this.settings(), model: this.began.model }; // the ids are of this model
+      return this.ask(settings, TEXT, { prompt: ids }, this.tokens.length);
     });
   }
 
@@ -108,7 +118,7 @@ export class Run {
       const reader = new TokenReader(this.text);
       for await (const event of stream(this.last.path, { body: this.last.body, signal })) {
         this.take(reader, event);
-        this.drawFigures(performance.now() - clock);
+        this.drawSoon(clock);
       }
       this.status.textContent = `${this.name} wrote ${counted(this.tokens.length, "token")}.`;
     } catch (error) {
@@ -131,7 +141,15 @@ export class Run {
     this.text += text;
     this.tokens.push(...tokens);
     this.view.add(tokens);
+    if (this.tokens.length > MAX_TOKENS) throw new ApiError("The server sends more tokens than were asked for.");
     if (choice.finish_reason) this.finish = choice.finish_reason === "length" ? "token limit" : "end of text";
+  }
+
+  drawSoon(clock) {
+    this.timer ??= setTimeout(() => {
+      this.timer = null;
+      if (this.busy) this.drawFigures(performance.now() - clock);
+    }, REDRAW_MS);
   }
 
   /** Numbers beside the text: tokens, time, mean probability, prediction, end. */
@@ -140,13 +158,20 @@ export class Run {
     const predictions = this.tokens.map((token) => token.remaining).filter(Number.isFinite);
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     const pairs = [["Tokens", count(this.tokens.length)]];
-    if (this.busy && predictions.length) pairs.push(["Predicted to come", `about ${counted(Math.round(predictions.at(-1)), "token")}`]);
-    if (logprobs.length) pairs.push(["Mean probability", percent(Math.exp(logprobs.reduce((a, b) => a + b, 0) / logprobs.length))]);
+    if (this.busy && predictions.length) {
+      pairs.push(["Predicted to come", `about ${counted(Math.round(predictions.at(-1)), "token")}`]);
+    }
+    const mean = logprobs.reduce((sum, each) => sum + each, 0) / logprobs.length;
+    if (logprobs.length) pairs.push(["Mean probability", percent(Math.exp(mean))]); // the geometric mean
     if (ms) pairs.push(["Time", duration(ms)]);
-    if (Number.isFinite(this.usage?.prompt_tokens)) pairs.push(["Prompt", `${counted(this.usage.prompt_tokens, "token")}${Number.isFinite(cached) ? `, ${count(cached)} cached` : ""}`]);
+    if (Number.isFinite(this.usage?.prompt_tokens)) {
+      const known = Number.isFinite(cached) ? `, ${count(cached)} cached` : "";
+      pairs.push(["Prompt", counted(this.usage.prompt_tokens, "token") + known]);
+    }
     if (this.finish) pairs.push(["Ended by", this.finish]);
     if (this.note) pairs.push(["Note", this.note]);
-    this.figures.replaceChildren(...pairs.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }))));
+    const rows = pairs.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value })));
+    this.figures.replaceChildren(...rows);
     this.copyButton.disabled = !this.text;
     this.drawPredictions(predictions);
   }

@@ -7,9 +7,8 @@ const HEIGHT = 36;
 /** A chart of `values`, the last at the right end. Fewer than `least` values leave the left part empty. */
 export function sparkline(values, label, least = 2) {
   const svg = document.createElementNS(SVG, "svg");
-  for (const [name, value] of Object.entries({ viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label, class: "spark" })) {
-    svg.setAttribute(name, value);
-  }
+  const size = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", class: "spark" };
+  for (const [name, value] of Object.entries({ ...size, role: "img", "aria-label": label })) svg.setAttribute(name, value);
   const high = Math.max(1e-9, ...values);
   const x = (place) => WIDTH - ((values.length - 1 - place) * WIDTH) / (Math.max(least, values.length) - 1);
   const y = (value) => HEIGHT - 2 - (value / high) * (HEIGHT - 4);

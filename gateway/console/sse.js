@@ -1,5 +1,5 @@
-// Reads server-sent events from the body of a POST, which EventSource cannot send. Everything is bounded: a server that sends no end of a
-// line, no event for long, or events without end is an error and not a page that hangs.
+// Reads server-sent events from the answer to a POST, which EventSource cannot send. Everything is bounded: a server that sends no
+// end of a line, no event for long, or events without end is an error and not a page that hangs.
 
 const MAX_EVENT_CHARACTERS = 4 << 20;
 const MAX_STREAM_CHARACTERS = 64 << 20;
@@ -10,7 +10,7 @@ export class BrokenStream extends Error {
   name = "BrokenStream";
 }
 
-/** Yield the JSON of each `data:` line until `[DONE]`. `body` is a stream of bytes; it is cancelled when the caller stops reading. */
+/** Yield the JSON of each `data:` line until `[DONE]`. `body`, a stream of bytes, is cancelled when the caller stops reading. */
 export async function* readEvents(body, { silence = SILENCE_SECONDS } = {}) {
   const reader = body.getReader();
   const decoder = new TextDecoder();
@@ -23,7 +23,9 @@ export async function* readEvents(body, { silence = SILENCE_SECONDS } = {}) {
       const text = decoder.decode(value, { stream: true });
       total += text.length;
       rest += text;
-      if (rest.length > MAX_EVENT_CHARACTERS || total > MAX_STREAM_CHARACTERS) throw new BrokenStream("The server sends more than this page reads.");
+      if (rest.length > MAX_EVENT_CHARACTERS || total > MAX_STREAM_CHARACTERS) {
+        throw new BrokenStream("The server sends more than this page reads.");
+      }
       const lines = rest.split("\n");
       rest = lines.pop();
       for (const line of lines) {

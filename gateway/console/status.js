@@ -8,9 +8,10 @@ import { sparkline } from "./sparkline.js";
 
 const SAMPLE_MS = 2000;
 const SAMPLES = 120;
+const MAX_ROWS = 200;
 const LEAST_SAMPLES = 20;
 const is = (name, value) => (labels) => labels[name] === value;
-const isApi = (labels) => !["/metrics", "/", "/console/{name:str}", "/livez", "/readyz"].includes(labels.route);
+const isApi = (labels) => !["/metrics", "/", "/console/{name}", "/livez", "/readyz"].includes(labels.route);
 
 // name, unit, where the number is from, and whether it is a counter
 const TILES = [
@@ -50,7 +51,8 @@ export function startStatus(served) {
       byId("status-line").textContent = lineOf(metrics);
     } catch (error) {
       if (error.name === "AbortError") return;
-      say(byId("status-error"), `${error.text ?? error} Metrics are not shown where a proxy or an ingress does not admit /metrics.`);
+      const hint = "Metrics are not shown where a proxy or an ingress does not admit /metrics.";
+      say(byId("status-error"), `${error.text ?? error} ${hint}`);
       byId("status-line").textContent = "";
     }
     timer = setTimeout(sample, SAMPLE_MS);
@@ -89,18 +91,20 @@ function drawTiles(series) {
 }
 
 function drawEngines(metrics) {
-  const states = (metrics.get("yardstick_engines") ?? []).map(({ labels, value }) => `${count(value)} ${labels.state}${labels.model ? ` (${labels.model})` : ""}`);
-  const tokens = new Map((metrics.get("yardstick_engine_tokens_in_flight") ?? []).map(({ labels, value }) => [labels.engine, value]));
-  const rows = (metrics.get("yardstick_engine_requests_in_flight") ?? []).map(({ labels, value }) =>
+  const seriesOf = (name) => (metrics.get(`yardstick_${name}`) ?? []).slice(0, MAX_ROWS);
+  const named = (labels) => labels.state + (labels.model ? ` (${labels.model})` : "");
+  const states = seriesOf("engines").map(({ labels, value }) => `${count(value)} ${named(labels)}`);
+  const tokens = new Map(seriesOf("engine_tokens_in_flight").map(({ labels, value }) => [labels.engine, value]));
+  const rows = seriesOf("engine_requests_in_flight").map(({ labels, value }) =>
     [labels.engine ?? "", count(value), count(tokens.get(labels.engine) ?? 0)]);
-  byId("status-engines").replaceChildren(make("p", { class: "hint", text: states.join(", ") || "No engine is known." }),
-    ...(rows.length ? [table(["Engine", "Requests", "Tokens"], rows)] : []));
+  const summary = make("p", { class: "hint", text: states.join(", ") || "No engine is known." });
+  byId("status-engines").replaceChildren(summary, ...(rows.length ? [table(["Engine", "Requests", "Tokens"], rows)] : []));
 }
 
 function drawModels(models) {
-  const rows = models.map((model) => [model.id, count(model.context), model.capabilities.join(", ").replaceAll("_", " "),
-    model.preset ? `${model.preset.name} (${model.preset.task})` : "none"]);
-  byId("status-models").replaceChildren(rows.length ? table(["Model", "Context", "Capabilities", "Preset"], rows) : make("p", { class: "hint", text: "No model is known." }));
+  const rows = models.map(({ id, context, capabilities, preset }) =>
+    [id, count(context), capabilities.join(", ").replaceAll("_", " "), preset ? `${preset.name} (${preset.task})` : "none"]);
+  drawTable("status-models", ["Model", "Context", "Capabilities", "Preset"], rows, "No model is known.");
 }
 
 function drawLimits() {
@@ -108,6 +112,10 @@ function drawLimits() {
     const meter = make("meter", { min: 0, max: limit, value: remaining, "aria-label": `Rest of ${kind} a minute` });
     return [kind, `${count(remaining)} of ${count(limit)} a minute`, meter, reset];
   });
-  const hint = "The last answers told no limits: the key has none, or nothing was sent yet. Send a request in another panel to see them.";
-  byId("status-limits").replaceChildren(rows.length ? table(["Limit", "Left", "", "Whole again in"], rows) : make("p", { class: "hint", text: hint }));
+  const hint = "The last answers told no limits: the key has none, or nothing was sent yet. Send a request in another panel first.";
+  drawTable("status-limits", ["Limit", "Left", "Share", "Whole again in"], rows, hint);
+}
+
+function drawTable(id, head, rows, otherwise) {
+  byId(id).replaceChildren(rows.length ? table(head, rows) : make("p", { class: "hint", text: otherwise }));
 }

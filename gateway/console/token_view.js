@@ -1,5 +1,5 @@
-// Shows tokens coloured by probability, and the alternatives of one of them. The tokens are one stop of the Tab key; arrow keys move
-// between them, Enter opens the alternatives, Escape returns.
+// Shows tokens coloured by probability, and the alternatives of one of them. The tokens are one stop of the Tab key; arrow keys
+// move between them, Enter opens the alternatives, Escape returns.
 
 import { count, make, percent } from "./dom.js";
 import { canFollow } from "./tokens.js";
@@ -77,10 +77,11 @@ export class TokenView {
     this.element.querySelector("[aria-current]")?.removeAttribute("aria-current");
     this.element.children[place].setAttribute("aria-current", "true");
     this.alternatives.hidden = false;
-    this.alternatives.replaceChildren(
-      make("div", { class: "row spread" }, make("h4", { text: `Token ${place + 1}: ${visible(token.text)}` }),
-        make("button", { type: "button", class: "plain", text: "Close", onclick: () => this.close() })),
-      rows.length ? make("ul", {}, ...rows) : make("p", { class: "hint", text: "The server told no probabilities for this token." }));
+    const close = make("button", { type: "button", class: "plain", text: "Close", onclick: () => this.close() });
+    const title = make("h4", { text: `Token ${place + 1}: ${visible(token.text)}` });
+    const none = make("p", { class: "hint", text: "The server told no probabilities for this token." });
+    const list = rows.length ? make("ul", {}, ...rows) : none;
+    this.alternatives.replaceChildren(make("div", { class: "row spread" }, title, close), list);
     if (move) (this.alternatives.querySelector("li button:not(:disabled)") ?? this.alternatives.querySelector("button")).focus();
   }
 
@@ -93,7 +94,8 @@ export class TokenView {
       "aria-label": `Continue with ${visible(alternative.text)}`, text: written ? "Written" : "Continue",
       onclick: () => this.choose(place, alternative) });
     return make("li", { class: written ? "written" : "" }, make("code", { text: visible(alternative.text) }),
-      make("span", { class: "bar-track", "aria-hidden": "true" }, fill), make("span", { class: "bar-score", text: percent(p) + remaining }), use);
+      make("span", { class: "bar-track", "aria-hidden": "true" }, fill),
+      make("span", { class: "bar-score", text: percent(p) + remaining }), use);
   }
 
   close() {
@@ -117,9 +119,10 @@ function spanOf(token) {
   const label = `${visible(token.text)}${p === null ? "" : `, ${percent(p)}`}${token.chosen ? ", chosen by you" : ""}`;
   const shown = token.shown.replaceAll("\n", "↵\n");
   const space = shown.trim() ? /^ */.exec(shown)[0] : ""; // spaces before a word get no colour, as they may end a line
-  return make("span", { class: `token${token.chosen ? " chosen" : ""}`, role: "button", tabindex: "-1", "aria-label": label, title: label },
+  const kind = token.chosen ? "token chosen" : "token";
+  return make("span", { class: kind, role: "button", tabindex: "-1", "aria-label": label, title: label },
     space, make("span", { class: `p${step < 0 ? 5 : step}`, text: shown.slice(space.length) }));
 }
 
 /** A token's text with its white space visible. */
-export const visible = (text) => (text === "" ? "(end)" : text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
+export const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "(nothing)";

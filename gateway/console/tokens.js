@@ -1,15 +1,15 @@
 // Reads tokens from the events of both generating endpoints.
 //
-// A token is {text, shown, logprob, remaining, start, top}: its text; the text that it adds to the screen (a part of a character adds
-// nothing until the character is complete); its log-probability, null if unknown; the predicted tokens after it; its place in the text of
-// the answer, in characters; and the most probable tokens at its place, each {text, logprob, remaining}.
+// A token is {text, shown, logprob, remaining, start, top}: its text; the text that it adds to the screen (a part of a character
+// adds nothing until the character is complete); its log-probability, null if unknown; the predicted tokens after it; its place in
+// the text of the answer, in characters; and the most probable tokens at its place, each {text, logprob, remaining}.
 
 const PARTIAL = "\ufffd";
 const MAX_TOP = 20;
 
 const CONTROL = /^<(\|.*\||\/?s|eos|bos|pad|unk|(start|end)_of_turn)>$/;
 
-/** Whether a text can go on with this token. Parts of characters cannot be sent back as text, and after a control token it has ended. */
+/** Whether a text can go on with this token: parts of characters cannot be sent as text, and a control token ends it. */
 export const canFollow = (token) => token.text !== "" && !token.text.includes(PARTIAL) && !CONTROL.test(token.text);
 
 /** The text of an answer before one of its tokens. */
@@ -41,7 +41,8 @@ export class TokenReader {
     const shown = this.decoder.decode(bytes, { stream: true });
     this.seen += [...shown].length;
     const rows = Array.isArray(entry?.top_logprobs) ? entry.top_logprobs.slice(0, MAX_TOP) : [];
-    const top = rows.map((row) => ({ text: String(row?.token ?? ""), logprob: number(row?.logprob), remaining: number(row?.remaining_tokens) }));
+    const textOf = (row) => String(row?.token ?? "");
+    const top = rows.map((row) => ({ text: textOf(row), logprob: number(row?.logprob), remaining: number(row?.remaining_tokens) }));
     return { text, shown, start, logprob: number(entry?.logprob), remaining: number(entry?.remaining_tokens), top };
   }
 

@@ -64,6 +64,17 @@ def test_wrong_answers(visit: Open, scripted: ScriptedServer) -> None:
             expect(page.locator(f"#{panel}-start"), name).to_be_enabled()
 
 
+def test_a_flood_of_results_and_tokens_is_bounded(visit: Open, scripted: ScriptedServer) -> None:
+    rows = [{"index": index, "relevance_score": index} for index in range(20_000)]
+    tokens = {"choices": [{"logprobs": {"content": [{"token": "a"}] * 5001}}]}
+    page = ready(visit(scripted.answer(rerank=streamed({"results": rows}, done=True), chat=streamed(tokens, done=True))))
+    page.click("#rank-start")
+    expect(page.locator("#rank-summary")).to_contain_text("8 documents scored")
+    page.click("#tab-write")
+    page.click("#write-start")
+    expect(page.locator(".run .error").first).to_contain_text("more tokens than were asked for")
+
+
 def test_fields_of_wrong_types_are_left_out(visit: Open, scripted: ScriptedServer) -> None:
     rows = [
         {"index": index, "relevance_score": score}

@@ -66,7 +66,7 @@ def filled(browser: Browser, server: str) -> Iterator[Page]:
     context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_no_violation_of_accessibility(filled: Page, visit: Open, keyed: str, scheme: str) -> None:
     filled.set_viewport_size({"width": 1200, "height": 850})
     filled.emulate_media(color_scheme=scheme)
@@ -75,6 +75,13 @@ def test_no_violation_of_accessibility(filled: Page, visit: Open, keyed: str, sc
     page = visit(keyed, color_scheme=scheme)
     expect(page.locator("#key-dialog")).to_be_visible()
     check_accessibility(page, "the dialog")
+    page.fill("#key-input", KEY)
+    page.keyboard.press("Enter")
+    page.click("#rank-start")
+    expect(page.locator("#rank-summary")).to_contain_text("8 documents scored")
+    page.click("#tab-status")
+    expect(page.locator("#status-limits meter")).to_have_count(2)
+    check_accessibility(page, "limits")
 
 
 def check_accessibility(page: Page, name: str) -> None:
@@ -148,6 +155,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(visit: Open, keyed: str) -> None
     assert page.evaluate("sessionStorage.length") == 0
 
 
+@pytest.mark.slow
 def test_a_key_of_another_tab_is_not_seen(visit: Open, keyed: str) -> None:
     page = visit(keyed)
     page.fill("#key-input", KEY)
@@ -172,6 +180,7 @@ def test_themes(visit: Open, server: str) -> None:
     assert page.evaluate(colour) == dark
 
 
+@pytest.mark.slow
 def test_less_motion(visit: Open, server: str) -> None:
     for wish, duration in (("reduce", "0s"), ("no-preference", "0.25s")):
         page = ready(visit(server, reduced_motion=wish))
@@ -180,6 +189,7 @@ def test_less_motion(visit: Open, server: str) -> None:
         assert page.evaluate("getComputedStyle(document.querySelector('.bar-fill')).transitionDuration") == duration
 
 
+@pytest.mark.slow
 def test_addresses_of_panels(visit: Open, server: str) -> None:
     page = visit(f"{server}/#status")
     expect(page.locator("#panel-status")).to_be_visible()

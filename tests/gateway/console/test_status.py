@@ -61,16 +61,16 @@ def test_limits_of_the_key(visit: Open, keyed: str) -> None:
     expect(page.locator("#status-code code")).to_contain_text("$YARDSTICK_API_KEY")
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (None, "HTTP 404"),
-        (lambda connection: connection.send(200, "text/html", b"<h1>Sign in</h1>"), "has no metrics of Yardstick"),
-        (lambda connection: connection.send(200, "text/plain", b"yardstick_x 1\n" * 400_000), "too large"),
-    ],
-)
-def test_metrics_that_cannot_be_read(visit: Open, scripted: ScriptedServer, answer: object, words: str) -> None:
-    page = visit(scripted.answer(**({} if answer is None else {"metrics": answer})))
+def test_metrics_that_cannot_be_read(visit: Open, scripted: ScriptedServer) -> None:
+    page = visit(scripted.answer())
     page.click("#tab-status")
-    expect(page.locator("#status-error")).to_contain_text(words)
+    expect(page.locator("#status-error")).to_contain_text("HTTP 404")
     expect(page.locator("#status-models")).to_contain_text("yardstick-demo")
+    for kind, content, words in (
+        ("text/html", b"<h1>Sign in</h1>", "has no metrics of Yardstick"),
+        ("text/plain", b"yardstick_x 1\n" * 400_000, "too large"),
+    ):
+        scripted.answer(metrics=lambda c, kind=kind, content=content: c.send(200, kind, content))
+        page.click("#tab-rank")
+        page.click("#tab-status")  # samples at once
+        expect(page.locator("#status-error")).to_contain_text(words)

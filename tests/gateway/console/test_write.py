@@ -65,7 +65,10 @@ def test_continue_from_an_alternative(panel: Page, server: str) -> None:
         ids = json.loads(request.post_data)["prompt"]
         assert ids == prompt + [tokenizer.token_to_id(spelled) for spelled in ("A", "Ġlist", "Ġof", f"Ġ{word}")]
     assert panel.locator(".chosen").count() == 1
-    assert panel.locator(".figures").first.inner_text().count("Note") == 0, "the tokens are exact"
+    assert panel.locator(".token").first.inner_text() == "A"
+    assert "Note" not in panel.locator(".figures").first.inner_text(), "the tokens are exact"
+    write(panel)
+    assert written(panel) == before, "the button begins anew"
 
 
 def test_tokens_by_keyboard(panel: Page) -> None:
@@ -102,6 +105,7 @@ def test_two_runs_and_length_guidance(panel: Page) -> None:
     assert figure(panel, "Tokens", 0) == str(plain), "the seed repeats the other run"
 
 
+@pytest.mark.slow
 def test_continuation_keeps_the_target(panel: Page) -> None:
     panel.locator(".guide-mode").first.select_option("target")
     write(panel)
@@ -113,6 +117,7 @@ def test_continuation_keeps_the_target(panel: Page) -> None:
     expect(code).to_contain_text('"max_tokens": 196')
 
 
+@pytest.mark.slow
 def test_text_to_continue(panel: Page) -> None:
     panel.select_option("#write-kind", "text")
     panel.fill("#write-text", f"{QUESTION}\n")

@@ -7,7 +7,7 @@ const MAX_SHOWN_CHARACTERS = 20_000;
 const SDK_FIELDS = new Set(["model", "messages", "prompt", "temperature", "max_tokens", "max_completion_tokens", "seed", "logprobs",
   "top_logprobs", "stream", "stream_options"]);
 
-/** A block with two views and a copy button in the element `id`. Returns a function that shows a request {path, body}. */
+/** A block with two views and a copy button in the element `id`. Returns a function that shows a request {path, body}, and whose. */
 export function codeBlock(id) {
   const code = make("code");
   const block = make("pre", { tabindex: "0", role: "region", "aria-label": "Code of this request" }, code);
@@ -27,8 +27,9 @@ export function codeBlock(id) {
     for (const choice of choices) choice.setAttribute("aria-pressed", String(choice.textContent === name));
     draw();
   }
-  return (shown) => {
+  return (shown, whose = "") => {
     request = shown;
+    title.textContent = `This request as code${whose && `: ${whose}`}`;
     draw();
   };
 }

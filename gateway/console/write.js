@@ -14,6 +14,13 @@ export function startWrite(served) {
   const runs = ["Run A", "Run B"].map((name) => new Run(name, settings, refresh));
   byId("write-runs").append(...runs.map((run) => run.element));
   const used = () => (byId("write-two").checked ? runs : runs.slice(0, 1));
+  let touched = runs[0]; // the run whose request is shown as code
+  for (const run of runs) {
+    run.element.addEventListener("focusin", () => {
+      touched = run;
+      refresh();
+    });
+  }
 
   function refresh() {
     const busy = runs.some((run) => run.busy);
@@ -21,7 +28,8 @@ export function startWrite(served) {
     byId("write-stop").disabled = !busy;
     runs[1].element.hidden = !byId("write-two").checked;
     byId("write-runs").classList.toggle("two", byId("write-two").checked);
-    showCode((used().find((run) => run.last) ?? runs[0]).request());
+    const [shown, others] = used().includes(touched) ? [touched, used().length > 1] : [runs[0], false];
+    showCode(shown.request(), others ? shown.name : "");
   }
 
   function useModel() {

@@ -1,1 +1,1 @@
-"""Makes this folder a package for pytest, so that fixtures of the scope ``package`` end with its last test and not with the session."""
+"""A package for pytest, so that fixtures of the scope ``package`` end with the last test of this folder and not with the session."""

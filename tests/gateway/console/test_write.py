@@ -93,6 +93,8 @@ def test_two_runs_and_length_guidance(panel: Page) -> None:
     slider = panel.locator(".run").nth(1).locator("input[type=range]")
     slider.fill("-10")
     expect(panel.locator(".run").nth(1).locator(".guide-value")).to_have_text("shorter (−10)")
+    expect(panel.locator("#write-code h3")).to_have_text("This request as code: Run B")
+    expect(panel.locator("#write-code code")).to_contain_text('"scale": -10')
     write(panel)
     plain, short = (int(figure(panel, "Tokens", run)) for run in (0, 1))
     assert short < plain

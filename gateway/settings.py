@@ -179,6 +179,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reasoning_parsers: tuple[str, ...] = ()
     """Format of models' thinking sections: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by
     commas in the environment. FORMAT is ``think``, ``mistral``, ``seed`` or ``none``."""
+    console: bool = True
+    """Whether to serve the web console at ``/``."""
     parse_special_tokens_in_messages: bool = False
     """Whether text such as ``<|im_end|>`` in chat messages becomes a control token if the request does not say."""
 

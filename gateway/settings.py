@@ -169,6 +169,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How models are prompted and read: ``MODEL=PRESET`` for each model that should not have the preset that fits its name,
     separated by commas in the environment. PRESET is a name from ``yardstick presets``, a file that ends with ``.toml``, or
     ``none``."""
+    console: bool = True
+    """Whether to serve the web console at ``/``."""
     parse_special_tokens_in_messages: bool = False
     """Whether text such as ``<|im_end|>`` in chat messages becomes a control token if the request does not say."""
 

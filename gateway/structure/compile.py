@@ -25,6 +25,8 @@ COMPILE_SECONDS = 1.0
 KEPT_GRAMMARS = 1024
 """Grammars whose result a worker remembers."""
 
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+"""Keywords whose values have names of the schema's author as keys."""
 _KEYWORDS = re.compile(r'Unimplemented keys: \["([^"\\]+)"')
 
 
@@ -98,7 +100,7 @@ def _places(schema: dict[str, Any], keyword: str, path: str) -> Iterator[str]:
     level: list[tuple[str, Any]] = [(path, schema)]
     while level:
         for place, value in level:
-            if isinstance(value, dict) and keyword in value:
+            if isinstance(value, dict) and keyword in value and place.rpartition(".")[2] not in _NAMED:
                 yield place
         level = [(f"{place}.{key}", part) for place, value in level if isinstance(value, dict) for key, part in value.items()] + [
             (f"{place}[{index}]", part) for place, value in level if isinstance(value, list) for index, part in enumerate(value)

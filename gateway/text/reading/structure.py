@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from gateway.errors import InvalidRequest
 from gateway.schemas.structure import StructuredRequest
+from gateway.structure.compile import COMPILE_SECONDS
 from gateway.structure.request import constraint_of, grammar_of
+from gateway.text.deadline import TimeIsUp, at_most
 from gateway.text.reading.endpoint import Model
 
 MAX_WORD_TOKENS = 4096
@@ -22,7 +24,12 @@ def read_grammar(request: StructuredRequest, model: Model) -> str:
     constraint = constraint_of(request)
     if constraint is None:
         return ""
-    grammar = grammar_of(constraint)
+    try:
+        with at_most(COMPILE_SECONDS):
+            grammar = grammar_of(constraint)
+    except TimeIsUp:
+        message = f"`{constraint.param}`: reading it takes longer than {COMPILE_SECONDS:g} s; simplify it."
+        raise InvalidRequest(message, param=constraint.param) from None
     if model.texts.grammars is not None:
         model.texts.grammars.check(grammar, constraint.param)
     return grammar

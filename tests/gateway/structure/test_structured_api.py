@@ -103,6 +103,10 @@ def test_text_is_free(engine: FakeEngine, client: httpx.Client, fields: dict[str
     assert engine.generates[0].grammar == ""
 
 
+CHAIN = "\n".join(["root ::= r0", *(f'r{place} ::= r{place + 1} "a"' for place in range(6000)), 'r6000 ::= "b"'])
+"""Converting it takes time that grows with the square of its rules."""
+
+
 def nested(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(levels):
@@ -127,6 +131,7 @@ def nested(levels: int) -> dict[str, Any]:
             "guided_json.properties.b",
             "`uniqueItems` is not supported",
         ),
+        ({"guided_json": {"properties": {"not": {"not": {}}}}}, "guided_json.properties.not", "`not` is not supported"),
         ({"guided_json": {"anyOf": [{}, {"not": {}}]}}, "guided_json.anyOf[1]", "`not` is not supported"),
         ({"guided_json": {"$ref": "https://example.com/s.json"}}, "guided_json", "cannot be followed"),
         ({"guided_json": {"type": "string", "format": "nonsense"}}, "guided_json", "Unknown format: nonsense"),
@@ -172,6 +177,10 @@ def test_what_is_refused(client: httpx.Client, fields: dict[str, Any], param: st
         ({"guided_grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, "cannot be"),
         ({"guided_grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000}, "cannot be"),
         ({"guided_grammar": "start: " + " ".join(f'("x{i}"|"y")?' for i in range(6000))}, ""),
+        (
+            {"guided_grammar": 'root ::= r0\nr6000 ::= "b"\n' + "\n".join(f'r{i} ::= r{i + 1} "a"' for i in range(6000))},
+            "longer than",
+        ),
         ({"guided_grammar": "start: a\na: b b b b\nb: c c c c\nc: d d d d\nd: " + '("e" | "")' * 4}, ""),
     ],
 )

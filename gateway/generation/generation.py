@@ -10,7 +10,7 @@ from gateway.breathing import Breath
 from gateway.errors import EngineLost
 from gateway.generation.merge import merged
 from gateway.generation.relay import Relay
-from gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions
+from gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions, Token
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 
@@ -29,9 +29,11 @@ class Generation:
         *,
         first_index: int = 0,
         echo: str | None = None,
+        prompt_logprobs: int | None = None,
         most_expected: int,
     ) -> None:
         """``first_index``: index of the prompt's first choice in the answer. ``echo``: the prompt's text, which is sent first.
+        ``prompt_logprobs``: number of top tokens at each position of the prompt to keep in ``prompt_tokens``; None: none are kept.
         ``most_expected``: upper bound on the expected tokens of a sequence."""
         self.model = model
         self.request = request
@@ -42,8 +44,11 @@ class Generation:
         """Expected tokens of the prompt and all sequences."""
         self._relay: Relay | None = None
         self._logprobs = options.logprobs
-        self._prompt = None if echo is None else PromptTokens(model.tokenizer, request.prompt, echo)
-        """Tokens of the prompt, if it is echoed."""
+        self._echoes = echo is not None
+        self.prompt_logprobs = prompt_logprobs
+        reads_prompt = self._echoes or prompt_logprobs is not None
+        self._prompt = PromptTokens(model.tokenizer, request.prompt, echo or "") if reads_prompt else None
+        """Tokens of the prompt, if it is echoed or if its log-probabilities are kept."""
         prompt = request.prompt
         offset = len(echo or "")
         self.sequences = [
@@ -54,6 +59,11 @@ class Generation:
     def completion_tokens(self) -> int:
         """Output tokens of all sequences so far."""
         return sum([sequence.completion_tokens for sequence in self.sequences])
+
+    @property
+    def prompt_tokens(self) -> list[Token]:
+        """The tokens of the prompt, if their log-probabilities are kept and have arrived."""
+        return [] if self._prompt is None or self.prompt_logprobs is None else self._prompt.tokens
 
     @property
     def used_tokens(self) -> int:
@@ -75,9 +85,11 @@ class Generation:
                     self.queue_seconds += delta.queue_seconds
                 if prompt is not None:
                     early += [delta for delta in batch if delta.tokens or delta.finish]
-                    if self._logprobs and not await prompt.push_all(batch):
+                    if self.request.prompt_logprobs is not None and not await prompt.push_all(batch):
                         continue
-                    pieces += [Piece(sequence.index, prompt.text, prompt.tokens) for sequence in self.sequences]
+                    if self._echoes:
+                        tokens = prompt.tokens if self._logprobs else []
+                        pieces += [Piece(sequence.index, prompt.text, tokens) for sequence in self.sequences]
                     prompt, batch = None, early
                 breath = Breath() if len(batch) > 1 else None
                 for delta in batch:
@@ -86,7 +98,7 @@ class Generation:
                     piece = self.sequences[delta.index].push(delta)
                     if piece.finish:
                         unfinished -= 1
-                    if piece.text or piece.tokens or piece.finish:
+                    if piece.text or piece.tokens or piece.finish or piece.token_ids:
                         pieces.append(piece)
                     if breath is not None and breath.due:
                         yield pieces

@@ -49,6 +49,8 @@ class Piece(msgspec.Struct):
     finish: Finish | None = None
     completion_tokens: int = 0
     """Tokens of the sequence up to this piece, including those whose text is held back."""
+    token_ids: list[int] = []
+    """Ids of the tokens since the last piece, including those whose text is held back or left out, if ids were requested."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class TextOptions:
     end_logprob: bool = False
     """Whether a token that ends the sequence, such as EOS, has log-probabilities even if its text is left out. Clients that echo a
     prompt count entries from the end: lm-eval reads ``token_logprobs[:-1]`` with ``max_tokens`` 1."""
+    token_ids: bool = False
+    """Whether pieces have token ids."""
 
 
 class Sequence:
@@ -76,6 +80,8 @@ class Sequence:
         self.finish: Finish | None = None
         self.completion_tokens = 0
         """Tokens up to and including the one that ended the sequence."""
+        self.logprob = 0.0
+        """Sum of the log-probabilities of these tokens, if log-probabilities were requested."""
         self._options = options
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopStrings(options.stops)
@@ -94,6 +100,7 @@ class Sequence:
         self._received += len(delta.tokens)
         if self.finish is not None:  # a stop string ended this sequence, and the engine still generates the others
             return Piece(self.index, "", completion_tokens=self.completion_tokens)
+        before = self.completion_tokens
         tokens, hidden = delta.tokens, 0
         if delta.finish == "stop" and not self._options.keeps_stop:
             tokens, hidden = tokens[:-1], 1
@@ -101,10 +108,14 @@ class Sequence:
         if self.finish is None and delta.finish is not None:
             self.completion_tokens += hidden
             text += self._end(delta.finish)
-            if hidden and delta.tokens and self._options.logprobs and self._options.end_logprob:
-                self._waiting.append(_token(delta.tokens[-1], len(tokens), delta.logprobs, self._read))
+            if hidden and delta.tokens and self._options.logprobs:
+                last = _token(delta.tokens[-1], len(tokens), delta.logprobs, self._read)
+                self.logprob += last.logprob or 0.0
+                if self._options.end_logprob:
+                    self._waiting.append(last)
         told = self._tokens_told() if self._waiting else []
-        return Piece(self.index, text, told, self.finish, self.completion_tokens)
+        counted = delta.tokens[: self.completion_tokens - before] if self._options.token_ids else []
+        return Piece(self.index, text, told, self.finish, self.completion_tokens, counted)
 
     def _read_tokens(self, tokens: list[int], logprobs: wire.Logprobs | None) -> str:
         """Return the certain text of ``tokens``. Tokens are processed singly only for log-probabilities and stop strings."""
@@ -115,6 +126,7 @@ class Sequence:
         for place, token in enumerate(tokens):
             if self._options.logprobs:
                 self._waiting.append(_token(token, place, logprobs, self._read))
+                self.logprob += self._waiting[-1].logprob or 0.0
             self.completion_tokens += 1
             told += self._tell(self._detokenizer.push([token]))
             if self.finish is not None:

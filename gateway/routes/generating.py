@@ -15,6 +15,7 @@ from litestar import Request, Response
 from gateway.breathing import Breath
 from gateway.context import Account, RequestContext
 from gateway.generation.generation import Generation, run_all
+from gateway.generation.prompt_output import PromptOutput, check_size, prompt_output
 from gateway.generation.sequence import Piece, Token
 from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.limits.quotas import Quotas
@@ -39,13 +40,17 @@ class Answer(ABC):
         """Return a struct of lists with one entry for each of ``tokens``, or None if no log-probabilities were requested."""
 
     @abstractmethod
-    def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage) -> msgspec.Struct:
+    def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage, prompts: list[PromptOutput]) -> msgspec.Struct:
         """Return the body of an answer that is not streamed. ``logprobs`` holds the result of :meth:`logprobs` for each choice; its
-        lists may be JSON-encoded already."""
+        lists may be JSON-encoded already. ``prompts`` has one entry for each prompt."""
 
     @abstractmethod
     def chunk(self, piece: Piece, usage: Usage | None) -> msgspec.Struct:
         """Return the event for new output of one choice. ``usage``: the choice's token counts so far, if they were requested."""
+
+    def chosen(self, choices: list[Piece], generations: list[Generation], /) -> list[Piece]:
+        """Return the choices to answer with, numbered anew if some are left out."""
+        return choices
 
     @abstractmethod
     def opening(self, index: int, usage: Usage | None, /) -> msgspec.Struct | None:
@@ -72,6 +77,7 @@ class Generator:
         without token counts. Raises :class:`GatewayError` for failures before the first event."""
         account = RequestContext.of(request).account
         account.prompt_tokens = sum(len(generation.request.prompt) for generation in generations)
+        check_size(fields, account.prompt_tokens)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if fields.stream:
             events = self._events(generations, answer, lease, account, fields)
@@ -84,11 +90,13 @@ class Generator:
             await asyncio.sleep(0)
             choices = joined(pieces)
             choices.sort(key=lambda piece: piece.index)
+            choices = answer.chosen(choices, generations)
             await asyncio.sleep(0)
             logprobs = [await _encoded(answer, choice.tokens) for choice in choices]
+            prompts = [await prompt_output(generation, fields) for generation in generations]
             usage = usage_of(generations)
             await asyncio.sleep(0)
-        return Response(answer.whole(choices, logprobs, usage))
+        return Response(answer.whole(choices, logprobs, usage, prompts))
 
     async def _events(
         self, generations: list[Generation], answer: Answer, lease: Lease | None, account: Account, fields: GenerationRequest
@@ -160,6 +168,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
             [token for part in of_one for token in part.tokens],
             of_one[-1].finish,
             of_one[-1].completion_tokens,
+            [id for part in of_one for id in part.token_ids],
         )
         for index, of_one in parts.items()
     ]
@@ -176,7 +185,8 @@ def _small(pieces: list[Piece]) -> Iterator[Piece]:
         for begin in range(0, len(tokens), TOKENS_AT_ONCE):
             text = piece.text if begin == 0 else ""
             finish = piece.finish if begin >= last else None
-            yield Piece(piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens)
+            ids = piece.token_ids if begin == 0 else []
+            yield Piece(piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens, ids)
 
 
 async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:

@@ -30,6 +30,16 @@ class StreamOptions(msgspec.Struct):
     """Every chunk carries the token counts of its own prompt and completion so far; only with `include_usage`."""
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """The log-probability of a token at a position of the prompt, in vLLM's format."""
+
+    logprob: float
+    """-9999 represents a probability of zero."""
+    rank: int | None
+    """Rank of the token at its position, from 1; null for the prompt's own token if it is not among the most probable ones."""
+    decoded_token: str
+
+
 class GenerationRequest(Parameters, kw_only=True):
     """Fields of both generating endpoints. Null always means the default."""
 
@@ -79,6 +89,13 @@ class GenerationRequest(Parameters, kw_only=True):
     """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
     parse_special_tokens: bool | None = None
     """Whether text such as `<|im_end|>` becomes a control token. The default is true in a raw `prompt` and false in `messages`."""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Return the log-probability of each token of the prompt, and of this many most probable tokens at its position; not with
+    `stream`."""
+    return_token_ids: bool | None = False
+    """Return the token ids of the prompt and of the completion."""
+    return_tokens_as_token_ids: bool | None = False
+    """Show tokens in `logprobs` as `token_id:ID`, which tells tokens of the same text apart."""
     length_guidance: LengthGuidance | None = None
     """Guide the length of the text; only with a model that has a length model."""
     custom_params: CustomParams | None = None

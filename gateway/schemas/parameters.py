@@ -32,7 +32,7 @@ NEVER_CUT = "prompts are not truncated; shorten the prompt"
 ADAPTERS = "name a served model in `model`"
 RAW_OUTPUT = "an answer holds text and, with `logprobs`, tokens"
 TEMPLATE = "the model's own chat template is used; `chat_template_kwargs` passes variables to it"
-RENDERED = "send the rendered prompt to /v1/completions"
+UNRENDERED = "send the rendered texts as `input`"
 AS_PROMPT = "send text or token ids as `prompt`"
 TOP_LEVEL = "send each parameter as a field of the request"
 
@@ -88,7 +88,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("function_call", GENERATING, TOOLS, ("none", "auto")),
     Refused("web_search_options", GENERATING, TOOLS),
     Refused("moderation", GENERATING, "answers are not moderated"),
-    Refused("best_of", GENERATING, "ask for `n` completions and choose", (1,)),
+    Refused("best_of", ("chat",), "ask for `n` completions and choose", (1,)),
     Refused("use_beam_search", GENERATING, BEAMS, (False,)),
     Refused("length_penalty", GENERATING, f"{BEAMS}, or steer the length with `length_guidance`", (1,)),
     Refused("early_stopping", GENERATING, BEAMS, (False,)),
@@ -130,17 +130,12 @@ REFUSED: tuple[Refused, ...] = (
     Refused("lora_name", ALL, ADAPTERS),
     Refused("lora_request", ALL, ADAPTERS),
     Refused("adapter_id", ALL, ADAPTERS),
-    Refused("prompt_logprobs", GENERATING, "use /v1/completions with `echo` and `logprobs`"),
     Refused("return_hidden_states", GENERATING, RAW_OUTPUT, (False,)),
-    Refused("return_token_ids", GENERATING, RAW_OUTPUT, (False,)),
-    Refused("return_tokens_as_token_ids", GENERATING, RAW_OUTPUT, (False,)),
     Refused("return_routed_experts", GENERATING, RAW_OUTPUT, (False,)),
     Refused("chat_template", ("score", "chat", "length"), TEMPLATE),
     Refused("documents", TEMPLATED, "write the documents into the messages", ([],)),
-    Refused("add_generation_prompt", TEMPLATED, RENDERED, (True,)),
-    Refused("continue_final_message", TEMPLATED, RENDERED, (False,)),
-    Refused("add_special_tokens", ("completions",), "send the prompt as token ids", (True,)),
-    Refused("add_special_tokens", ("chat",), RENDERED, (False,)),
+    Refused("add_generation_prompt", ("length",), UNRENDERED, (True,)),
+    Refused("continue_final_message", ("length",), UNRENDERED, (False,)),
     Refused("prompt_embeds", GENERATING, AS_PROMPT),
     Refused("input_embeds", GENERATING, AS_PROMPT),
     Refused("input_ids", GENERATING, AS_PROMPT),
@@ -174,7 +169,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("tools", ("tokenize",), TOOLS, ([],)),
     Refused("mm_processor_kwargs", ("tokenize",), TEXT, ({},)),
     Refused("media_io_kwargs", ("tokenize",), TEXT, ({},)),
-    Refused("continue_final_message", ("tokenize",), "send the rendered text as `prompt`", (False,)),
     Refused("documents", ("tokenize",), "write the documents into the messages", ([],)),
     Refused("skip_special_tokens", ("detokenize",), "the text has its special tokens; leave them out of `tokens`", (False,)),
 )

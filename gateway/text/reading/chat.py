@@ -22,29 +22,39 @@ def render(
     *,
     parse_special_tokens: bool | None,
     followed_by: Iterable[str] = (),
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = False,
 ) -> Marked:
     """Render the conversation to a text with the template's control tokens.
 
     ``variables`` come from the client and must not replace the template's own. Unless ``parse_special_tokens`` is set, the control
-    tokens in users' texts are marked; the result also has a mark if a text of ``followed_by`` may need one. Raises
-    :class:`InvalidRequest`.
+    tokens in users' texts are marked; the result also has a mark if a text of ``followed_by`` may need one. With
+    ``continue_final_message`` the result ends with the text of the last message. Raises :class:`InvalidRequest`.
     """
+    if continue_final_message and add_generation_prompt:
+        message = (
+            "`continue_final_message` continues the last message, and `add_generation_prompt` begins a new one; send one of them."
+        )
+        raise InvalidRequest(message, param="continue_final_message")
     variables = variables or {}
     taken = {"messages", "tools", "documents", "self"} & variables.keys()
     if taken:
         raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
     told = [message.for_template() for message in messages]
+    source = model.texts.template.source or ""
     controls, mark = model.texts.tokenizer.controls, ""
     parses = model.bounds.parse_special_tokens_in_messages if parse_special_tokens is None else parse_special_tokens
     try:
         texts = [] if parses else [*texts_in(told), *texts_in(dict(variables)), *followed_by]
         if any(map(controls.may_form, texts)):
-            mark = new_mark([*texts, model.texts.template.source or ""])
+            mark = new_mark([*texts, source])
             told = [_marked(message, controls, mark) for message in told]
             variables = with_marks(dict(variables), controls, mark)
+        end = _end_last_text(told, source) if continue_final_message else ""
+        asked = {} if add_generation_prompt is None else {"add_generation_prompt": add_generation_prompt}
         with at_most(model.bounds.template_seconds):
-            return Marked(model.texts.template.render(told, **{"add_generation_prompt": add_generation_prompt, **variables}), mark)
+            text = model.texts.template.render(told, **{"add_generation_prompt": not end, **variables, **asked})
+        return Marked(_until(text, end) if end else text, mark)
     except ChatTemplateError as error:
         raise InvalidRequest(f"{error}.", param="messages") from None
     except TimeIsUp:
@@ -54,6 +64,29 @@ def render(
         ) from None
     except RecursionError:
         raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
+
+
+def _end_last_text(messages: list[dict[str, Any]], source: str) -> str:
+    """Add a character that occurs nowhere else to the end of the last message's text, and return it. Raises
+    :class:`InvalidRequest`."""
+    last = messages[-1]
+    content = last["content"]
+    if not content:
+        raise InvalidRequest("The last message has no text to continue.", param=f"messages[{len(messages) - 1}].content")
+    end = new_mark([*texts_in(messages), source])
+    if isinstance(content, list):
+        content = [*content[:-1], content[-1] | {"text": content[-1]["text"] + end}]
+    messages[-1] = last | {"content": content + end if isinstance(content, str) else content}
+    return end
+
+
+def _until(text: str, end: str) -> str:
+    """Return ``text`` before its last ``end``."""
+    before, found, _ = text.rpartition(end)
+    if not found:
+        message = "The model's chat template does not show the last message as it is, so it cannot be continued."
+        raise InvalidRequest(message, param="continue_final_message")
+    return before
 
 
 def _marked(message: dict[str, Any], controls: ControlTokens, mark: str) -> dict[str, Any]:
@@ -68,9 +101,17 @@ def _marked_field(name: str, value: Any, controls: ControlTokens, mark: str) -> 
 
 
 def _read(request: ChatRequest, model: Model) -> Prepared:
-    text = render(model, request.messages, request.chat_template_kwargs, parse_special_tokens=request.parse_special_tokens)
+    text = render(
+        model,
+        request.messages,
+        request.chat_template_kwargs,
+        parse_special_tokens=request.parse_special_tokens,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
+    limit, adds = model.facts.context, bool(request.add_special_tokens)
     try:
-        return Prepared([model.texts.tokenizer.encode_marked(text, limit=model.facts.context)], param="messages")
+        return Prepared([model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=adds)], param="messages")
     except TooManyTokens as error:
         raise model.facts.too_long(error, "messages") from None
 

@@ -37,6 +37,7 @@ from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
 from gateway.pool.health import Health
+from gateway.pool.names import Names
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica
 from gateway.redis.share import Share
@@ -90,6 +91,7 @@ def create_app(
         silence_seconds=settings.silence_seconds,
         startup_seconds=settings.startup_seconds,
         presets=settings.chosen_presets,
+        names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
     )
     dispatcher = Dispatcher(telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting)
     share = Share.opened(settings, telemetry) if settings.redis_url is not None else None

@@ -169,6 +169,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How models are prompted and read: ``MODEL=PRESET`` for each model that should not have the preset that fits its name,
     separated by commas in the environment. PRESET is a name from ``yardstick presets``, a file that ends with ``.toml``, or
     ``none``."""
+    aliases: tuple[str, ...] = ()
+    """Further names of models: ``ALIAS=MODEL``, separated by commas in the environment. ``/v1/models`` lists them; answers,
+    metrics and logs name the model itself."""
+    fallbacks: tuple[str, ...] = ()
+    """Models that take the generations of others: ``MODEL=FALLBACK``, separated by commas in the environment. Completions, chat
+    completions and responses for a model without a ready engine go to its fallback, if the API key may use it; the header
+    ``x-yardstick-fallback`` names it."""
     parse_special_tokens_in_messages: bool = False
     """Whether text such as ``<|im_end|>`` in chat messages becomes a control token if the request does not say."""
 
@@ -188,7 +195,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.max_bytes_in_flight < self.max_body_bytes:
             problem = f"{self.max_bytes_in_flight} bytes are less than one body of {self.max_body_bytes}"
             raise SettingsError(_remedy("max_bytes_in_flight", problem, f"make it larger, or {PREFIX}MAX_BODY_BYTES smaller"))
-        self.chosen_presets  # noqa: B018  raises for an invalid one
+        self.chosen_presets, self.chosen_aliases, self.chosen_fallbacks  # noqa: B018  they raise for an invalid entry
         for origin in self.cors_origins:
             _check_origin(origin)
         if self.drain_seconds >= self.grace_seconds:
@@ -209,6 +216,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 except PresetError as error:
                     raise SettingsError(_remedy("presets", f"{entry!r}: {error}", "correct it")) from None
             chosen[model] = preset
+        return chosen
+
+    @property
+    def chosen_aliases(self) -> dict[str, str]:
+        """Model of each alias in ``aliases``. Raises :class:`SettingsError`."""
+        chosen = _pairs("aliases", self.aliases, "ALIAS=MODEL")
+        for alias, model in chosen.items():
+            if model in chosen:
+                raise SettingsError(
+                    _remedy("aliases", f"{alias!r} stands for {model!r}, which is an alias", "name the model itself")
+                )
+        return chosen
+
+    @property
+    def chosen_fallbacks(self) -> dict[str, str]:
+        """Fallback of each model in ``fallbacks``. Raises :class:`SettingsError`."""
+        chosen = _pairs("fallbacks", self.fallbacks, "MODEL=FALLBACK")
+        aliases = self.chosen_aliases
+        for model, fallback in chosen.items():
+            if model in aliases:
+                raise SettingsError(_remedy("fallbacks", f"{model!r} is an alias", f"name the model itself, {aliases[model]!r}"))
+            if aliases.get(fallback, fallback) == model:
+                raise SettingsError(_remedy("fallbacks", f"{model!r} cannot replace itself", "name another model"))
         return chosen
 
 
@@ -250,6 +280,19 @@ def _convert(name: str, value: object, kind: object) -> Any:
         raise SettingsError(_remedy(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:])) from None
 
 
+def _pairs(name: str, entries: tuple[str, ...], form: str) -> dict[str, str]:
+    """Return the entries ``NAME=VALUE`` of the setting ``name``. Raises :class:`SettingsError`."""
+    pairs: dict[str, str] = {}
+    for entry in entries:
+        key, _, value = (part.strip() for part in entry.partition("="))
+        if not key or not value:
+            raise SettingsError(_remedy(name, f"{entry!r} does not name both", f"write {form}"))
+        if key in pairs:
+            raise SettingsError(_remedy(name, f"{key!r} has two entries", "keep one of them"))
+        pairs[key] = value
+    return pairs
+
+
 def _check_entry(entry: str) -> None:
     try:
         parse_address(entry)
@@ -285,7 +328,7 @@ def _remedy(name: str, problem: str, remedy: str) -> str:
     return f"{PREFIX}{name.upper()}{f' ({flag})' if flag else ''}: {problem}; {remedy}"
 
 
-_LISTS = ("engines", "allowed_hosts", "cors_origins", "presets")
+_LISTS = ("engines", "allowed_hosts", "cors_origins", "presets", "aliases", "fallbacks")
 _FLAGS = {
     "engines": "--engine",
     "host": "--host",
@@ -293,4 +336,6 @@ _FLAGS = {
     "api_keys_file": "--api-keys-file",
     "redis_url": "--redis-url",
     "presets": "--preset",
+    "aliases": "--alias",
+    "fallbacks": "--fallback",
 }

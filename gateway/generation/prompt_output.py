@@ -63,7 +63,7 @@ def check_size(fields: GenerationRequest, tokens: int) -> None:
 
 
 async def prompt_output(generation: Generation, fields: GenerationRequest) -> PromptOutput:
-    """Return what ``fields`` request of the prompt. Log-probabilities are encoded in parts, so that the event loop is not blocked."""
+    """Return what ``fields`` request of the prompt. Log-probabilities are encoded in parts, to not block the event loop."""
     ids = prompt_ids(generation, fields)
     shown = msgspec.UNSET if ids is None else ids
     if fields.prompt_logprobs is None:

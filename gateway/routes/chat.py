@@ -52,7 +52,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
         """
         async with reader.open(request, ChatRequest, data) as body:
             fields = body.fields
-            model = requested_model(request, pool, fields.model)
+            model = requested_model(request, pool, fields.model, falls_back=True)
             logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
             _check(model, fields, logprobs)
             guidance = guidance_of(model, fields, logprobs=logprobs)

@@ -45,7 +45,7 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
         """
         async with reader.open(request, CompletionRequest, data) as body:
             fields = body.fields
-            model = requested_model(request, pool, fields.model)
+            model = requested_model(request, pool, fields.model, falls_back=True)
             _check(model, fields)
             guidance = guidance_of(model, fields, logprobs=fields.logprobs)
             priority = priority_of(request, fields.priority)
@@ -173,8 +173,8 @@ class CompletionAnswer(Answer):
 
 
 def _logprobs(texts: Mapping[int, str], tokens: list[Token], top: int, gamma: float | None) -> CompletionLogprobs:
-    """Convert ``tokens`` to lists, with the ``top`` most probable tokens at each position. Tokens with equal text (parts of characters) share an entry of ``top_logprobs``; the more
-    probable one keeps it."""
+    """Convert ``tokens`` to lists, with the ``top`` most probable tokens at each position. Tokens with equal text (parts of
+    characters) share an entry of ``top_logprobs``; the more probable one keeps it."""
     told = CompletionLogprobs()
     if gamma is not None:
         values = [{texts[id]: token.values[id] for id, _ in token.top[::-1] if id in token.values} for token in tokens]

@@ -48,7 +48,7 @@ class Answer(ABC):
     def chunk(self, piece: Piece, usage: Usage | None) -> msgspec.Struct:
         """Return the event for new output of one choice. ``usage``: the choice's token counts so far, if they were requested."""
 
-    def chosen(self, choices: list[Piece], generations: list[Generation], /) -> list[Piece]:
+    def chosen(self, choices: list[Piece], _: list[Generation], /) -> list[Piece]:
         """Return the choices to answer with, numbered anew if some are left out."""
         return choices
 

@@ -83,6 +83,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Do not end at the model's end-of-sequence tokens (``stop_token_ids`` still end it)."""
     n: int = 1
     """Sequences drawn from the one prompt."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens can be drawn; None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that cannot be drawn: the last token of each is excluded where the output ends with those before it."""
 
 
 GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul"]
@@ -223,6 +227,10 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     resume_offset: int = 0
     """The last so many tokens of ``prompt`` are output of an earlier attempt; ``Delta.offset`` and noise go on from there, and they
     count against ``max_tokens``. Only with ``n`` = 1."""
+    grammar: str = ""
+    """A grammar of llguidance that the output follows: Lark, which may contain ``%json {...}``, or a grammar as JSON. Empty: none.
+    Only where ``Info.capabilities`` has ``grammar``, and not with ``Sampling.ignore_eos``. An end-of-sequence token can be drawn
+    only where the output is complete, and must be drawn where nothing else may follow, whatever ``Sampling.min_tokens`` says."""
     index: int = 0
     """The sequence index that the noise of the first of the ``n`` sequences is drawn with, so that each can be resumed by itself.
     ``Delta.index`` counts from 0 all the same."""
@@ -335,7 +343,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     eos_token_ids: list[int]
     capabilities: list[str]
     """``score`` (:class:`Labels` and :class:`Likelihood`), ``generate``, ``classify`` (:class:`Classes`), ``embed``
-    (:class:`Embedding`), and ``length_guidance`` (:class:`LengthGuidance` and :class:`LengthValue`)."""
+    (:class:`Embedding`), ``length_guidance`` (:class:`LengthGuidance` and :class:`LengthValue`), and ``grammar``
+    (``Generate.grammar``)."""
     limits: Limits
     lenvm_gamma: float | None = None
     """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""

@@ -64,6 +64,14 @@ def _check_tokens(model: ServedModel, ids: Iterable[int], param: str) -> None:
         raise InvalidRequest(f"`{param}`: {unknown} is not a token of {model.name!r}.", param=param)
 
 
+def _check_grammar(model: ServedModel, fields: GenerationRequest) -> None:
+    if "grammar" not in model.info.capabilities:
+        raise InvalidRequest(f"The output of {model.name!r} cannot be constrained; name another model.", param="model")
+    if fields.ignore_eos:
+        message = "`ignore_eos` contradicts a constrained output, which ends where it is complete; leave one of them out."
+        raise InvalidRequest(message, param="ignore_eos")
+
+
 def plan(
     model: ServedModel,
     fields: GenerationRequest,
@@ -72,16 +80,20 @@ def plan(
     max_tokens: int | None,
     logprobs: int | None,
     guidance: wire.LengthGuidance | None,
+    grammar: str = "",
     first_index: int = 0,
     echo: str | None = None,
     param: str,
     priority: int,
     caller: wire.Caller,
 ) -> Generation:
-    """``max_tokens``: None for as many as the context holds, which limits it in any case. ``param``: the field of the prompt."""
+    """``max_tokens``: None for as many as the context holds, which limits it in any case. ``grammar``: see :class:`wire.Generate`.
+    ``param``: the field of the prompt."""
     if not prompt:
         raise InvalidRequest(f"`{param}` is empty; send at least one token.", param=param)
     model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
+    if grammar:
+        _check_grammar(model, fields)
     room = model.context - len(prompt)
     limit = room if max_tokens is None else min(max_tokens, room)
     if (fields.min_tokens or 0) > limit:
@@ -96,6 +108,7 @@ def plan(
         sampling=sampling,
         logprobs=logprobs,
         length_guidance=guidance,
+        grammar=grammar,
         prompt_logprobs=_prompt_logprobs(fields, logprobs, echoes=echo is not None, limit=limit),
         # stop strings need every token at once, because the gateway ends the sequence at one
         tokens_per_delta=1 if fields.stream or fields.stops else WHOLE_TOKENS,

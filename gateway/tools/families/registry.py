@@ -1,0 +1,45 @@
+"""All families of tool calls, and the one that a model's chat template asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.tools.families.hermes import HermesParser
+from gateway.tools.families.llama_json import LlamaJsonParser
+from gateway.tools.families.mistral import MistralParser
+from gateway.tools.families.pythonic import PythonicParser
+from gateway.tools.families.qwen3_coder import Qwen3CoderParser
+from gateway.tools.parser import ToolParser
+from gateway.tools.parts import call_id, short_call_id
+
+
+@dataclass(frozen=True)
+class Family:
+    """A format of tool calls."""
+
+    parser: type[ToolParser]
+    signs: tuple[tuple[str, ...], ...]
+    """The texts of chat templates that ask for this format: one of these groups occurs as a whole."""
+    tokens: tuple[str, ...] = ()
+    """Texts of the format that are special tokens in the vocabularies of some models."""
+    new_id: Callable[[], str] = call_id
+
+    def asked_for(self, template: str) -> bool:
+        """Whether the chat template ``template`` asks for this format."""
+        return any(all(sign in template for sign in group) for group in self.signs)
+
+
+FAMILIES: dict[str, Family] = {
+    "mistral": Family(MistralParser, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id),
+    "qwen3_coder": Family(Qwen3CoderParser, (("<function=", "<parameter="),), ("<tool_call>", "</tool_call>")),
+    "hermes": Family(HermesParser, (("<tool_call>", '"arguments"'),), ("<tool_call>", "</tool_call>")),
+    "pythonic": Family(PythonicParser, (("<|python_start|>",), ("[func_name1(",)), ("<|python_start|>", "<|python_end|>")),
+    "llama_json": Family(LlamaJsonParser, (("<|python_tag|>",), ('"parameters": dictionary',)), ("<|python_tag|>",)),
+}
+"""Families by name. Where several fit a template, the first one counts: the later ones ask for less."""
+
+
+def family_of(template: str) -> str | None:
+    """Return the name of the family that ``template`` asks for; None if it asks for none that is known."""
+    return next((name for name, family in FAMILIES.items() if family.asked_for(template)), None)

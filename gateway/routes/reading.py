@@ -47,8 +47,9 @@ class Reading(ABC, Generic[T]):
     """The request. If a worker decoded it, the fields in the endpoint's ``bulk`` hold stand-ins."""
 
     @abstractmethod
-    async def read(self, served: ServedModel) -> Prepared:
-        """Return the prompts as token ids. Raises :class:`GatewayError`."""
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
+        """Return the prompts as token ids. ``earlier``: items that the request continues, see :class:`Read`. Raises
+        :class:`GatewayError`."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,9 @@ class Reader:
         await asyncio.sleep(0)
         return prepared
 
-    def order(self, served: ServedModel) -> Read:
+    def order(self, served: ServedModel, earlier: bytes) -> Read:
         """Return the message that asks a worker to read a request for ``served``."""
-        return Read(served.text, served.facts, self.bounds)
+        return Read(served.text, served.facts, self.bounds, earlier)
 
     def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
         """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
@@ -165,12 +166,13 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def read(self, served: ServedModel) -> Prepared:
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
         if self.endpoint.is_light(self.fields):
             return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
         characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
-        job = Whole(NAMES[self.endpoint.kind], self.reader.order(served))
-        return await self.reader.read_whole(self.request, self.body, max(len(self.body), characters), job)
+        job = Whole(NAMES[self.endpoint.kind], self.reader.order(served, earlier))
+        size = max(len(self.body), characters) + len(earlier)
+        return await self.reader.read_whole(self.request, self.body, size, job)
 
 
 @dataclass(slots=True)
@@ -198,8 +200,8 @@ class _Long(Reading[T]):
         RequestContext.of(self.request).name_ignored(decoded.ignored)
         self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
 
-    async def read(self, served: ServedModel) -> Prepared:
-        order = self.reader.order(served)
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
+        order = self.reader.order(served, earlier)
         try:
             return await self.reader.prepared(self.channel, order)
         except NotReady:

@@ -13,13 +13,15 @@ from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-Endpoint = Literal["score", "rerank", "classify", "embeddings", "completions", "chat", "length", "tokenize", "detokenize"]
+Endpoint = Literal[
+    "score", "rerank", "classify", "embeddings", "completions", "chat", "responses", "length", "tokenize", "detokenize"
+]
 
 ALL: tuple[Endpoint, ...] = get_args(Endpoint)
-GENERATING: tuple[Endpoint, ...] = ("completions", "chat")
-UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "length", "tokenize", "detokenize")
+GENERATING: tuple[Endpoint, ...] = ("completions", "chat", "responses")
+UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "responses", "length", "tokenize", "detokenize")
 """Endpoints whose texts are never cut."""
-TEMPLATED: tuple[Endpoint, ...] = ("chat", "length")
+TEMPLATED: tuple[Endpoint, ...] = ("chat", "responses", "length")
 
 FORMAT = "the output cannot be constrained to a schema, a pattern or a grammar"
 TOOLS = "this server has no tools"
@@ -32,6 +34,7 @@ NEVER_CUT = "prompts are not truncated; shorten the prompt"
 ADAPTERS = "name a served model in `model`"
 RAW_OUTPUT = "an answer holds text and, with `logprobs`, tokens"
 TEMPLATE = "the model's own chat template is used; `chat_template_kwargs` passes variables to it"
+ON_CHAT = "use /v1/chat/completions"
 UNRENDERED = "send the rendered texts as `input`"
 AS_PROMPT = "send text or token ids as `prompt`"
 TOP_LEVEL = "send each parameter as a field of the request"
@@ -76,7 +79,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("guided_grammar", GENERATING, FORMAT),
     Refused("structured_outputs", GENERATING, FORMAT),
     Refused("structural_tag", GENERATING, FORMAT),
-    Refused("response_format", GENERATING, FORMAT, ({"type": "text"},)),
+    Refused("response_format", ("completions", "chat"), FORMAT, ({"type": "text"},)),
     Refused("json_schema", GENERATING, FORMAT),
     Refused("regex", GENERATING, FORMAT),
     Refused("ebnf", GENERATING, FORMAT),
@@ -88,12 +91,12 @@ REFUSED: tuple[Refused, ...] = (
     Refused("function_call", GENERATING, TOOLS, ("none", "auto")),
     Refused("web_search_options", GENERATING, TOOLS),
     Refused("moderation", GENERATING, "answers are not moderated"),
-    Refused("best_of", ("chat",), "ask for `n` completions and choose", (1,)),
+    Refused("best_of", ("chat", "responses"), "ask for `n` completions and choose", (1,)),
     Refused("use_beam_search", GENERATING, BEAMS, (False,)),
     Refused("length_penalty", GENERATING, f"{BEAMS}, or steer the length with `length_guidance`", (1,)),
     Refused("early_stopping", GENERATING, BEAMS, (False,)),
     Refused("suffix", GENERATING, "the models only generate text after a prompt", ("",)),
-    Refused("echo", ("chat",), "use /v1/completions", (False,)),
+    Refused("echo", ("chat", "responses"), "use /v1/completions", (False,)),
     Refused("modalities", GENERATING, TEXT, (["text"],)),
     Refused("audio", GENERATING, TEXT),
     Refused("image_data", GENERATING, TEXT, ([],)),
@@ -132,7 +135,25 @@ REFUSED: tuple[Refused, ...] = (
     Refused("adapter_id", ALL, ADAPTERS),
     Refused("return_hidden_states", GENERATING, RAW_OUTPUT, (False,)),
     Refused("return_routed_experts", GENERATING, RAW_OUTPUT, (False,)),
-    Refused("chat_template", ("score", "chat", "length"), TEMPLATE),
+    Refused("chat_template", ("score", "chat", "responses", "length"), TEMPLATE),
+    Refused("add_generation_prompt", ("responses",), ON_CHAT, (True,)),
+    Refused("continue_final_message", ("responses",), ON_CHAT, (False,)),
+    Refused("add_special_tokens", ("responses",), ON_CHAT, (False,)),
+    Refused("n", ("responses",), "a response has one answer; use /v1/chat/completions", (1,)),
+    Refused("messages", ("responses",), "use `input`"),
+    Refused("logprobs", ("responses",), 'use `include`: `["message.output_text.logprobs"]`', (False,)),
+    Refused("max_tokens", ("responses",), "use `max_output_tokens`"),
+    Refused("max_completion_tokens", ("responses",), "use `max_output_tokens`"),
+    Refused("response_format", ("responses",), "use `text.format`", ({"type": "text"},)),
+    Refused("reasoning_effort", ("responses",), "use `reasoning.effort`"),
+    Refused("prompt_logprobs", ("responses",), ON_CHAT),
+    Refused("return_token_ids", ("responses",), ON_CHAT, (False,)),
+    Refused("return_tokens_as_token_ids", ("responses",), ON_CHAT, (False,)),
+    Refused("background", ("responses",), "responses are computed while the client waits; stream them", (False,)),
+    Refused("conversation", ("responses",), "send `previous_response_id`, or the whole conversation as `input`"),
+    Refused("prompt", ("responses",), "there are no stored prompts; send `instructions` and `input`"),
+    Refused("max_tool_calls", ("responses",), "it limits built-in tools, and this server has none"),
+    Refused("context_management", ("responses",), "use `truncation`", ([],)),
     Refused("documents", TEMPLATED, "write the documents into the messages", ([],)),
     Refused("add_generation_prompt", ("length",), UNRENDERED, (True,)),
     Refused("continue_final_message", ("length",), UNRENDERED, (False,)),

@@ -32,6 +32,8 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     """Key of the model's tokeniser and template."""
     facts: Facts
     bounds: Bounds
+    earlier: bytes = b""
+    """Items of the conversation that the request continues: JSON values with commas between them."""
 
 
 class Whole(msgspec.Struct, tag="whole", frozen=True):

@@ -5,11 +5,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
+
+
+class Item(NamedTuple):
+    """An item of a conversation."""
+
+    id: str
+    content: bytes
+    """The item as JSON."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -39,9 +48,11 @@ class Prepared:
     refused: list[Refusal] = field(default_factory=list)
     """Items without a row, in a request that accepts partial results."""
     response: bytes = b""
-    """Response body as JSON, if no engine takes part in the request."""
+    """Response body as JSON, if no engine takes part in the request; for `/v1/responses`, the instructions as JSON."""
     converted: int = 0
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
+    items: list[Item] = field(default_factory=list)
+    """Input items of a response that is to be stored."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -77,6 +88,7 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     refused: list[Refusal] = []
     response: bytes = b""
     converted: int = 0
+    items: list[Item] = []
 
 
 def as_list(ids: Ids) -> list[int]:
@@ -103,6 +115,7 @@ def pack(prepared: Prepared) -> Packed:
         prepared.refused,
         prepared.response,
         prepared.converted,
+        items=prepared.items,
     )
 
 
@@ -120,6 +133,7 @@ def unpack(packed: Packed) -> Prepared:
         packed.refused,
         packed.response,
         packed.converted,
+        items=packed.items,
     )
 
 

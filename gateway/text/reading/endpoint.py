@@ -44,6 +44,8 @@ class Model:
     bounds: Bounds
     text: TextSide | None = None
     """None on the event loop, which reads token ids only."""
+    earlier: bytes = b""
+    """Items of the conversation that the request continues: JSON values with commas between them."""
 
     @property
     def texts(self) -> TextSide:

@@ -15,6 +15,7 @@ from gateway.generation.sequence import TextOptions
 from gateway.lenvm.length_guidance import CONSTRAINT_MIN_P
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
+from gateway.tools.answer import AnswerFormat
 
 UNSTATED_TOKENS = 1024
 """Output tokens charged in advance to a key's limits if the request states no maximum. Charging the whole context would exceed
@@ -83,12 +84,13 @@ def plan(
     grammar: str = "",
     first_index: int = 0,
     echo: str | None = None,
+    format: AnswerFormat | None = None,
     param: str,
     priority: int,
     caller: wire.Caller,
 ) -> Generation:
     """``max_tokens``: None for as many as the context holds, which limits it in any case. ``grammar``: see :class:`wire.Generate`.
-    ``param``: the field of the prompt."""
+    ``format``: how answers are divided into parts. ``param``: the field of the prompt."""
     if not prompt:
         raise InvalidRequest(f"`{param}` is empty; send at least one token.", param=param)
     model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
@@ -111,7 +113,7 @@ def plan(
         grammar=grammar,
         prompt_logprobs=_prompt_logprobs(fields, logprobs, echoes=echo is not None, limit=limit),
         # stop strings need every token at once, because the gateway ends the sequence at one
-        tokens_per_delta=1 if fields.stream or fields.stops else WHOLE_TOKENS,
+        tokens_per_delta=1 if fields.stream or fields.stops or not (format is None or format.counts_tokens) else WHOLE_TOKENS,
         priority=priority,
         caller=caller,
     )
@@ -122,6 +124,7 @@ def plan(
         skip_special_tokens=fields.skip_special_tokens is not False,
         keeps_stop=bool(fields.include_stop_str_in_output),
         end_logprob=echo is not None,
+        format=format,
         token_ids=bool(fields.return_token_ids),
     )
     return Generation(

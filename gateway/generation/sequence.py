@@ -16,8 +16,10 @@ from gateway.errors import EngineLost
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopStrings
 from gateway.text.vocabulary import Vocabulary
+from gateway.tools.answer import AnswerFormat, AnswerReader
+from gateway.tools.parts import Part
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 LEAST_LOGPROB = -9999.0
 """Replaces −∞, which JSON cannot represent, as in OpenAI's API: the log-probability of a candidate that guidance excludes."""
@@ -49,6 +51,8 @@ class Piece(msgspec.Struct):
     finish: Finish | None = None
     completion_tokens: int = 0
     """Tokens of the sequence up to this piece, including those whose text is held back."""
+    parts: list[Part] | None = None
+    """``text`` divided into parts; None if the answer is all text. Text that may still become a call is held back."""
     token_ids: list[int] = []
     """Ids of the tokens since the last piece, including those whose text is held back or left out, if ids were requested."""
 
@@ -67,6 +71,8 @@ class TextOptions:
     end_logprob: bool = False
     """Whether a token that ends the sequence, such as EOS, has log-probabilities even if its text is left out. Clients that echo a
     prompt count entries from the end: lm-eval reads ``token_logprobs[:-1]`` with ``max_tokens`` 1."""
+    format: AnswerFormat | None = None
+    """How the text is divided into parts; None for text that is not."""
     token_ids: bool = False
     """Whether pieces have token ids."""
 
@@ -83,7 +89,10 @@ class Sequence:
         self.logprob = 0.0
         """Sum of the log-probabilities of these tokens, if log-probabilities were requested."""
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
+        shown = options.format.shown if options.format else ()
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown=shown)
+        self.reader = AnswerReader(options.format) if options.format else None
+        """Divides the text into parts; None if the answer is all text."""
         self._stops = StopStrings(options.stops)
         self._received = 0
         self._read = offset  # end of the text read so far, in characters
@@ -113,9 +122,26 @@ class Sequence:
                 self.logprob += last.logprob or 0.0
                 if self._options.end_logprob:
                     self._waiting.append(last)
+        parts = None if self.reader is None else self._parts(self.reader, text, tokens)
         told = self._tokens_told() if self._waiting else []
         counted = delta.tokens[: self.completion_tokens - before] if self._options.token_ids else []
-        return Piece(self.index, text, told, self.finish, self.completion_tokens, counted)
+        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, counted)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the thinking section so far."""
+        return min(self.reader.reasoning_tokens, self.completion_tokens) if self.reader else 0
+
+    def _parts(self, reader: AnswerReader, text: str, tokens: list[int]) -> list[Part]:
+        """Divide new text into parts. Ends the sequence after the last tool call that it may have."""
+        parts = reader.push(text, tokens)
+        if self.finish is None and reader.done:
+            self.finish = "stop"
+        if self.finish is not None:
+            parts += reader.finish()
+        if self.finish == "stop" and reader.calls:
+            self.finish = "tool_calls"
+        return parts
 
     def _read_tokens(self, tokens: list[int], logprobs: wire.Logprobs | None) -> str:
         """Return the certain text of ``tokens``. Tokens are processed singly only for log-probabilities and stop strings."""

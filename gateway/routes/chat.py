@@ -36,9 +36,11 @@ from gateway.schemas.chat import (
     TokenLogprob,
     TopLogprob,
 )
+from gateway.schemas.tools import CalledFunction, ToolCall, ToolCallDelta
 from gateway.schemas.usage import Usage
 from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import as_list
+from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
 
 
 def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
@@ -67,6 +69,8 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             guidance=guidance,
             param="messages",
             priority=priority,
+            grammar=(prepared.format and prepared.format.grammar) or "",
+            format=prepared.format,
             caller=caller_of(request, cache_salt=fields.cache_salt),
         )
         answer = ChatAnswer(model, fields, prompt_ids(generation, fields), gamma=gamma_of_values(model, guidance))
@@ -86,6 +90,48 @@ def _max_tokens(data: ChatRequest) -> int | None:
     if limit == 0:
         raise InvalidRequest("`max_completion_tokens` is 0; ask for at least one token.", param="max_completion_tokens")
     return limit
+
+
+def _message(piece: Piece) -> AssistantMessage:
+    """Return the message of a whole answer."""
+    if piece.parts is None:
+        return AssistantMessage(content=piece.text)
+    told = joined(piece.parts)
+    message = AssistantMessage(content=told.content if told.content or not told.calls else None)
+    if told.reasoning:
+        message.reasoning_content = message.reasoning = told.reasoning
+    if told.calls:
+        message.tool_calls = [
+            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)) for call in told.calls
+        ]
+    return message
+
+
+def _delta(parts: list[Part]) -> ChatDelta | None:
+    """Return what is new in a chunk; None if there is nothing."""
+    if not parts:
+        return None
+    content, reasoning = "", ""
+    calls: dict[int, ToolCallDelta] = {}
+    for part in parts:
+        match part:
+            case Content():
+                content += part.text
+            case Reasoning():
+                reasoning += part.text
+            case CallBegin():
+                function = CalledFunction(name=part.name, arguments="")
+                calls[part.call] = ToolCallDelta(index=part.call, id=part.id, type="function", function=function)
+            case CallArguments():
+                delta = calls.setdefault(part.call, ToolCallDelta(index=part.call, function=CalledFunction(arguments="")))
+                assert delta.function is not None
+                delta.function.arguments = (delta.function.arguments or "") + part.text
+    return ChatDelta(
+        content=content or None,
+        reasoning_content=reasoning or None,
+        reasoning=reasoning or None,
+        tool_calls=[*calls.values()] or None,
+    )
 
 
 class ChatAnswer(Answer):
@@ -120,7 +166,7 @@ class ChatAnswer(Answer):
             choices=[
                 ChatChoice(
                     index=piece.index,
-                    message=AssistantMessage(content=piece.text),
+                    message=_message(piece),
                     logprobs=told,
                     finish_reason=piece.finish or "stop",
                     token_ids=piece.token_ids if self._ids else msgspec.UNSET,
@@ -132,9 +178,15 @@ class ChatAnswer(Answer):
             prompt_logprobs=prompt.logprobs,
         )
 
-    def chunk(self, piece: Piece, usage: Usage | None) -> ChatChunk:
-        delta = ChatDelta(content=piece.text or None)
+    def chunk(self, piece: Piece, usage: Usage | None) -> ChatChunk | None:
+        """The chunk has the log-probabilities of all tokens that were read with it, of thinking and tool calls too, and it is sent
+        for them even if their text is held back."""
+        delta = ChatDelta(content=piece.text or None) if piece.parts is None else _delta(piece.parts)
         logprobs = self.logprobs(piece.tokens) if self._logprobs else None
+        if delta is None:
+            if not piece.tokens and piece.finish is None:
+                return None
+            delta = ChatDelta()
         choice = ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish)
         if self._ids:
             choice.token_ids = piece.token_ids

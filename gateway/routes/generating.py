@@ -22,7 +22,7 @@ from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
-from gateway.schemas.usage import PromptTokensDetails, Usage
+from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from gateway.streams import DONE, Streams, sse, while_connected
 from gateway.telemetry import Telemetry
 
@@ -45,8 +45,9 @@ class Answer(ABC):
         lists may be JSON-encoded already. ``prompts`` has one entry for each prompt."""
 
     @abstractmethod
-    def chunk(self, piece: Piece, usage: Usage | None) -> msgspec.Struct:
-        """Return the event for new output of one choice. ``usage``: the choice's token counts so far, if they were requested."""
+    def chunk(self, piece: Piece, usage: Usage | None) -> msgspec.Struct | None:
+        """Return the event for new output of one choice; None if the client has nothing to learn yet. ``usage``: the choice's token
+        counts so far, if they were requested."""
 
     def chosen(self, choices: list[Piece], _: list[Generation], /) -> list[Piece]:
         """Return the choices to answer with, numbered anew if some are left out."""
@@ -115,7 +116,8 @@ class Generator:
                 async for batch in batches:
                     if opened and len(batch) == 1 and len(batch[0].tokens) <= TOKENS_AT_ONCE:  # nearly every token
                         piece = batch[0]
-                        yield sse(answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens)))
+                        if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
+                            yield sse(chunk)
                         continue
                     breath = Breath()
                     chunks: list[bytes] = []
@@ -123,7 +125,8 @@ class Generator:
                         opened = True
                         chunks = [sse(opening) for index in choices if (opening := answer.opening(index, usage_so_far(index)))]
                     for piece in _small(joined(batch)):
-                        chunks.append(sse(answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))))
+                        if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
+                            chunks.append(sse(chunk))
                         if breath.due:
                             yield b"".join(chunks)
                             chunks.clear()
@@ -144,6 +147,9 @@ class Generator:
             account.completion_tokens = sum(generation.completion_tokens for generation in generations)
             account.queue_seconds = max(generation.queue_seconds for generation in generations)
             self.telemetry.generated(account)
+            for generation in generations:
+                if calls := generation.tool_calls:
+                    self.telemetry.tools_called(calls.family, calls.calls, calls.malformed)
             if lease is not None:
                 lease.used_tokens = sum(generation.used_tokens for generation in generations)
                 lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
@@ -168,6 +174,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
             [token for part in of_one for token in part.tokens],
             of_one[-1].finish,
             of_one[-1].completion_tokens,
+            None if of_one[-1].parts is None else [part for piece in of_one for part in piece.parts or ()],
             [id for part in of_one for id in part.token_ids],
         )
         for index, of_one in parts.items()
@@ -185,8 +192,9 @@ def _small(pieces: list[Piece]) -> Iterator[Piece]:
         for begin in range(0, len(tokens), TOKENS_AT_ONCE):
             text = piece.text if begin == 0 else ""
             finish = piece.finish if begin >= last else None
+            parts = piece.parts if begin == 0 else None if piece.parts is None else []
             ids = piece.token_ids if begin == 0 else []
-            yield Piece(piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens, ids)
+            yield Piece(piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens, parts, ids)
 
 
 async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:
@@ -215,4 +223,6 @@ def usage_of(generations: list[Generation]) -> Usage:
     prompt = sum(len(generation.request.prompt) for generation in generations)
     completion = sum(generation.completion_tokens for generation in generations)
     cached = sum(generation.cached_tokens for generation in generations)
-    return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached))
+    reasoning = generations[0].reasoning_tokens
+    details = None if reasoning is None else CompletionTokensDetails(reasoning)
+    return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached), details)

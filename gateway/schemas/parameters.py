@@ -24,10 +24,10 @@ UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "responses", "length", "to
 TEMPLATED: tuple[Endpoint, ...] = ("chat", "responses", "length")
 
 FORMAT = "the output cannot be constrained to a schema, a pattern or a grammar"
-TOOLS = "this server has no tools"
+ON_CHAT = "use /v1/chat/completions"
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
-REASONING = 'pass what the model\'s chat template reads in `chat_template_kwargs`, such as `{"enable_thinking": false}`'
+BUDGET = "the thinking section has no budget; switch it off with `enable_thinking`, or limit the answer with `max_tokens`"
 SAMPLERS = "use `temperature`, `top_k`, `top_p` or `min_p`"
 TOKENS = "use `logit_bias`"
 NEVER_CUT = "prompts are not truncated; shorten the prompt"
@@ -85,11 +85,11 @@ REFUSED: tuple[Refused, ...] = (
     Refused("ebnf", GENERATING, FORMAT),
     Refused("grammar", GENERATING, FORMAT),
     Refused("stop_regex", GENERATING, "use `stop`, with fixed texts", ([],)),
-    Refused("tools", GENERATING, TOOLS, ([],)),
-    Refused("tool_choice", GENERATING, TOOLS, ("none", "auto")),
-    Refused("functions", GENERATING, TOOLS, ([],)),
-    Refused("function_call", GENERATING, TOOLS, ("none", "auto")),
-    Refused("web_search_options", GENERATING, TOOLS),
+    Refused("tools", ("completions",), ON_CHAT, ([],)),
+    Refused("tool_choice", ("completions",), ON_CHAT, ("none", "auto")),
+    Refused("functions", GENERATING, "use `tools` of /v1/chat/completions", ([],)),
+    Refused("function_call", GENERATING, "use `tool_choice` of /v1/chat/completions", ("none", "auto")),
+    Refused("web_search_options", GENERATING, "this server does not search the web"),
     Refused("moderation", GENERATING, "answers are not moderated"),
     Refused("best_of", ("chat", "responses"), "ask for `n` completions and choose", (1,)),
     Refused("use_beam_search", GENERATING, BEAMS, (False,)),
@@ -102,12 +102,10 @@ REFUSED: tuple[Refused, ...] = (
     Refused("image_data", GENERATING, TEXT, ([],)),
     Refused("mm_processor_kwargs", GENERATING, TEXT, ({},)),
     Refused("verbosity", GENERATING, "steer the length with `length_guidance`", ("medium",)),
-    Refused("reasoning", ("chat",), REASONING),
-    Refused("reasoning_effort", ("chat",), REASONING),
-    Refused("thinking", ("chat",), REASONING),
-    Refused("enable_thinking", ("chat",), REASONING),
-    Refused("thinking_budget", ("chat",), REASONING),
-    Refused("thinking_token_budget", ("chat",), REASONING),
+    Refused("reasoning", ("chat",), "use `reasoning_effort`"),
+    Refused("thinking", ("chat",), "use `enable_thinking`"),
+    Refused("thinking_budget", ("chat",), BUDGET),
+    Refused("thinking_token_budget", ("chat",), BUDGET),
     Refused("typical_p", GENERATING, SAMPLERS, (1,)),
     Refused("top_a", GENERATING, SAMPLERS, (0,)),
     Refused("tfs", GENERATING, SAMPLERS, (1,)),
@@ -187,7 +185,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("return_text", ("score",), "scores are in the order of the items", (False,)),
     Refused("return_pooled_hidden_states", ("score",), "an answer holds scores", (False,)),
     Refused("chat_template", ("tokenize",), TEMPLATE),
-    Refused("tools", ("tokenize",), TOOLS, ([],)),
     Refused("mm_processor_kwargs", ("tokenize",), TEXT, ({},)),
     Refused("media_io_kwargs", ("tokenize",), TEXT, ({},)),
     Refused("documents", ("tokenize",), "write the documents into the messages", ([],)),
@@ -200,13 +197,13 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("safety_identifier", ALL),
     Ignored("store", GENERATING),
     Ignored("prediction", GENERATING),
-    Ignored("parallel_tool_calls", GENERATING),
+    Ignored("parallel_tool_calls", ("completions",)),
     Ignored("prompt_cache_key", GENERATING),
     Ignored("prompt_cache_options", GENERATING),
     Ignored("prompt_cache_retention", GENERATING),
     Ignored("request_id", ALL),
     Ignored("rid", ALL),
-    Ignored("include_reasoning", GENERATING),
+    Ignored("include_reasoning", ("completions",)),
     Ignored("separate_reasoning", GENERATING),
     Ignored("stream_reasoning", GENERATING),
     Ignored("spaces_between_special_tokens", GENERATING),

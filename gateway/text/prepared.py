@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from gateway.tools.answer import AnswerFormat
+
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
 
@@ -51,6 +53,8 @@ class Prepared:
     """Response body as JSON, if no engine takes part in the request; for `/v1/responses`, the instructions as JSON."""
     converted: int = 0
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
+    format: AnswerFormat | None = None
+    """How the answer is divided into parts; None for an answer that is all text."""
     items: list[Item] = field(default_factory=list)
     """Input items of a response that is to be stored."""
 
@@ -88,6 +92,7 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     refused: list[Refusal] = []
     response: bytes = b""
     converted: int = 0
+    format: AnswerFormat | None = None
     items: list[Item] = []
 
 
@@ -115,7 +120,8 @@ def pack(prepared: Prepared) -> Packed:
         prepared.refused,
         prepared.response,
         prepared.converted,
-        items=prepared.items,
+        prepared.format,
+        prepared.items,
     )
 
 
@@ -133,7 +139,8 @@ def unpack(packed: Packed) -> Prepared:
         packed.refused,
         packed.response,
         packed.converted,
-        items=packed.items,
+        packed.format,
+        packed.items,
     )
 
 

@@ -95,6 +95,10 @@ class Tokenizer(Vocabulary):
         known: dict[int, str] = {id: self._library.id_to_token(id) or "" for id in set(ids)}
         return [known[id] for id in ids]
 
+    def token_of(self, text: str) -> int | None:
+        """Return the id of the token with exactly the spelling ``text``, such as ``<think>``; None if there is none."""
+        return self._library.token_to_id(text)
+
     def lift(self, text: Marked) -> tuple[str, list[int]]:
         """Return a text to encode with ``parse_special_tokens`` False, and the ids for :meth:`restore`."""
         return self.controls.lift(text, {flags: token.content for flags, token in self._sentinels.items()})

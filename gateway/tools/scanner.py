@@ -22,7 +22,7 @@ _STRUCTURE = re.compile(r'["{}\[\]]')
 _CLOSES = {"}": "{", "]": "["}
 
 
-class Malformed(Exception):  # noqa: N818 - not an error of this program
+class Malformed(Exception):
     """The text is not a call, or it ended inside one."""
 
 

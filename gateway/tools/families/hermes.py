@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from gateway.tools.frame import Frame, Function, json_call
+from gateway.tools.lark import Lark
 from gateway.tools.parser import ToolParser
 from gateway.tools.scanner import Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+LINE = "\n"
 
 
 class HermesParser(ToolParser):
@@ -21,3 +24,14 @@ class HermesParser(ToolParser):
         yield from scan.space()
         if (yield from scan.begins(CLOSE)):
             self.consume()
+
+
+class HermesFrame(Frame):
+    """The format of Qwen's chat templates."""
+
+    marker = OPEN
+    between = LINE
+
+    def call(self, lark: Lark, function: Function) -> str:
+        inner = json_call(lark, function, "arguments")
+        return f"{lark.literal(LINE)} {inner} {lark.literal(LINE)} {lark.marker(CLOSE)}"

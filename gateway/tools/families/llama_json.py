@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gateway.tools.frame import Frame, Function, json_call
+from gateway.tools.lark import Lark
 from gateway.tools.parser import ToolParser
 from gateway.tools.scanner import Steps
 
@@ -38,3 +40,12 @@ class LlamaJsonParser(ToolParser):
             yield from scan.space()
             if not scan.unread:
                 return self.consume()
+
+
+class LlamaJsonFrame(Frame):
+    """Calls without the tag, which introduces built-in tools."""
+
+    between = "; "
+
+    def call(self, lark: Lark, function: Function) -> str:
+        return json_call(lark, function, "parameters")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gateway.tools.frame import Frame, Function, arguments, json_call
+from gateway.tools.lark import Lark
 from gateway.tools.parser import MAX_NAME, ToolParser
 from gateway.tools.scanner import Malformed, Steps
 
@@ -50,3 +52,22 @@ class MistralParser(ToolParser):
             raise Malformed
         self.begin(name)
         yield from self.raw_arguments()
+
+
+class MistralFrame(Frame):
+    """The format of a list."""
+
+    marker, listed = OPEN, True
+    first, between, last = "[", ", ", "]"
+
+    def call(self, lark: Lark, function: Function) -> str:
+        return json_call(lark, function, "arguments")
+
+
+class MistralNamedFrame(Frame):
+    """The format with a marker before the arguments."""
+
+    marker = OPEN
+
+    def call(self, lark: Lark, function: Function) -> str:
+        return f"{lark.literal(function.name)} {lark.marker(ARGS)} {arguments(lark, function)}"

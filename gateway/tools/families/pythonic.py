@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from keyword import iskeyword
+from string import hexdigits
 
+from gateway.tools.frame import Frame, Function, SchemaError
+from gateway.tools.lark import Lark
 from gateway.tools.parser import MAX_NAME, ToolParser
 from gateway.tools.scanner import Malformed, Steps
 
@@ -155,24 +159,47 @@ class PythonicParser(ToolParser):
         yield from scan.expect(sign)
         text = _ESCAPES.get(sign)
         if text is None and sign in _HEX_ESCAPES:
-            digits = ""
-            for _ in range(_HEX_ESCAPES[sign]):
-                digit = yield from scan.peek()
-                yield from scan.expect(digit)
-                digits += digit
-            text = _character(digits)
+            code = yield from self._code(_HEX_ESCAPES[sign])
+            if 0xD800 <= code < 0xDC00 and (yield from scan.begins("\\u")):  # JSON writes some characters as two
+                code = 0x10000 + ((code - 0xD800) << 10) + (yield from self._code(4)) - 0xDC00
+            text = "\ufffd" if 0xD800 <= code < 0xE000 or not 0 <= code < 0x110000 else chr(code)
         elif text is None:
-            text = sign if sign in "'\"\\" else f"\\{sign}"
+            text = sign if sign in "'\"\\/" else f"\\{sign}"
         self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
+    def _code(self, length: int) -> Steps[int]:
+        """Read ``length`` hexadecimal digits."""
+        digits = ""
+        for _ in range(length):
+            digit = yield from self.scan.peek()
+            if digit not in hexdigits:
+                raise Malformed
+            yield from self.scan.expect(digit)
+            digits += digit
+        return int(digits, 16)
 
-def _character(digits: str) -> str:
-    """Return the character of hexadecimal ``digits``. Raises :class:`Malformed`."""
-    try:
-        code = int(digits, 16)
-        found = chr(code)
-    except (ValueError, OverflowError):
-        raise Malformed from None
-    if 0xD800 <= code < 0xE000:
-        raise Malformed
-    return found
+
+class PythonicFrame(Frame):
+    """Values are written as JSON, which the parser reads too."""
+
+    first, between, last = "[", ", ", "]"
+
+    def call(self, lark: Lark, function: Function) -> str:
+        """Required parameters come first. ``more_i`` matches the optional ones from the i-th on, each behind a comma; ``first_i`` does
+        so where none came before."""
+        named = {name: self._parameter(lark, function, name, place) for place, name in enumerate(function.properties)}
+        required = [rule for name, rule in named.items() if function.requires(name)]
+        optional = [rule for name, rule in named.items() if not function.requires(name)]
+        comma = lark.literal(", ")
+        more = first = '""'
+        for place, rule in reversed([*enumerate(optional)]):
+            first = lark.rule(f"first_{function.index}_{place}", f"{rule} {more} | {first}")
+            more = lark.rule(f"more_{function.index}_{place}", f"{comma} {rule} {more} | {more}")
+        inner = f" {comma} ".join(required) + f" {more}" if required else first
+        return f"{lark.literal(function.name + '(')} {inner} {lark.literal(')')}"
+
+    def _parameter(self, lark: Lark, function: Function, name: str, place: int) -> str:
+        if not name.isidentifier() or iskeyword(name) or len(name) > MAX_NAME:
+            raise SchemaError(f"the parameter {name[:MAX_NAME]!r} cannot be named in Python")
+        value = lark.rule(f"value_{function.index}_{place}", lark.json(function.properties[name]))
+        return lark.rule(f"parameter_{function.index}_{place}", f"{lark.literal(name + '=')} {value}")

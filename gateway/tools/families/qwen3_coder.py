@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
+from gateway.tools.frame import Frame, Function, SchemaError
+from gateway.tools.lark import Lark
 from gateway.tools.parser import MAX_NAME, ToolParser
 from gateway.tools.scanner import Scanner, Steps, held_for
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+LINE = "\n"
 FUNCTION, PARAMETER = "<function=", "<parameter="
 FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
 
@@ -114,3 +118,42 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+
+
+class Qwen3CoderFrame(Frame):
+    """Parameters come in the order of the schema. Of a text, only ``enum`` and ``const`` are forced."""
+
+    marker = OPEN
+    between = LINE
+
+    def call(self, lark: Lark, function: Function) -> str:
+        parameters = " ".join(self._parameter(lark, function, *each) for each in enumerate(function.properties.items()))
+        begin = lark.literal(f"\n{FUNCTION}{function.name}>\n")
+        return f"{begin} {parameters} {lark.literal(FUNCTION_END + LINE)} {lark.marker(CLOSE)}"
+
+    def _parameter(self, lark: Lark, function: Function, place: int, named: tuple[str, dict[str, Any]]) -> str:
+        name, schema = named
+        if not name or ">" in name or name != name.strip() or len(name) > MAX_NAME:
+            raise SchemaError(f"the parameter {name[:MAX_NAME]!r} cannot be named in a tag")
+        begin, end = lark.literal(f"{PARAMETER}{name}>\n"), f"\n{PARAMETER_END}"
+        choices = [text for text in schema.get("enum") or [schema.get("const")] if isinstance(text, str)]
+        if not is_text(schema):
+            value = f"{lark.rule(f'value_{function.index}_{place}', lark.json(schema))} {lark.literal(end)}"
+        elif choices:
+            value = f"({' | '.join(map(lark.literal, choices))}) {lark.literal(end)}"
+        else:
+            value = lark.text_until("value", end, without=VALUE_ENDS[1:])
+        rule = lark.rule(f"parameter_{function.index}_{place}", f"{begin} {value} {lark.literal(LINE)}")
+        return rule if function.requires(name) else f"{rule}?"
+
+
+def is_text(schema: dict[str, Any]) -> bool:
+    """Whether a parameter with ``schema`` is written as a text: if a text is one of its types, or it states no type."""
+    kinds = schema.get("type")
+    if kinds is not None:
+        return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in schema.get(name) or ()]
+    if parts:
+        return any(isinstance(part, dict) and is_text(part) for part in parts)
+    values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+    return any(isinstance(value, str) for value in values) if values else "$ref" not in schema

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.tools.families.hermes import HermesParser
-from gateway.tools.families.llama_json import LlamaJsonParser
-from gateway.tools.families.mistral import MistralParser
-from gateway.tools.families.pythonic import PythonicParser
-from gateway.tools.families.qwen3_coder import Qwen3CoderParser
+from gateway.tools.families.hermes import HermesFrame, HermesParser
+from gateway.tools.families.llama_json import LlamaJsonFrame, LlamaJsonParser
+from gateway.tools.families.mistral import MistralFrame, MistralNamedFrame, MistralParser
+from gateway.tools.families.pythonic import PythonicFrame, PythonicParser
+from gateway.tools.families.qwen3_coder import Qwen3CoderFrame, Qwen3CoderParser
+from gateway.tools.frame import Frame
 from gateway.tools.parser import ToolParser
 from gateway.tools.parts import call_id, short_call_id
 
@@ -19,6 +20,8 @@ class Family:
     """A format of tool calls."""
 
     parser: type[ToolParser]
+    frame: Frame
+    """Builds grammars of calls."""
     signs: tuple[tuple[str, ...], ...]
     """The texts of chat templates that ask for this format: one of these groups occurs as a whole."""
     tokens: tuple[str, ...] = ()
@@ -31,13 +34,16 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "mistral": Family(MistralParser, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id),
-    "qwen3_coder": Family(Qwen3CoderParser, (("<function=", "<parameter="),), ("<tool_call>", "</tool_call>")),
-    "hermes": Family(HermesParser, (("<tool_call>", '"arguments"'),), ("<tool_call>", "</tool_call>")),
-    "pythonic": Family(PythonicParser, (("<|python_start|>",), ("[func_name1(",)), ("<|python_start|>", "<|python_end|>")),
-    "llama_json": Family(LlamaJsonParser, (("<|python_tag|>",), ('"parameters": dictionary',)), ("<|python_tag|>",)),
+    "mistral_named": Family(
+        MistralParser, MistralNamedFrame(), (("[TOOL_CALLS]", "[ARGS]"),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id
+    ),
+    "mistral": Family(MistralParser, MistralFrame(), (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id),
+    "qwen3_coder": Family(Qwen3CoderParser, Qwen3CoderFrame(), (("<function=", "<parameter="),), ("<tool_call>", "</tool_call>")),
+    "hermes": Family(HermesParser, HermesFrame(), (("<tool_call>", '"arguments"'),), ("<tool_call>", "</tool_call>")),
+    "pythonic": Family(PythonicParser, PythonicFrame(), (("<|python_start|>",), ("[func_name1(",)), ("<|python_start|>", "<|python_end|>")),
+    "llama_json": Family(LlamaJsonParser, LlamaJsonFrame(), (("<|python_tag|>",), ('"parameters": dictionary',)), ("<|python_tag|>",)),
 }
-"""Families by name. Where several fit a template, the first one counts: the later ones ask for less."""
+"""Families by name. Where several fit a template, the first one counts: the later ones ask for less. Both of Mistral are read by one parser."""
 
 
 def family_of(template: str) -> str | None:

@@ -14,6 +14,7 @@ from gateway.logs.access import Format
 from gateway.pool.discovery.address import parse_address
 from gateway.presets.preset import PresetError, parse_preset
 from gateway.presets.select import NO_PRESET, named
+from gateway.responses.store import Bounds
 
 PREFIX = "YARDSTICK_"
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
@@ -169,6 +170,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How models are prompted and read: ``MODEL=PRESET`` for each model that should not have the preset that fits its name,
     separated by commas in the environment. PRESET is a name from ``yardstick presets``, a file that ends with ``.toml``, or
     ``none``."""
+    stored_responses: Count = 10_000
+    """Most responses that are kept for clients that ask for it (``store`` of ``/v1/responses``), in Redis if it is configured.
+    Beyond it, and beyond their most bytes, the oldest of the API key with most bytes are removed. 0: none are stored."""
+    stored_responses_bytes: Positive = 256 << 20
+    """Most bytes of these responses together."""
+    stored_response_bytes: Positive = 4 << 20
+    """Longest conversation with which a response is stored, in bytes; for a longer one the answer is 400."""
+    stored_responses_seconds: Seconds = 86_400.0
+    """Time for which a response is stored."""
     aliases: tuple[str, ...] = ()
     """Further names of models: ``ALIAS=MODEL``, separated by commas in the environment. ``/v1/models`` lists them; answers,
     metrics and logs name the model itself."""
@@ -217,6 +227,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     raise SettingsError(_remedy("presets", f"{entry!r}: {error}", "correct it")) from None
             chosen[model] = preset
         return chosen
+
+    @property
+    def store_bounds(self) -> Bounds:
+        """Bounds of stored responses."""
+        return Bounds(self.stored_responses, self.stored_responses_bytes, self.stored_responses_seconds)
 
     @property
     def chosen_aliases(self) -> dict[str, str]:

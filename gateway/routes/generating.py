@@ -84,7 +84,7 @@ class Generator:
             events = self._events(generations, answer, lease, account, fields)
             return await self.streams.begin(events, request)
         async with while_connected(request.receive):
-            with self._counted(generations, lease, account):
+            with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
                     pieces = [piece async for batch in batches for piece in batch]
                 await asyncio.sleep(0)  # here and below: each of these steps takes milliseconds for a thousand prompts
@@ -111,7 +111,7 @@ class Generator:
             prompt = len(choices[index].request.prompt)
             return Usage(prompt, prompt + completion_tokens, completion_tokens)
 
-        with self._counted(generations, lease, account):
+        with self.counted(generations, lease, account):
             async with aclosing(run_all(generations, self.dispatcher)) as batches:
                 async for batch in batches:
                     if opened and len(batch) == 1 and len(batch[0].tokens) <= TOKENS_AT_ONCE:  # nearly every token
@@ -124,7 +124,7 @@ class Generator:
                     if not opened:
                         opened = True
                         chunks = [sse(opening) for index in choices if (opening := answer.opening(index, usage_so_far(index)))]
-                    for piece in _small(joined(batch)):
+                    for piece in small(joined(batch)):
                         if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
                             chunks.append(sse(chunk))
                         if breath.due:
@@ -138,7 +138,7 @@ class Generator:
         yield DONE
 
     @contextmanager
-    def _counted(self, generations: list[Generation], lease: Lease | None, account: Account) -> Iterator[None]:
+    def counted(self, generations: list[Generation], lease: Lease | None, account: Account) -> Iterator[None]:
         """Run ``generations`` inside the block. The tokens are counted however the block ends."""
         try:
             yield
@@ -181,7 +181,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
     ]
 
 
-def _small(pieces: list[Piece]) -> Iterator[Piece]:
+def small(pieces: list[Piece]) -> Iterator[Piece]:
     """Divide ``pieces`` into parts of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
     for piece in pieces:
         tokens = piece.tokens

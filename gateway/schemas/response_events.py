@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from gateway.schemas.chat import TokenLogprob
 from gateway.schemas.responses import OutputItem, OutputText, ReasoningText, ResponseBody
 
 
 class StateEvent(msgspec.Struct, kw_only=True):
     """The response as a whole: at its beginning and at its end."""
 
-    type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
-    ]
+    type: Literal["response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"]
     sequence_number: int
     response: ResponseBody
 
@@ -48,7 +47,7 @@ class TextDelta(msgspec.Struct, kw_only=True):
     output_index: int
     content_index: int = 0
     delta: str
-    logprobs: list[Any] | msgspec.Raw = []
+    logprobs: list[TokenLogprob] = []
 
 
 class TextDone(msgspec.Struct, kw_only=True):
@@ -60,7 +59,7 @@ class TextDone(msgspec.Struct, kw_only=True):
     output_index: int
     content_index: int = 0
     text: str
-    logprobs: list[Any] | msgspec.Raw = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningDelta(msgspec.Struct, kw_only=True):
@@ -106,6 +105,4 @@ class ArgumentsDone(msgspec.Struct, kw_only=True):
     arguments: str
 
 
-Event = (
-    StateEvent | ItemEvent | PartEvent | TextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
-)
+Event = StateEvent | ItemEvent | PartEvent | TextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone

@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.generation import MAX_LOGPROBS, Count, TextRequest
+from gateway.schemas.chat import TokenLogprob
+from gateway.schemas.generation import MAX_LOGPROBS, TextRequest
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.tools import MAX_TOOLS, FunctionName
 
@@ -136,8 +137,8 @@ class ResponseRequest(TextRequest, kw_only=True):
     tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call; up to 128. Tools of other types are not supported."""
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
-    """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name of
-    a function: it calls that one."""
+    """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name
+    of a function: it calls that one."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may have several function calls; true by default."""
     text: TextConfig | None = None
@@ -155,38 +156,34 @@ class ResponseRequest(TextRequest, kw_only=True):
         return "message.output_text.logprobs" in (self.include or ())
 
 
-class OutputText(msgspec.Struct, kw_only=True):
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     """Text of a message."""
 
-    type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = []
     """Always empty."""
-    logprobs: list[Any] | msgspec.Raw = []
+    logprobs: list[TokenLogprob] = []
     """Log-probability of each token, as in chat completions, if requested."""
 
 
-class ReasoningText(msgspec.Struct, kw_only=True):
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
     """Text of a reasoning item."""
 
-    type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
-class OutputMessage(msgspec.Struct, kw_only=True):
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """A message of the model."""
 
-    type: Literal["message"] = "message"
     id: str
     status: Status
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
 
 
-class OutputReasoning(msgspec.Struct, kw_only=True):
+class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
     """The thinking section of the answer."""
 
-    type: Literal["reasoning"] = "reasoning"
     id: str
     status: Status
     summary: list[ReasoningText] = []
@@ -194,10 +191,9 @@ class OutputReasoning(msgspec.Struct, kw_only=True):
     content: list[ReasoningText]
 
 
-class OutputCall(msgspec.Struct, kw_only=True):
+class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
     """A function call. The caller runs the function and sends a `function_call_output` with the same `call_id`."""
 
-    type: Literal["function_call"] = "function_call"
     id: str
     status: Status
     call_id: str
@@ -260,7 +256,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     background: bool = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: str | msgspec.Raw | None = None
+    instructions: str | None = None
     max_output_tokens: int | None = None
     model: str
     output: list[OutputItem]
@@ -295,7 +291,7 @@ class ItemList(msgspec.Struct, kw_only=True):
     """Input items of a stored response."""
 
     object: Literal["list"] = "list"
-    data: list[InputItem | msgspec.Raw]
+    data: list[InputItem]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -60,7 +60,7 @@ DOCUMENTED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (
         "qwen3_coder",
         "I check.\n\n<tool_call>\n<function=get_weather>\n<parameter=location>\nSan Francisco, CA\n</parameter>\n<parameter=days>\n3\n"
-        "</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=places>\n[\"a\", {\"b\": 1}]\n</parameter>\n"
+        '</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=places>\n["a", {"b": 1}]\n</parameter>\n'
         "<parameter=note>\nnot JSON\n</parameter>\n</function>\n</tool_call>",
         "I check.",
         [
@@ -131,8 +131,34 @@ def test_each_division_in_two_and_into_characters_gives_the_same(family: str, te
 # Fragments of all formats, whole and broken, and what may stand between them.
 FRAGMENTS = [
     *(text for _, text, _, _ in DOCUMENTED),
-    *("<tool_call>", "</tool_call>", "<function=f>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "[", "]"),
-    *("<|python_tag|>", "<|python_start|>", '{"name": ', '"f"', ', "arguments": ', '{"a": [1, "', '"}', "}", "{", "f(", "a=", "'", '"', ")"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "<parameter=a>",
+        "</parameter>",
+        "</function>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[",
+        "]",
+    ),
+    *(
+        "<|python_tag|>",
+        "<|python_start|>",
+        '{"name": ',
+        '"f"',
+        ', "arguments": ',
+        '{"a": [1, "',
+        '"}',
+        "}",
+        "{",
+        "f(",
+        "a=",
+        "'",
+        '"',
+        ")",
+    ),
     *("\\", "\n", " ", ";", ",", "text", "<", "<tool", "é", "😀", "\\u12", "\\x", "null", "1e", "\0", "\ud7ff"),
 ]
 TEXTS = st.one_of(st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join), st.text(max_size=60))
@@ -152,7 +178,9 @@ def test_any_text_divided_anywhere_gives_the_same_parts_and_loses_nothing(
 
 
 @given(st.sampled_from(sorted(FAMILIES)), st.sampled_from(DOCUMENTED), st.data())
-def test_an_output_that_is_cut_anywhere_keeps_what_came_before(family: str, documented: tuple[str, str, str, list[Any]], data: Any) -> None:
+def test_an_output_that_is_cut_anywhere_keeps_what_came_before(
+    family: str, documented: tuple[str, str, str, list[Any]], data: Any
+) -> None:
     family, text, content, calls = documented
     cut = text[: data.draw(st.integers(0, len(text)))]
     answer = read(family, [cut])
@@ -169,7 +197,7 @@ def test_an_output_that_is_cut_anywhere_keeps_what_came_before(family: str, docu
         ("hermes", '<tool_call>{"name": "f", "arguments": 7}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
         ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
-        ("llama_json", "<|python_tag|>brave_search.call(query=\"x\")"),
+        ("llama_json", '<|python_tag|>brave_search.call(query="x")'),
         ("pythonic", "<|python_start|>[unknown(a=1)]"),
         ("mistral", "[TOOL_CALLS]unknown[ARGS]{}"),
         ("mistral", "[TOOL_CALLS] nothing"),
@@ -217,7 +245,9 @@ def test_the_text_after_the_last_call_that_is_allowed_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("unit", ["<tool_call>", "[TOOL_CALLS]", "[", '{"name": "f", "arguments": ', " ", "<function=f><parameter=a>", "f(a=["])
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>", "[TOOL_CALLS]", "[", '{"name": "f", "arguments": ', " ", "<function=f><parameter=a>", "f(a=["]
+)
 def test_hostile_repetition_takes_linear_time(family: str, unit: str) -> None:
     read(family, [unit] * 3000)
 

@@ -51,6 +51,15 @@ STATUS_OF_CODE: dict[str, int] = {
 }
 
 
+MAX_GRAMMAR_BYTES = 1 << 18
+"""Most UTF-8 bytes of ``Generate.grammar``."""
+MAX_BAD_TOKENS = 4096
+"""Most tokens of all of ``Sampling.bad_words``."""
+GRAMMAR_LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 50_000, "max_grammar_size": 250_000}
+"""Limits of llguidance for every grammar, in the gateway and in engines: fuel of the lexer and items of the parser for one token,
+states of the lexer, and symbols of the grammar. A generation that exceeds one of them fails."""
+
+
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of draws. The engine checks them: values outside these ranges are ``Failed(code="invalid")``."""
 
@@ -390,6 +399,16 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Requests refused because they would have waited too long."""
     displaced: int = 0
     """Waiting requests that lost their place in a full queue to a tenant with fewer requests in it."""
+    structured_requests: int = 0
+    """Generations with a grammar."""
+    compiled_grammars: int = 0
+    """Grammars compiled; one that is in use or was used lately is compiled once."""
+    compile_seconds: float = 0.0
+    """Time spent in compiling them."""
+    masks: int = 0
+    """Sets of tokens that grammars allowed, one for each token drawn."""
+    mask_seconds: float = 0.0
+    """Time spent in computing them, of all threads together."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

@@ -9,6 +9,7 @@ from engine.device.transfer import Download, Upload
 from engine.ints import EMPTY
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows
 from engine.readouts.logprobs import LogprobsCopy
+from engine.structured.bits import Bits
 
 
 class DrawReadout(Readout):
@@ -67,6 +68,20 @@ def sampling_row(branch: Branch, request: GenerateRequest, eos_token_ids: tuple[
         index=request.message.index + branch.index,
         position=request.offset(branch),
         prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
-        output_tokens=request.output(branch) if request.penalised else EMPTY,
+        output_tokens=request.output(branch) if request.depends_on_output else EMPTY,
         eos_ids=eos_token_ids,
+        bits=_bits(branch, request),
+        complete=branch.constraint is not None and branch.constraint.complete,
     )
+
+
+def _bits(branch: Branch, request: GenerateRequest) -> Bits | None:
+    """Tokens that the grammar and ``allowed_token_ids`` allow next; None for all. Empty where they have no token in common."""
+    if branch.constraint is None:
+        return request.allowed
+    bits = branch.constraint.mask
+    if request.allowed is not None:
+        common = min(len(bits), len(request.allowed))
+        bits[:common] &= request.allowed[:common]
+        bits[common:] = 0
+    return bits

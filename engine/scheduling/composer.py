@@ -86,6 +86,8 @@ class StepComposer:
 
     def _can_go_on(self, request: Request, branch: Branch) -> bool:
         """Whether ``branch`` has tokens to compute now. A token that a pending step draws is added as :data:`PENDING`."""
+        if not branch.may_draw:
+            return False
         if branch.pending_steps and not branch.pending:
             if not (self._run_ahead and request.may_run_ahead(branch)):
                 return False

@@ -19,7 +19,7 @@ from gateway.text.vocabulary import Vocabulary
 from gateway.tools.answer import AnswerFormat, AnswerReader
 from gateway.tools.parts import Part
 
-Finish = Literal["stop", "length", "tool_calls"]
+Finish = Literal["stop", "length"]
 
 LEAST_LOGPROB = -9999.0
 """Replaces −∞, which JSON cannot represent, as in OpenAI's API: the log-probability of a candidate that guidance excludes."""
@@ -53,6 +53,8 @@ class Piece(msgspec.Struct):
     """Tokens of the sequence up to this piece, including those whose text is held back."""
     parts: list[Part] | None = None
     """``text`` divided into parts; None if the answer is all text. Text that may still become a call is held back."""
+    calls: int = 0
+    """Tool calls of the sequence up to this piece."""
     token_ids: list[int] = []
     """Ids of the tokens since the last piece, including those whose text is held back or left out, if ids were requested."""
 
@@ -124,8 +126,9 @@ class Sequence:
                     self._waiting.append(last)
         parts = None if self.reader is None else self._parts(self.reader, text, tokens)
         told = self._tokens_told() if self._waiting else []
+        calls = 0 if self.reader is None else self.reader.calls
         counted = delta.tokens[: self.completion_tokens - before] if self._options.token_ids else []
-        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, counted)
+        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, calls, counted)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -139,8 +142,6 @@ class Sequence:
             self.finish = "stop"
         if self.finish is not None:
             parts += reader.finish()
-        if self.finish == "stop" and reader.calls:
-            self.finish = "tool_calls"
         return parts
 
     def _read_tokens(self, tokens: list[int], logprobs: wire.Logprobs | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from litestar import Request, Response
@@ -92,6 +92,10 @@ def _max_tokens(data: ChatRequest) -> int | None:
     return limit
 
 
+def _finish_reason(piece: Piece) -> Literal["stop", "length", "tool_calls"] | None:
+    return "tool_calls" if piece.calls and piece.finish == "stop" else piece.finish
+
+
 def _message(piece: Piece) -> AssistantMessage:
     """Return the message of a whole answer."""
     if piece.parts is None:
@@ -168,7 +172,7 @@ class ChatAnswer(Answer):
                     index=piece.index,
                     message=_message(piece),
                     logprobs=told,
-                    finish_reason=piece.finish or "stop",
+                    finish_reason=_finish_reason(piece) or "stop",
                     token_ids=piece.token_ids if self._ids else msgspec.UNSET,
                 )
                 for piece, told in zip(choices, logprobs, strict=True)
@@ -184,10 +188,10 @@ class ChatAnswer(Answer):
         delta = ChatDelta(content=piece.text or None) if piece.parts is None else _delta(piece.parts)
         logprobs = self.logprobs(piece.tokens) if self._logprobs else None
         if delta is None:
-            if not piece.tokens and piece.finish is None:
+            if not piece.tokens and piece.finish is None and not piece.token_ids:
                 return None
             delta = ChatDelta()
-        choice = ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish)
+        choice = ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=_finish_reason(piece))
         if self._ids:
             choice.token_ids = piece.token_ids
         return self._chunk([choice], usage)

@@ -114,8 +114,7 @@ class Generator:
         with self.counted(generations, lease, account):
             async with aclosing(run_all(generations, self.dispatcher)) as batches:
                 async for batch in batches:
-                    if opened and len(batch) == 1 and len(batch[0].tokens) <= TOKENS_AT_ONCE:  # nearly every token
-                        piece = batch[0]
+                    if opened and len(batch) == 1 and _is_small(piece := batch[0]):  # nearly every token
                         if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
                             yield sse(chunk)
                         continue
@@ -175,18 +174,29 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
             of_one[-1].finish,
             of_one[-1].completion_tokens,
             None if of_one[-1].parts is None else [part for piece in of_one for part in piece.parts or ()],
+            of_one[-1].calls,
             [id for part in of_one for id in part.token_ids],
         )
         for index, of_one in parts.items()
     ]
 
 
+def _is_small(piece: Piece) -> bool:
+    """Whether ``piece`` is one chunk. The end of an answer with tool calls is a chunk of its own: OpenAI's SDK takes a call to be
+    complete when the chunk with the finish reason comes, and misses one that begins in it."""
+    return len(piece.tokens) <= TOKENS_AT_ONCE and not (piece.calls and piece.finish)
+
+
 def small(pieces: list[Piece]) -> Iterator[Piece]:
-    """Divide ``pieces`` into parts of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
+    """Divide ``pieces`` into chunks of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
     for piece in pieces:
         tokens = piece.tokens
-        if len(tokens) <= TOKENS_AT_ONCE:
+        if _is_small(piece):
             yield piece
+            continue
+        if piece.calls and piece.finish:
+            yield from small([msgspec.structs.replace(piece, finish=None)])
+            yield Piece(piece.index, "", [], piece.finish, piece.completion_tokens, [], piece.calls)
             continue
         last = len(tokens) - TOKENS_AT_ONCE
         for begin in range(0, len(tokens), TOKENS_AT_ONCE):
@@ -194,7 +204,8 @@ def small(pieces: list[Piece]) -> Iterator[Piece]:
             finish = piece.finish if begin >= last else None
             parts = piece.parts if begin == 0 else None if piece.parts is None else []
             ids = piece.token_ids if begin == 0 else []
-            yield Piece(piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens, parts, ids)
+            some = tokens[begin : begin + TOKENS_AT_ONCE]
+            yield Piece(piece.index, text, some, finish, piece.completion_tokens, parts, piece.calls, ids)
 
 
 async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:

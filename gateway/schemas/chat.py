@@ -79,8 +79,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tools: Tools | None = None
     """Functions that the model may call; up to 128."""
     tool_choice: ToolChoice | None = None
-    """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name of
-    a function: it calls that one."""
+    """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name
+    of a function: it calls that one."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may have several tool calls; true by default."""
     reasoning_effort: ReasoningEffort | None = None

@@ -33,9 +33,11 @@ class Tool(msgspec.Struct):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool for chat templates, without absent fields."""
-        function = {"name": self.function.name, "description": self.function.description, "parameters": self.function.parameters}
-        return {"type": self.type, "function": {name: value for name, value in function.items() if value is not None}}
+        """Return the tool for chat templates, most of which need parameters."""
+        given = self.function
+        described = {} if given.description is None else {"description": given.description}
+        parameters = given.parameters or {"type": "object", "properties": {}}
+        return {"type": self.type, "function": {"name": given.name, **described, "parameters": parameters}}
 
 
 Tools = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]

@@ -47,6 +47,7 @@ class Tokenizer(Vocabulary):
         self._library = library
         self.controls = ControlTokens(added)
         """The control tokens, for texts that must not contain any."""
+        self._added = {token["content"]: token["id"] for token in added}
         self.characters_per_token = characters_per_token(document, spelling)
         """Most characters that one token represents; None if there is no bound."""
         self._sentinels = {flags: _sentinel(*flags) for flags in self.controls.flags}
@@ -96,8 +97,14 @@ class Tokenizer(Vocabulary):
         return [known[id] for id in ids]
 
     def token_of(self, text: str) -> int | None:
-        """Return the id of the token with exactly the spelling ``text``, such as ``<think>``; None if there is none."""
-        return self._library.token_to_id(text)
+        """Return the id of the added token with exactly the spelling ``text``, such as ``<think>``; None if there is none."""
+        return self._added.get(text)
+
+    def grammar_token_of(self, text: str) -> int | None:
+        """Return the id of ``text`` if it is a control token in grammars: an added token that is special, or in angle brackets. It
+        never matches text there."""
+        id = self._added.get(text)
+        return id if id in self.special_ids or (text.startswith("<") and text.endswith(">")) else None
 
     def lift(self, text: Marked) -> tuple[str, list[int]]:
         """Return a text to encode with ``parse_special_tokens`` False, and the ids for :meth:`restore`."""

@@ -61,8 +61,8 @@ class Vocabulary:
         return text.removeprefix(" ") if self.strips_leading_space else text
 
     def spellings(self, *, skip_special_tokens: bool, shown: Sequence[int] = ()) -> Mapping[int, bytes]:
-        """Return a mapping from every id to the bytes that it adds to a text: none for special tokens that are skipped, except those
-        in ``shown``."""
+        """Return a mapping from every id to the bytes that it adds to a text: none for special tokens that are skipped. Those in
+        ``shown`` are not."""
         if not skip_special_tokens:
             return self._spellings
         return self._hiding(frozenset(shown)) if shown else self._shown

@@ -107,7 +107,8 @@ class Worker:
             return Broken("fault")
         if (text := self._texts.get(job.text)) is None:
             return Broken("unknown_text")
-        return pack(self._endpoint.read(request, Model(job.facts, text.tokenizer, job.bounds, text, job.earlier)))
+        model = Model(job.facts, text.tokenizer, job.bounds, text, job.formats, job.earlier)
+        return pack(self._endpoint.read(request, model))
 
 
 def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:

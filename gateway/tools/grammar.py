@@ -41,7 +41,7 @@ def tool_grammar(
     thinking: Tags | None = None,
     opened: bool = False,
 ) -> str:
-    """Return the grammar of an answer that calls ``functions``: it must (``forced``) or it may. ``several``: it may have several calls.
+    """Return the grammar of an answer that calls ``functions``: it must (``forced``) or may. ``several``: it may call several times.
 
     ``thinking``: tags of the section that may come first, which the prompt has ``opened`` or not; None if there is none. Raises
     :class:`~gateway.tools.frame.SchemaError`.
@@ -58,5 +58,3 @@ def after_thinking(lark: Lark, answer: str, tags: Tags | None, *, opened: bool) 
     section = lark.text_until("thinking", tags.close)
     space = lark.rule("AFTER_THINKING", _SPACE)
     return f"{section} {space} {answer}" if opened else f"({lark.marker(tags.open)} {section} {space})? {answer}"
-
-

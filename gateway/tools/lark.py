@@ -41,7 +41,7 @@ class Lark:
         return f"%json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
 
     def text_until(self, name: str, marker: str, without: Iterable[str] = ()) -> str:
-        """Match any text and the first ``marker`` after it. ``name``: of the rules to add. ``without``: texts that it cannot have."""
+        """Match any text, without the texts ``without``, and the first ``marker`` after it. ``name``: of the rules to add."""
         text = self.text_without(name, without)
         if self._token_of(marker) is None:
             return self.rule(f"{name}_end", f"{text} {self.literal(marker)}", lazy=True)

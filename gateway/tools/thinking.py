@@ -47,8 +47,8 @@ class Split:
 
 
 class ThinkingParser:
-    """Divides a text that arrives in chunks. A thinking section is only at the beginning of an answer; the whitespace around its tags
-    is not part of either text. An answer that ends inside the section is all thinking."""
+    """Divides a text that arrives in chunks. A thinking section is only at the beginning of an answer; the whitespace
+    around its tags is not part of either text. An answer that ends inside the section is all thinking."""
 
     def __init__(self, tags: Tags, *, opened: bool) -> None:
         """``opened``: the prompt ends with the opening tag."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gateway.errors import InvalidRequest
 from gateway.schemas.chat import ChatMessage, ChatRequest
+from gateway.schemas.tools import FunctionDefinition, Tool
 from gateway.text.bounds import TooManyTokens
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.deadline import TimeIsUp, at_most
 from gateway.text.prepared import Prepared
+from gateway.text.reading.answer_format import answer_format, offered_tools
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.thinking import template_variables
 from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
 
 
@@ -21,6 +25,7 @@ def render(
     variables: Mapping[str, Any] | None,
     *,
     parse_special_tokens: bool | None,
+    tools: Sequence[Tool] = (),
     followed_by: Iterable[str] = (),
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = False,
@@ -41,20 +46,33 @@ def render(
     if taken:
         raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
     told = [message.for_template() for message in messages]
+    offered = [tool.for_template() for tool in tools]
     source = model.texts.template.source or ""
     controls, mark = model.texts.tokenizer.controls, ""
     parses = model.bounds.parse_special_tokens_in_messages if parse_special_tokens is None else parse_special_tokens
     try:
-        texts = [] if parses else [*texts_in(told), *texts_in(dict(variables)), *followed_by]
+        texts = [] if parses else [*texts_in(told), *texts_in(dict(variables)), *texts_in(offered), *followed_by]
         if any(map(controls.may_form, texts)):
             mark = new_mark([*texts, source])
             told = [_marked(message, controls, mark) for message in told]
             variables = with_marks(dict(variables), controls, mark)
+            offered = with_marks(offered, controls, mark)
         end = _end_last_text(told, source) if continue_final_message else ""
         asked = {} if add_generation_prompt is None else {"add_generation_prompt": add_generation_prompt}
-        with at_most(model.bounds.template_seconds):
-            text = model.texts.template.render(told, **{"add_generation_prompt": not end, **variables, **asked})
+        with _time_for_template(model):
+            options = {"add_generation_prompt": not end, **variables, **asked, "tools": offered or None}
+            text = model.texts.template.render(told, **options)
         return Marked(_until(text, end) if end else text, mark)
+    except RecursionError:
+        raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
+
+
+@contextmanager
+def _time_for_template(model: Model) -> Iterator[None]:
+    """Run the model's chat template in the block. Raises :class:`InvalidRequest` if it refuses, or takes too long."""
+    try:
+        with at_most(model.bounds.template_seconds):
+            yield
     except ChatTemplateError as error:
         raise InvalidRequest(f"{error}.", param="messages") from None
     except TimeIsUp:
@@ -62,8 +80,6 @@ def render(
         raise InvalidRequest(
             f"The chat template took longer than {limit} with these messages; send fewer.", param="messages"
         ) from None
-    except RecursionError:
-        raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
 
 
 def _end_last_text(messages: list[dict[str, Any]], source: str) -> str:
@@ -101,17 +117,23 @@ def _marked_field(name: str, value: Any, controls: ControlTokens, mark: str) -> 
 
 
 def _read(request: ChatRequest, model: Model) -> Prepared:
+    with _time_for_template(model):
+        tools = offered_tools(request, model)
+        variables = template_variables(request, model)
     text = render(
         model,
         request.messages,
-        request.chat_template_kwargs,
+        variables,
         parse_special_tokens=request.parse_special_tokens,
+        tools=tools,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
     )
+    format = answer_format(request, model, tools, text.text)
     limit, adds = model.facts.context, bool(request.add_special_tokens)
     try:
-        return Prepared([model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=adds)], param="messages")
+        ids = model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=adds)
+        return Prepared([ids], param="messages", format=format)
     except TooManyTokens as error:
         raise model.facts.too_long(error, "messages") from None
 
@@ -131,6 +153,7 @@ CHAT = Endpoint(
     bulk={
         "messages": [ChatMessage("user")],
         "chat_template_kwargs": {},
+        "tools": [Tool("function", FunctionDefinition("stand_in"))],
         "user": "",
     },
     read=_read,

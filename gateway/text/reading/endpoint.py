@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from gateway.text.prepared import Prepared
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.vocabulary import Vocabulary
+from gateway.tools.formats import Formats
 
 T = TypeVar("T", bound=Parameters)
 
@@ -44,6 +45,7 @@ class Model:
     bounds: Bounds
     text: TextSide | None = None
     """None on the event loop, which reads token ids only."""
+    formats: Formats = field(default_factory=Formats)
     earlier: bytes = b""
     """Items of the conversation that the request continues: JSON values with commas between them."""
 

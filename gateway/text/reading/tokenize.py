@@ -9,6 +9,7 @@ from gateway.schemas.tokenize import TokenizeRequest, TokenizeResponse
 from gateway.text.bounds import TooManyTokens
 from gateway.text.prepared import Prepared
 from gateway.text.reading import chat
+from gateway.text.reading.answer_format import check_tools
 from gateway.text.reading.endpoint import Endpoint, Model
 
 
@@ -38,11 +39,15 @@ def _text(request: TokenizeRequest, prompt: str, model: Model) -> list[int]:
 
 
 def _conversation(request: TokenizeRequest, model: Model) -> list[int]:
+    tools = request.tools or []
+    if tools:
+        check_tools(tools, model)
     text = chat.render(
         model,
         request.messages or [],
         request.chat_template_kwargs,
         parse_special_tokens=request.parse_special_tokens,
+        tools=tools,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
     )
@@ -53,7 +58,13 @@ def _conversation(request: TokenizeRequest, model: Model) -> list[int]:
 
 TOKENIZE = Endpoint(
     kind=TokenizeRequest,
-    bulk={"prompt": "", "messages": chat.CHAT.bulk["messages"], "chat_template_kwargs": {}, "user": ""},
+    bulk={
+        "prompt": "",
+        "messages": chat.CHAT.bulk["messages"],
+        "chat_template_kwargs": {},
+        "tools": chat.CHAT.bulk["tools"],
+        "user": "",
+    },
     read=_read,
     is_light=lambda _: False,
     characters=lambda request, _: len(request.prompt or "") + chat.characters_of(request.messages),

@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3: ``{"name": …, "parameters": {…}}`` as the whole answer, or after ``<|python_tag|>``; several are separated by ``;``."""
+"""Llama 3.1 to 3.3: ``{"name": …, "parameters": {…}}`` as the whole answer or after ``<|python_tag|>``, separated by ``;``."""
 
 from __future__ import annotations
 

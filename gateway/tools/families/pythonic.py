@@ -185,8 +185,8 @@ class PythonicFrame(Frame):
     first, between, last = "[", ", ", "]"
 
     def call(self, lark: Lark, function: Function) -> str:
-        """Required parameters come first. ``more_i`` matches the optional ones from the i-th on, each behind a comma; ``first_i`` does
-        so where none came before."""
+        """Required parameters come first. ``more_i`` matches the optional ones from the i-th on, each behind a comma, and
+        ``first_i`` where none came before."""
         named = {name: self._parameter(lark, function, name, place) for place, name in enumerate(function.properties)}
         required = [rule for name, rule in named.items() if function.requires(name)]
         optional = [rule for name, rule in named.items() if not function.requires(name)]

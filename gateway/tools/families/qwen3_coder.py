@@ -118,8 +118,6 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-
-
 class Qwen3CoderFrame(Frame):
     """Parameters come in the order of the schema. Of a text, only ``enum`` and ``const`` are forced."""
 

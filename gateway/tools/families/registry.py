@@ -33,19 +33,27 @@ class Family:
         return any(all(sign in template for sign in group) for group in self.signs)
 
 
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+
 FAMILIES: dict[str, Family] = {
     "mistral_named": Family(
         MistralParser, MistralNamedFrame(), (("[TOOL_CALLS]", "[ARGS]"),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id
     ),
     "mistral": Family(MistralParser, MistralFrame(), (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), short_call_id),
-    "qwen3_coder": Family(Qwen3CoderParser, Qwen3CoderFrame(), (("<function=", "<parameter="),), ("<tool_call>", "</tool_call>")),
-    "hermes": Family(HermesParser, HermesFrame(), (("<tool_call>", '"arguments"'),), ("<tool_call>", "</tool_call>")),
-    "pythonic": Family(PythonicParser, PythonicFrame(), (("<|python_start|>",), ("[func_name1(",)), ("<|python_start|>", "<|python_end|>")),
-    "llama_json": Family(LlamaJsonParser, LlamaJsonFrame(), (("<|python_tag|>",), ('"parameters": dictionary',)), ("<|python_tag|>",)),
+    "qwen3_coder": Family(Qwen3CoderParser, Qwen3CoderFrame(), (("<function=", "<parameter="),), _TOOL_CALL),
+    "hermes": Family(HermesParser, HermesFrame(), (("<tool_call>", '"arguments"'),), _TOOL_CALL),
+    "pythonic": Family(
+        PythonicParser, PythonicFrame(), (("<|python_start|>",), ("[func_name1(",)), ("<|python_start|>", "<|python_end|>")
+    ),
+    "llama_json": Family(
+        LlamaJsonParser, LlamaJsonFrame(), (("<|python_tag|>",), ('"parameters": dictionary',)), ("<|python_tag|>",)
+    ),
 }
-"""Families by name. Where several fit a template, the first one counts: the later ones ask for less. Both of Mistral are read by one parser."""
+"""Families by name. Where several fit a template, the first one counts, because the later ones ask for less. One parser reads both
+of Mistral's formats; only what is forced differs."""
 
 
 def family_of(template: str) -> str | None:
-    """Return the name of the family that ``template`` asks for; None if it asks for none that is known."""
-    return next((name for name, family in FAMILIES.items() if family.asked_for(template)), None)
+    """Return the name of the family that the chat template ``template`` asks for; None if it asks for none that is known."""
+    plain = template.replace('\\"', '"')  # in Jinja's strings, quotes may be escaped
+    return next((name for name, family in FAMILIES.items() if family.asked_for(plain)), None)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -59,8 +60,8 @@ DOCUMENTED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     # Qwen3-Coder: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct, chat_template.jinja
     (
         "qwen3_coder",
-        "I check.\n\n<tool_call>\n<function=get_weather>\n<parameter=location>\nSan Francisco, CA\n</parameter>\n<parameter=days>\n3\n"
-        '</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=places>\n["a", {"b": 1}]\n</parameter>\n'
+        "I check.\n\n<tool_call>\n<function=get_weather>\n<parameter=location>\nSan Francisco, CA\n</parameter>\n<parameter=days>"
+        '\n3\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=places>\n["a", {"b": 1}]\n</parameter>\n'
         "<parameter=note>\nnot JSON\n</parameter>\n</function>\n</tool_call>",
         "I check.",
         [
@@ -87,7 +88,8 @@ DOCUMENTED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     # Llama 3.2 and 4: https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/
     (
         "pythonic",
-        "[get_weather(location='San Francisco, CA', unit=\"celsius\"), g(n=[1, 2.5, (True, None),], m={'a': \"it's \\u00e9\\n\"}), get_time()]",
+        "[get_weather(location='San Francisco, CA', unit=\"celsius\"), "
+        "g(n=[1, 2.5, (True, None),], m={'a': \"it's \\u00e9\\n\"}), get_time()]",
         "",
         [
             ("get_weather", WEATHER),
@@ -106,7 +108,8 @@ DOCUMENTED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ),
     (
         "mistral",
-        'Sure.[TOOL_CALLS]get_weather[ARGS]{"location": "San Francisco, CA", "unit": "celsius"}[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{}',
+        'Sure.[TOOL_CALLS]get_weather[ARGS]{"location": "San Francisco, CA", "unit": "celsius"}'
+        "[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{}",
         "Sure.",
         [("get_weather", WEATHER), ("f", {})],
     ),
@@ -169,7 +172,7 @@ def test_any_text_divided_anywhere_gives_the_same_parts_and_loses_nothing(
     family: str, text: str, cuts: list[int], most_calls: int | None
 ) -> None:
     places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
-    chunks = [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    chunks = [text[begin:end] for begin, end in pairwise(places)]
     whole = read(family, [text], most_calls)
     assert read(family, chunks, most_calls) == whole
     assert read(family, list(text), most_calls) == whole
@@ -181,7 +184,7 @@ def test_any_text_divided_anywhere_gives_the_same_parts_and_loses_nothing(
 def test_an_output_that_is_cut_anywhere_keeps_what_came_before(
     family: str, documented: tuple[str, str, str, list[Any]], data: Any
 ) -> None:
-    family, text, content, calls = documented
+    family, text, _, calls = documented
     cut = text[: data.draw(st.integers(0, len(text)))]
     answer = read(family, [cut])
     assert [call.name for call in answer.calls] == [name for name, _ in calls][: len(answer.calls)]

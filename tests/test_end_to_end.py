@@ -197,6 +197,7 @@ def test_a_client_that_leaves_ends_the_work_in_the_engine(gateway: Program, pod:
     wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
 
 
+@pytest.mark.slow
 def test_a_lost_engine_is_a_503_with_retry_after(model: Path):
     pod = Pod(model).wait_ready()
     gateway = Program("gateway", "--engine", pod.url).wait_ready()

@@ -29,7 +29,11 @@ SERVED = [
 """Families and kinds; tests/engine/models/test_heads.py loads all of them."""
 
 
-@pytest.fixture(scope="module", params=SERVED, ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(served, marks=[] if served[0] == "qwen3" else pytest.mark.slow) for served in SERVED],
+    ids=map("-".join, SERVED),
+)
 def model(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Family and kind."""
     family, kind = request.param

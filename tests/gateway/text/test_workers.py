@@ -126,6 +126,7 @@ async def test_a_killed_worker_is_replaced() -> None:
         assert is_right(await ask(workers, key))
 
 
+@pytest.mark.slow
 async def test_a_killed_fork_server_is_replaced_with_all_it_knew() -> None:
     async with running() as (workers, key):
         assert workers._forks
@@ -164,6 +165,7 @@ async def test_memory_that_the_tokeniser_asks_for_ends_the_worker() -> None:
         assert is_right(await ask(workers, key))
 
 
+@pytest.mark.slow
 async def test_a_job_that_is_left_is_killed_after_a_grace() -> None:
     async with running(1) as (workers, key):
         await until(lambda: workers._idle)

@@ -43,7 +43,14 @@ def finished(*arguments: object, before: Callable[[], None] | None = None) -> tu
     return process.returncode, err
 
 
-@pytest.mark.parametrize(("number", "ending"), [(signal.SIGKILL, "jsonl"), (signal.SIGINT, "jsonl"), (signal.SIGTERM, "csv")])
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [
+        (signal.SIGKILL, "jsonl"),
+        pytest.param(signal.SIGINT, "jsonl", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "csv", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, number: signal.Signals, ending: str) -> None:
     source = write_texts(tmp_path / "in.jsonl", ROWS)
     server = Embeddings(some_fail)
@@ -78,6 +85,7 @@ def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, number: sig
     assert {path.name for path in tmp_path.glob("*out*")} == names
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_run_continues(tmp_path: Path) -> None:
     source, output = write_texts(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
 
@@ -125,6 +133,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 20 << 20
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
     async def slow(_: Embeddings, texts: list[str]) -> None:
         await asyncio.sleep(0.05)

@@ -24,6 +24,7 @@ Every accepted request ends with exactly one terminal message: ``Scored``, ``Fai
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import Literal
@@ -58,6 +59,10 @@ MAX_BAD_TOKENS = 4096
 GRAMMAR_LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 50_000, "max_grammar_size": 250_000}
 """Limits of llguidance for every grammar, in the gateway and in engines: fuel of the lexer and items of the parser for one token,
 states of the lexer, and symbols of the grammar. A generation that exceeds one of them fails."""
+
+
+CONTROL_TOKEN = re.compile(r"<.+>|[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
+"""Spelling of the added tokens that only a name in a grammar matches, besides those that ``tokenizer.json`` marks as special."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -60,6 +60,7 @@ class Telemetry:
         self._guided = self._counter(
             "length_guided_prompts", "Prompts continued with length guidance, by mode or constraint.", "model", "mode"
         )
+        self._structured = self._counter("structured_prompts", "Prompts whose output followed a grammar.", "model")
         self._tool_calls = self._counter(
             "tool_calls", "Tool calls in answers, by format, and whether they could be read.", "format", "result"
         )
@@ -168,6 +169,9 @@ class Telemetry:
         """Count ``prompts`` that were continued with ``mode``, a guidance mode or constraint."""
         self._guided.labels(model, mode).inc(prompts)
 
+    def structured(self, model: str, prompts: int) -> None:
+        """Count ``prompts`` whose output followed a grammar."""
+        self._structured.labels(model).inc(prompts)
     def tools_called(self, format: str, calls: int, malformed: int) -> None:
         """Count the tool calls of a prompt's answers: those that have begun, and those that broke off or were passed on as text."""
         if calls:

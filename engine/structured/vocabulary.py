@@ -9,7 +9,6 @@ texts that spell them, so it gets a tokeniser whose control tokens have secret s
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import llguidance
 import msgspec
 from llguidance import LLTokenizer
 
-_CONTROL = re.compile(r"<.+>|[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
+from engine.wire import CONTROL_TOKEN
 
 
 class VocabularyError(ValueError):
@@ -55,12 +54,12 @@ def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Seque
         known = [id for id in controls if id < vocab_size]
         vocabulary = _Vocabulary(plain, tokens, known, eos_token_ids[0])
         return LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
-    except Exception as error:  # the library raises ValueError, and panics as PanicException for some files
+    except BaseException as error:  # the library raises ValueError, and its panics are no Exception
         raise VocabularyError(f"tokenizer.json cannot be used for grammars: {str(error).partition(chr(10))[0]}") from error
 
 
 def _is_control(token: dict[str, Any]) -> bool:
-    return bool(token["special"]) or _CONTROL.fullmatch(token["content"]) is not None
+    return bool(token["special"]) or CONTROL_TOKEN.fullmatch(token["content"]) is not None
 
 
 def _with_secret_controls(document: dict[str, Any], controls: dict[int, str]) -> str:

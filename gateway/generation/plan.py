@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -47,6 +47,7 @@ def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None
             raise InvalidRequest(message, param=f"stop[{index}]")
     _check_tokens(model, fields.logit_bias or (), "logit_bias")
     _check_tokens(model, fields.stop_token_ids or (), "stop_token_ids")
+    _check_tokens(model, fields.allowed_token_ids or (), "allowed_token_ids")
     _check_prompt_logprobs(model, fields)
 
 
@@ -82,6 +83,7 @@ def plan(
     logprobs: int | None,
     guidance: wire.LengthGuidance | None,
     grammar: str = "",
+    bad_words: Sequence[Sequence[int]] = (),
     first_index: int = 0,
     echo: str | None = None,
     format: AnswerFormat | None = None,
@@ -89,8 +91,8 @@ def plan(
     priority: int,
     caller: wire.Caller,
 ) -> Generation:
-    """``max_tokens``: None for as many as the context holds, which limits it in any case. ``grammar``: see :class:`wire.Generate`.
-    ``format``: how answers are divided into parts. ``param``: the field of the prompt."""
+    """``max_tokens``: None for as many as the context holds, which limits it in any case. ``grammar`` and ``bad_words``: see
+    :mod:`engine.wire`. ``format``: how answers are divided into parts. ``param``: the field of the prompt."""
     if not prompt:
         raise InvalidRequest(f"`{param}` is empty; send at least one token.", param=param)
     model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
@@ -102,6 +104,8 @@ def plan(
         raise InvalidRequest(f"`min_tokens` is more than the {limit} tokens that may be generated.", param="min_tokens")
     seed = random.getrandbits(63) if fields.seed is None else fields.seed & (2**63 - 1)
     sampling = fields.sampling(max_tokens=limit, seed=seed)
+    if bad_words:
+        sampling = msgspec.structs.replace(sampling, bad_words=tuple(map(tuple, bad_words)))
     if guidance is not None and guidance.constraint is not None and fields.min_p is None:
         sampling = msgspec.structs.replace(sampling, min_p=CONSTRAINT_MIN_P)
     request = wire.Generate(

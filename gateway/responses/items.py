@@ -11,7 +11,8 @@ from gateway.context import new_id
 from gateway.errors import InvalidRequest
 from gateway.schemas.chat import ChatMessage, ChatRequest, TextPart
 from gateway.schemas.generation import TextRequest
-from gateway.schemas.responses import ChosenFunction, InputItem, ItemPart, ResponseRequest
+from gateway.schemas.responses import ChosenFunction, InputItem, ItemPart, ResponseRequest, TextFormat
+from gateway.schemas.structure import JsonSchema, ResponseFormat
 from gateway.schemas.tools import EarlierCall, FunctionCall, FunctionDefinition, NamedFunction, NamedTool, Tool
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -20,6 +21,8 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "logprobs": "include",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
 }
 """Fields of a chat request, and the fields of a request for a response that they come from."""
 _SHARED = (*TextRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
@@ -108,10 +111,20 @@ def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatReques
         Tool("function", FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
         for tool in request.tools or ()
     ]
+    if request.text is not None and request.text.format is not None:
+        shared["response_format"] = _response_format(request.text.format)
     choice: Any = request.tool_choice
     if isinstance(choice, ChosenFunction):
         choice = NamedTool("function", NamedFunction(choice.name))
     return ChatRequest(**shared, **told, tools=tools or None, tool_choice=choice)
+
+
+def _response_format(format: TextFormat) -> ResponseFormat:
+    if format.type != "json_schema":
+        return ResponseFormat(type=format.type)
+    if format.schema is None:
+        raise InvalidRequest("`text.format` is of type `json_schema` and lacks `schema`.", param="text.format.schema")
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=format.schema, name=format.name, strict=format.strict))
 
 
 def renamed(error: InvalidRequest) -> InvalidRequest:
@@ -119,6 +132,6 @@ def renamed(error: InvalidRequest) -> InvalidRequest:
     message, param = error.message, error.param
     for chat, response in _NAMES.items():
         message = message.replace(f"`{chat}`", f"`{response}`")
-        if param is not None and param.partition("[")[0].partition(".")[0] == chat:
-            param = response
+        if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
+            param = response if chat == "messages" else response + param[len(chat) :]
     return type(error)(message, param=param)

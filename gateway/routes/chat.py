@@ -67,9 +67,10 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
+            bad_words=prepared.bad_words,
             param="messages",
             priority=priority,
-            grammar=(prepared.format and prepared.format.grammar) or "",
+            grammar=(prepared.format and prepared.format.grammar) or prepared.grammar,
             format=prepared.format,
             caller=caller_of(request, cache_salt=fields.cache_salt),
         )

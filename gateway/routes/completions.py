@@ -61,6 +61,8 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
                 max_tokens=_default_max_tokens(guidance) if fields.max_tokens is None else fields.max_tokens,
                 logprobs=logprobs,
                 guidance=guidance,
+                grammar=prepared.grammar,
+                bad_words=prepared.bad_words,
                 first_index=index * fields.sequences,
                 echo=prepared.texts[index] if prepared.texts else None,
                 param=prepared.param_of(index),

@@ -152,6 +152,8 @@ class Generator:
             if lease is not None:
                 lease.used_tokens = sum(generation.used_tokens for generation in generations)
                 lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
+            if generations[0].request.grammar:
+                self.telemetry.structured(generations[0].model.name, len(generations))
             if guidance := generations[0].request.length_guidance:
                 self.telemetry.guided(generations[0].model.name, guidance.constraint or guidance.mode, len(generations))
 

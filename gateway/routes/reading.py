@@ -23,6 +23,7 @@ from gateway.pool.replica import ServedModel
 from gateway.routes.body import Body
 from gateway.schemas.parameters import Parameters
 from gateway.streams import while_connected
+from gateway.structure.compile import COMPILE_SECONDS
 from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.channel import Channel, Loss, WorkerLostError
@@ -148,6 +149,8 @@ class Reader:
         if loss == "template":
             limit = f"{self.bounds.template_seconds:g} s"
             return InvalidRequest(f"The chat template took longer than {limit} with these messages; send fewer.", param="messages")
+        if loss == "grammar":
+            return InvalidRequest(f"Compiling the constraint of the output takes longer than {COMPILE_SECONDS:g} s; simplify it.")
         if loss == "memory":
             return InvalidRequest(f"Reading this request needs more than {self.job_mib} MiB of memory; send less at once.")
         return NotReady("The process that read the request has ended; try again.", retry_after=1)

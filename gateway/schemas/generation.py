@@ -8,8 +8,8 @@ import msgspec
 
 from engine import wire
 from gateway.schemas.length_guidance import CustomParams, LengthGuidance
-from gateway.schemas.parameters import Parameters
 from gateway.schemas.score import CacheSalt, Priority
+from gateway.schemas.structure import StructuredRequest
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -40,7 +40,7 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
     decoded_token: str
 
 
-class TextRequest(Parameters, kw_only=True):
+class TextRequest(StructuredRequest, kw_only=True):
     """Fields of all generating endpoints. Null always means the default."""
 
     model: str | None = None
@@ -138,6 +138,7 @@ class GenerationRequest(TextRequest, kw_only=True):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias,
             "min_tokens": self.min_tokens,
+            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
         }
         return wire.Sampling(
             max_tokens=max_tokens,

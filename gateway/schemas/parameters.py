@@ -23,7 +23,6 @@ UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "responses", "length", "to
 """Endpoints whose texts are never cut."""
 TEMPLATED: tuple[Endpoint, ...] = ("chat", "responses", "length")
 
-FORMAT = "the output cannot be constrained to a schema, a pattern or a grammar"
 ON_CHAT = "use /v1/chat/completions"
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
@@ -73,17 +72,7 @@ class Ignored:
 
 
 REFUSED: tuple[Refused, ...] = (
-    Refused("guided_json", GENERATING, FORMAT),
-    Refused("guided_regex", GENERATING, FORMAT),
-    Refused("guided_choice", GENERATING, "/v1/score gives the probability of each choice"),
-    Refused("guided_grammar", GENERATING, FORMAT),
-    Refused("structured_outputs", GENERATING, FORMAT),
-    Refused("structural_tag", GENERATING, FORMAT),
-    Refused("response_format", ("completions", "chat"), FORMAT, ({"type": "text"},)),
-    Refused("json_schema", GENERATING, FORMAT),
-    Refused("regex", GENERATING, FORMAT),
-    Refused("ebnf", GENERATING, FORMAT),
-    Refused("grammar", GENERATING, FORMAT),
+    Refused("structural_tag", GENERATING, "write its tags as `structured_outputs.grammar`"),
     Refused("stop_regex", GENERATING, "use `stop`, with fixed texts", ([],)),
     Refused("tools", ("completions",), ON_CHAT, ([],)),
     Refused("tool_choice", ("completions",), ON_CHAT, ("none", "auto")),
@@ -120,8 +109,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("dry_multiplier", GENERATING, "use `repetition_penalty`", (0,)),
     Refused("no_repeat_ngram_size", GENERATING, "use `repetition_penalty`", (0,)),
     Refused("max_repetition_pattern_size", GENERATING, "use `repetition_penalty`", (0,)),
-    Refused("allowed_token_ids", GENERATING, TOKENS),
-    Refused("bad_words", GENERATING, TOKENS, ([],)),
     Refused("logits_processors", GENERATING, TOKENS, ([],)),
     Refused("custom_logit_processor", GENERATING, TOKENS),
     Refused("vllm_xargs", GENERATING, "it has no meaning here", ({},)),
@@ -142,7 +129,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("logprobs", ("responses",), 'use `include`: `["message.output_text.logprobs"]`', (False,)),
     Refused("max_tokens", ("responses",), "use `max_output_tokens`"),
     Refused("max_completion_tokens", ("responses",), "use `max_output_tokens`"),
-    Refused("response_format", ("responses",), "use `text.format`", ({"type": "text"},)),
     Refused("reasoning_effort", ("responses",), "use `reasoning.effort`"),
     Refused("prompt_logprobs", ("responses",), ON_CHAT),
     Refused("return_token_ids", ("responses",), ON_CHAT, (False,)),

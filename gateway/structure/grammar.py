@@ -40,8 +40,8 @@ def of_json_object() -> str:
 
 
 def of_regex(pattern: str) -> str:
-    """A grammar for texts that ``pattern``, in the syntax of Rust's regex crate, matches as a whole. ``\\d``, ``\\w`` and ``\\s`` are
-    ASCII characters."""
+    """A grammar for texts that ``pattern``, in the syntax of Rust's regex crate, matches as a whole. ``\\d``, ``\\w`` and
+    ``\\s`` are ASCII characters."""
     return of_lark(f"start: /{regex_to_lark(pattern, use_ascii='dws')}/")
 
 

@@ -51,6 +51,10 @@ class Prepared:
     """Items without a row, in a request that accepts partial results."""
     response: bytes = b""
     """Response body as JSON, if no engine takes part in the request; for `/v1/responses`, the instructions as JSON."""
+    grammar: str = ""
+    """Grammar of llguidance that the output follows; empty if there is none."""
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Tokens of each text that must not be generated."""
     converted: int = 0
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
     format: AnswerFormat | None = None
@@ -91,6 +95,8 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     query_truncated: bool = False
     refused: list[Refusal] = []
     response: bytes = b""
+    grammar: str = ""
+    bad_words: list[list[int]] = []
     converted: int = 0
     format: AnswerFormat | None = None
     items: list[Item] = []
@@ -119,6 +125,8 @@ def pack(prepared: Prepared) -> Packed:
         prepared.query_truncated,
         prepared.refused,
         prepared.response,
+        prepared.grammar,
+        prepared.bad_words,
         prepared.converted,
         prepared.format,
         prepared.items,
@@ -138,6 +146,8 @@ def unpack(packed: Packed) -> Prepared:
         packed.query_truncated,
         packed.refused,
         packed.response,
+        packed.grammar,
+        packed.bad_words,
         packed.converted,
         packed.format,
         packed.items,

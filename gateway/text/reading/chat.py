@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.errors import InvalidRequest
 from gateway.schemas.chat import ChatMessage, ChatRequest
+from gateway.schemas.structure import BULK
 from gateway.schemas.tools import FunctionDefinition, Tool
 from gateway.text.bounds import TooManyTokens
 from gateway.text.chat_template import ChatTemplateError
@@ -15,6 +16,7 @@ from gateway.text.deadline import TimeIsUp, at_most
 from gateway.text.prepared import Prepared
 from gateway.text.reading.answer_format import answer_format, offered_tools
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.structure import read_bad_words, read_grammar
 from gateway.text.reading.thinking import template_variables
 from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
 
@@ -132,10 +134,11 @@ def _read(request: ChatRequest, model: Model) -> Prepared:
     format = answer_format(request, model, tools, text.text)
     limit, adds = model.facts.context, bool(request.add_special_tokens)
     try:
-        ids = model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=adds)
-        return Prepared([ids], param="messages", format=format)
+        row = model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=adds)
     except TooManyTokens as error:
         raise model.facts.too_long(error, "messages") from None
+    grammar, bad_words = read_grammar(request, model), read_bad_words(request, model)
+    return Prepared([row], param="messages", grammar=grammar, bad_words=bad_words, format=format)
 
 
 def characters_of(messages: list[ChatMessage] | None) -> int:
@@ -155,6 +158,7 @@ CHAT = Endpoint(
         "chat_template_kwargs": {},
         "tools": [Tool("function", FunctionDefinition("stand_in"))],
         "user": "",
+        **BULK,
     },
     read=_read,
     is_light=lambda _: False,

@@ -12,6 +12,7 @@ import msgspec
 from gateway.errors import InvalidRequest
 from gateway.schemas.decoding import BodyDecoder
 from gateway.schemas.parameters import Parameters
+from gateway.structure.compile import GrammarCompiler
 from gateway.text.bounds import Bounds
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
@@ -29,11 +30,13 @@ MAX_FIELDS_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class TextSide:
-    """Tokeniser, chat template and preset of one model."""
+    """Tokeniser, chat template, compiler of grammars and preset of one model."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     preset: PresetTemplate | None = None
+    grammars: GrammarCompiler | None = None
+    """None for a tokeniser that cannot be used for grammars. Engines check every grammar in any case."""
 
 
 @dataclass(slots=True)

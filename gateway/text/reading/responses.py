@@ -8,6 +8,7 @@ from gateway.errors import ContextExceeded, InvalidRequest
 from gateway.responses.items import as_chat, items_of, messages_of, renamed
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.responses import InputItem, ResponseRequest
+from gateway.schemas.structure import BULK
 from gateway.text.prepared import Item, Prepared
 from gateway.text.reading.chat import CHAT
 from gateway.text.reading.endpoint import Endpoint, Model
@@ -73,7 +74,7 @@ def _fitted(request: ResponseRequest, messages: list[ChatMessage], model: Model)
 
 RESPONSES = Endpoint(
     kind=ResponseRequest,
-    bulk={"input": "", "instructions": "", "chat_template_kwargs": {}, "user": ""},
+    bulk={"input": "", "instructions": "", "chat_template_kwargs": {}, "user": "", **BULK},
     read=_read,
     is_light=lambda _: False,
     characters=lambda request, _: _characters(request),

@@ -112,6 +112,9 @@ def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatReques
         for tool in request.tools or ()
     ]
     if request.text is not None and request.text.format is not None:
+        if request.response_format is not None:
+            message = "`text.format` and `response_format` both constrain the output; send one of them."
+            raise InvalidRequest(message, param="response_format")
         shared["response_format"] = _response_format(request.text.format)
     choice: Any = request.tool_choice
     if isinstance(choice, ChosenFunction):

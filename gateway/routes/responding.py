@@ -137,7 +137,6 @@ class Run:
     def _state(self, kind: Any, body: ResponseBody) -> StateEvent:
         return StateEvent(type=kind, sequence_number=self._output.number(), response=body)
 
-
     def _encoded(self, events: Iterable[Event]) -> list[bytes]:
         encoded = [_event(event) if self.streamed else b"" for event in events]
         return encoded if self.streamed else []

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint
+from tests import templates
 from tests.docs.conformance import Cell, declared, table
 from tests.docs.generate import PAGE
 from tests.fakes import FakeEngine
@@ -34,7 +35,14 @@ VALUES: dict[str, Any] = {
     "documents": ["b"],
     "echo": True,
     "encoding_format": "base64",
+    "ebnf": 'root ::= "a"',
     "frequency_penalty": 0.5,
+    "grammar": 'root ::= "a"',
+    "guided_choice": ["a", "b"],
+    "guided_grammar": 'root ::= "a"',
+    "guided_json": SCHEMA,
+    "guided_regex": "a+",
+    "json_schema": SCHEMA,
     "gamma": 0.9,
     "include": ["message.output_text.logprobs"],
     "input_type": "query",
@@ -62,11 +70,13 @@ VALUES: dict[str, Any] = {
     "prompt_name": "query",
     "reasoning": {"effort": "low"},
     "reasoning_effort": "low",
+    "regex": "a+",
     "repetition_penalty": 1.1,
     "response_format": {"type": "text"},
     "seed": 1,
     "stop": ["x"],
     "stop_token_ids": [7],
+    "structured_outputs": {"regex": "a+"},
     "stream_options": {"include_usage": True},
     "temperature": 0.5,
     "text": {"format": {"type": "text"}},
@@ -117,9 +127,9 @@ INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
     **{
         (name, "score"): PAIR
         for name in (
-            "text_1 text_2 truncate truncate_prompt_tokens max_tokens_per_doc max_tokens_per_query truncation_direction instruction"
-            " instruct raw_scores"
-        ).split()
+            *("text_1", "text_2", "truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query"),
+            *("truncation_direction", "instruction", "instruct", "raw_scores"),
+        )
     },
     ("queries", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
     ("documents", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
@@ -141,8 +151,10 @@ def server() -> Iterator[httpx.Client]:
     """A client of a gateway before three models, which serve all endpoints together."""
     head = FakeEngine(model="head", fingerprint="head", capabilities=("classify",), classes=("a", "b"))
     embedder = FakeEngine(model="embedder", fingerprint="embedder", capabilities=("embed",), embedding_size=4)
+    able = (*FakeEngine.capabilities, "grammar")
+    template = "{{ reasoning_effort }}" + templates.THINKING
     with gateways() as start:
-        yield start(FakeEngine(), head, embedder)
+        yield start(FakeEngine(template=template, capabilities=able), head, embedder)
 
 
 def shown() -> dict[str, dict[Endpoint, Cell]]:

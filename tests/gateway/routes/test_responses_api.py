@@ -51,7 +51,7 @@ def turns(*turns: tuple[str, str]) -> str:
 
 def stable(body: dict[str, Any]) -> dict[str, Any]:
     """A body without what differs between equal requests."""
-    body = body | {name: None for name in ("id", "created_at", "completed_at")}
+    body = body | dict.fromkeys(("id", "created_at", "completed_at"))
     return body | {"output": [item | {"id": None} for item in body["output"]]}
 
 

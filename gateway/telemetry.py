@@ -172,6 +172,7 @@ class Telemetry:
     def structured(self, model: str, prompts: int) -> None:
         """Count ``prompts`` whose output followed a grammar."""
         self._structured.labels(model).inc(prompts)
+
     def tools_called(self, format: str, calls: int, malformed: int) -> None:
         """Count the tool calls of a prompt's answers: those that have begun, and those that broke off or were passed on as text."""
         if calls:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 _TURNS = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.role == 'assistant' and message.reasoning_content %}<think>
-{{ message.reasoning_content }}
-</think>
-
-{% endif %}{{ message.content }}{% for call in message.tool_calls or [] %}
+{{ message.content }}{% for call in message.tool_calls or [] %}
 CALL
 {% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+_EARLIER_THINKING = """{% if message.role == 'assistant' and message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}"""
 _JSON_CALL = """<tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>"""
@@ -25,7 +26,7 @@ HERMES = """{% if tools %}<|im_start|>system
 {% endif %}""" + _TURNS.replace("CALL", _JSON_CALL)
 """Qwen2.5 and Hermes."""
 THINKING = (
-    HERMES
+    HERMES.replace("{{ message.content }}", _EARLIER_THINKING)
     + "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 )
 """Qwen3: thinking can be switched off."""

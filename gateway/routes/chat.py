@@ -70,7 +70,6 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             bad_words=prepared.bad_words,
             param="messages",
             priority=priority,
-            grammar=(prepared.format and prepared.format.grammar) or prepared.grammar,
             format=prepared.format,
             caller=caller_of(request, cache_salt=fields.cache_salt),
         )

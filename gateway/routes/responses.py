@@ -77,7 +77,7 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
                 max_tokens=fields.max_output_tokens,
                 logprobs=logprobs,
                 guidance=guidance,
-                grammar=(prepared.format and prepared.format.grammar) or prepared.grammar,
+                grammar=prepared.grammar,
                 bad_words=prepared.bad_words,
                 format=prepared.format,
                 param="input",

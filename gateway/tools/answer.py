@@ -41,8 +41,6 @@ class AnswerFormat(msgspec.Struct, frozen=True):
 
     tools: Tools | None = None
     thinking: Thinking | None = None
-    grammar: str | None = None
-    """What the answer must match, as a Lark grammar of llguidance."""
     shown: list[int] = []
     """Special tokens that are part of the format, so their text must be seen."""
 
@@ -88,10 +86,11 @@ class AnswerReader:
         thinking = self._thinking
         if thinking is None or thinking.ended:
             return self._content(text)
+        counted = thinking.closed
         split = thinking.push(text)
-        if thinking.began:
-            ended = thinking.ended and self._close_id in tokens
-            self.reasoning_tokens += list(tokens).index(self._close_id) + 1 if ended else len(tokens)
+        if thinking.began and not counted:
+            closes = thinking.closed and self._close_id in tokens
+            self.reasoning_tokens += list(tokens).index(self._close_id) + 1 if closes else len(tokens)
         return self._parts(split)
 
     def finish(self) -> list[Part]:

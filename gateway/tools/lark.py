@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 ANY_TEXT = r"/(.|\n)*/"
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Whitespace in JSON as ``json.dumps`` writes it, which is what models see of tools and calls in their prompts."""
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+"""Whitespace in JSON as ``json.dumps`` writes it, which is what models see of tools and calls in their prompts. ``lenient`` would
+ignore keywords that cannot be enforced."""
+CONSTRAINT = "constraint"
+"""Name of the grammar that :meth:`Lark.constraint` refers to."""
 
 TokenOf = Callable[[str], int | None]
 """Id of the control token with this spelling; None where the spelling is text. Control tokens never match text in a grammar."""
@@ -21,6 +24,7 @@ class Lark:
     def __init__(self, token_of: TokenOf) -> None:
         self._token_of = token_of
         self._rules: dict[str, str] = {}
+        self._constraint: dict[str, Any] | None = None
 
     def rule(self, name: str, expression: str, *, lazy: bool = False) -> str:
         """Add a rule, or a terminal if ``name`` is in capitals. ``lazy``: it ends as early as possible."""
@@ -53,9 +57,16 @@ class Lark:
         excluded = rf" & ~/(.|\n)*({escaped})(.|\n)*/" if escaped else ""
         return self.rule(f"{name.upper()}_TEXT", begin + excluded)
 
+    def constraint(self, grammar: str) -> str:
+        """Match another grammar of llguidance: Lark, or JSON with one grammar."""
+        own = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+        self._constraint = own | {"name": CONSTRAINT}
+        return f"@{CONSTRAINT}"
+
     def build(self, start: str) -> str:
         """Return the grammar that begins with the expression ``start``."""
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules.values(), ""])
+        text = "\n".join(["%llguidance {}", f"start: {start}", *self._rules.values(), ""])
+        return text if self._constraint is None else json.dumps({"grammars": [{"lark_grammar": text}, self._constraint]})
 
 
 def _escaped(text: str) -> str:

@@ -54,6 +54,8 @@ class ThinkingParser:
         """``opened``: the prompt ends with the opening tag."""
         self.began = opened
         """Whether there is a thinking section."""
+        self.closed = False
+        """Whether the section has ended."""
         self.ended = False
         """Whether what follows is content."""
         self._tags = tags
@@ -109,6 +111,7 @@ class ThinkingParser:
             self._split.reasoning += scan.text[scan.mark : told]
             scan.mark = told
             if found >= 0 or scan.ended:
+                self.closed = found >= 0
                 scan.at = found + len(close) if found >= 0 else len(scan.text)
                 return
             searched = end - scan.mark

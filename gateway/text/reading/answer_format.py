@@ -6,16 +6,19 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from engine.wire import MAX_GRAMMAR_BYTES
 from gateway.errors import InvalidRequest
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.tools import MAX_TOOLS_BYTES, FunctionDefinition, NamedTool, Tool
+from gateway.structure.request import Constraint, constraint_of, grammar_of
 from gateway.text.reading.endpoint import Model
-from gateway.tools import answer
+from gateway.text.reading.structure import read_grammar
+from gateway.tools.answer import AnswerFormat, Thinking, Tools
 from gateway.tools.families.qwen3_coder import is_text
 from gateway.tools.families.registry import FAMILIES, family_of
 from gateway.tools.formats import AUTOMATIC, NO_FORMAT
 from gateway.tools.frame import Function, SchemaError
-from gateway.tools.grammar import tool_grammar
+from gateway.tools.grammar import Calls, answer_grammar
 from gateway.tools.thinking import THINKING, is_off, is_open, thinking_of
 
 _ANYTHING = {"type": "object"}
@@ -60,23 +63,27 @@ def _size(tools: Sequence[Tool]) -> int:
         raise InvalidRequest("`tools` are nested too deeply.", param="tools") from None
 
 
-def answer_format(request: ChatRequest, model: Model, tools: list[Tool], prompt: str) -> answer.AnswerFormat | None:
-    """Return the format of the answer to ``prompt``; None if it is all text. Raises :class:`InvalidRequest`."""
+def answer_format(request: ChatRequest, model: Model, tools: list[Tool], prompt: str) -> tuple[AnswerFormat | None, str]:
+    """Return the format of the answer to ``prompt``, None if it is all text, and the grammar that it follows, empty if there is
+    none. Raises :class:`InvalidRequest`."""
     thinking = _thinking(request, model, prompt)
-    if not tools and thinking is None:
-        return None
-    shown = list(THINKING[thinking.format]) if thinking else []
-    called, grammar = None, None
-    if tools:
-        family = _family(model)
-        shown += FAMILIES[family].tokens
-        single = request.parallel_tool_calls is False or isinstance(request.tool_choice, NamedTool)
+    family = _family(model) if tools else None
+    calls = None if family is None else _guaranteed(request, model, tools, family)
+    grammar = _grammar(calls, read_grammar(request, model), thinking, model)
+    if family is None and thinking is None:
+        return None, grammar
+    called = None
+    if family is not None:
         functions = {tool.function.name: _not_texts(tool.function) for tool in tools}
-        called = answer.Tools(family, functions, 1 if single else None)
-        grammar = _grammar(request, model, tools, family, thinking, several=not single)
+        called = Tools(family, functions, None if _several(request) else 1)
+    shown = [*(THINKING[thinking.format] if thinking else ()), *(FAMILIES[family].tokens if family else ())]
     tokenizer = model.texts.tokenizer
-    ids = [id for text in shown if (id := tokenizer.token_of(text)) in tokenizer.special_ids and id is not None]
-    return answer.AnswerFormat(called, thinking, grammar, ids)
+    ids = [id for text in shown if (id := tokenizer.token_of(text)) is not None and id in tokenizer.special_ids]
+    return AnswerFormat(called, thinking, ids), grammar
+
+
+def _several(request: ChatRequest) -> bool:
+    return request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
 
 
 def _family(model: Model) -> str:
@@ -98,58 +105,69 @@ def thinking_format(model: Model) -> str | None:
     return None if chosen == NO_FORMAT else chosen
 
 
-def _thinking(request: ChatRequest, model: Model, prompt: str) -> answer.Thinking | None:
+def _thinking(request: ChatRequest, model: Model, prompt: str) -> Thinking | None:
     """Return the thinking section that the answer may have."""
     format = thinking_format(model)
     if format is None or is_off(prompt, THINKING[format]):
         return None
     tags, token_of = THINKING[format], model.texts.tokenizer.token_of
     shown = request.include_reasoning is not False
-    return answer.Thinking(format, is_open(prompt, tags), token_of(tags.open), token_of(tags.close), shown)
+    return Thinking(format, is_open(prompt, tags), token_of(tags.open), token_of(tags.close), shown)
 
 
-def _grammar(
-    request: ChatRequest, model: Model, tools: list[Tool], family: str, thinking: answer.Thinking | None, *, several: bool
-) -> str | None:
-    """Return the grammar that guarantees what the request asks for; None if it asks for no guarantee. Raises
-    :class:`InvalidRequest`."""
+def _guaranteed(request: ChatRequest, model: Model, tools: list[Tool], family: str) -> Calls | None:
+    """Return the calls that a grammar guarantees; None if the request asks for no guarantee. Raises :class:`InvalidRequest`."""
     choice = request.tool_choice
     forced = choice == "required" or isinstance(choice, NamedTool)
-    if not forced and not any(tool.function.strict for tool in tools):
+    constrained = constraint_of(request) is not None  # then a call must be allowed beside it
+    if not forced and not constrained and not any(tool.function.strict for tool in tools):
         return None
     functions = [
-        Function(index, tool.function.name, _schema(tool.function, index, forced=forced))
+        Function(index, tool.function.name, _schema(tool.function, index, model, forced=forced))
         for index, tool in enumerate(tools)
         if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
     ]
-    tags = THINKING[thinking.format] if thinking else None
+    return Calls(family, functions, forced, _several(request))
+
+
+def _grammar(calls: Calls | None, constraint: str, thinking: Thinking | None, model: Model) -> str:
+    """Return the grammar of the answer. Raises :class:`InvalidRequest`."""
+    if calls is None and (thinking is None or not constraint):
+        return constraint
     try:
-        return tool_grammar(
-            family,
-            functions,
+        grammar = answer_grammar(
             model.texts.tokenizer.grammar_token_of,
-            forced=forced,
-            several=several,
-            thinking=tags,
+            calls=calls,
+            constraint=constraint,
+            thinking=THINKING[thinking.format] if thinking else None,
             opened=thinking is not None and thinking.opened,
         )
     except SchemaError as error:
         raise InvalidRequest(f"`tools`: the parameters of a function cannot be guaranteed: {error}.", param="tools") from None
-    except RecursionError:
-        raise InvalidRequest("`tools` are nested too deeply.", param="tools") from None
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        message = f"The grammar of the answer has {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES} are possible. Send fewer tools."
+        raise InvalidRequest(message, param="tools")
+    if not constraint and model.texts.grammars is not None:  # the parts of a combination were checked by themselves
+        model.texts.grammars.check(grammar, "tools")
+    return grammar
 
 
-def _schema(function: FunctionDefinition, index: int, *, forced: bool) -> dict[str, Any]:
-    """Return the schema that the arguments must match: without ``strict``, a free choice only guarantees an object."""
+def _schema(function: FunctionDefinition, index: int, model: Model, *, forced: bool) -> dict[str, Any]:
+    """Return the schema that the arguments must match: without ``strict``, a free choice only guarantees an object. Raises
+    :class:`InvalidRequest` for one that grammars cannot enforce."""
     if not forced and not function.strict:
         return _ANYTHING
     schema = function.parameters
     if not schema:
         return _NOTHING
+    param = f"tools[{index}].function.parameters"
     if schema.get("type", "object") != "object":
-        param = f"tools[{index}].function.parameters"
         raise InvalidRequest(f"`{param}` must have the type object.", param=param)
-    return {"type": "object"} | schema
+    whole = {"type": "object"} | schema
+    grammar = grammar_of(Constraint("json", whole, param))
+    if model.texts.grammars is not None:
+        model.texts.grammars.check(grammar, param)
+    return whole
 
 
 def _not_texts(function: FunctionDefinition) -> list[str]:

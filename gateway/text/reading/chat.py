@@ -16,7 +16,7 @@ from gateway.text.deadline import TimeIsUp, at_most
 from gateway.text.prepared import Prepared
 from gateway.text.reading.answer_format import answer_format, offered_tools
 from gateway.text.reading.endpoint import Endpoint, Model
-from gateway.text.reading.structure import read_bad_words, read_grammar
+from gateway.text.reading.structure import read_bad_words
 from gateway.text.reading.thinking import template_variables
 from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
 
@@ -131,13 +131,13 @@ def _read(request: ChatRequest, model: Model) -> Prepared:
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
     )
-    format = answer_format(request, model, tools, text.text)
+    format, grammar = answer_format(request, model, tools, text.text)
     limit, adds = model.facts.context, bool(request.add_special_tokens)
     try:
         row = model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=adds)
     except TooManyTokens as error:
         raise model.facts.too_long(error, "messages") from None
-    grammar, bad_words = read_grammar(request, model), read_bad_words(request, model)
+    bad_words = read_bad_words(request, model)
     return Prepared([row], param="messages", grammar=grammar, bad_words=bad_words, format=format)
 
 

@@ -67,6 +67,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
+            grammar=prepared.grammar,
             bad_words=prepared.bad_words,
             param="messages",
             priority=priority,

@@ -99,8 +99,8 @@ def _text(content: str | list[ItemPart] | None) -> str:
 
 def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatRequest:
     """Return the chat request that asks for the same answer to ``messages``."""
-    shared = {name: getattr(request, name) for name in _SHARED}
-    told = {
+    shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
+    told: dict[str, Any] = {
         "messages": messages,
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": request.includes_logprobs,

@@ -163,7 +163,7 @@ class _Text(_Open):
 
     def end(self, status: Status) -> Iterator[Event]:
         part = self.part
-        place = {"item_id": self.id, "output_index": self.place}
+        place: dict[str, Any] = {"item_id": self.id, "output_index": self.place}
         yield TextDone(sequence_number=self.number(), text=part.text, logprobs=part.logprobs, **place)
         yield PartEvent(type="response.content_part.done", sequence_number=self.number(), part=part, **place)
         yield from super().end(status)
@@ -198,7 +198,7 @@ class _Thinking(_Open):
 
     def end(self, status: Status) -> Iterator[Event]:
         part = self.part
-        place = {"item_id": self.id, "output_index": self.place}
+        place: dict[str, Any] = {"item_id": self.id, "output_index": self.place}
         yield ReasoningDone(sequence_number=self.number(), text=part.text, **place)
         yield PartEvent(type="response.content_part.done", sequence_number=self.number(), part=part, **place)
         yield from super().end(status)

@@ -87,7 +87,8 @@ class MemoryStore:
 
     async def get(self, tenant: str, id: str) -> Stored | None:
         """See :class:`ResponseStore`."""
-        entry = self._tenants.get(tenant, {}).get(id)
+        entries = self._tenants.get(tenant)
+        entry = entries.get(id) if entries else None
         if entry is None or entry.expires <= self._clock():
             return None
         return entry.stored

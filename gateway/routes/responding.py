@@ -24,7 +24,7 @@ from gateway.schemas.response_events import Event, StateEvent
 from gateway.schemas.responses import ResponseBody
 from gateway.streams import while_connected
 from gateway.text.prepared import Item
-from gateway.tools.parts import Content
+from gateway.tools.parts import Content, Part
 
 _encoder = msgspec.json.Encoder()
 
@@ -114,7 +114,8 @@ class Run:
         """Return the events of one piece."""
         self._finish = piece.finish or self._finish
         logprobs = self._answer.logprobs(piece.tokens)
-        parts = ([Content(piece.text)] if piece.text else []) if piece.parts is None else piece.parts
+        text: list[Part] = [Content(piece.text)] if piece.text else []
+        parts = text if piece.parts is None else piece.parts
         return self._encoded(self._output.push(parts, logprobs.content if logprobs else []))
 
     def closing(self) -> list[bytes]:

@@ -11,6 +11,7 @@ from litestar import Request, Response, delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
+from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.lenvm.length_guidance import gamma_of_values, guidance_of
@@ -61,6 +62,8 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
                 guidance = guidance_of(model, chat, logprobs=logprobs)
             priority = priority_of(request, fields.priority)
             if fields.store:
+                if not CachePolicy.of(request).write:
+                    raise InvalidRequest("`store` contradicts `Cache-Control: no-store`; send one of them.", param="store")
                 responder.kept.check()
             earlier = b""
             if fields.previous_response_id is not None:

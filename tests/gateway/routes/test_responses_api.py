@@ -176,6 +176,8 @@ def test_stored_responses_are_retrieved_listed_and_deleted(client: httpx.Client,
     assert client.delete(path).status_code == 200
     for answer in (client.get(path), client.delete(path), client.get(f"{path}/input_items")):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+    hidden = client.post(PATH, json=ASK | {"store": True}, headers={"cache-control": "no-store"})
+    assert (hidden.status_code, hidden.json()["error"]["param"]) == (400, "store")
     unstored = create(client)
     assert client.get(f"{PATH}/{unstored['id']}").status_code == 404
     assert client.get(f"{PATH}/{'x' * 5000}").status_code == 404

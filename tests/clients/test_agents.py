@@ -1,7 +1,7 @@
 """A tool loop of the OpenAI Agents SDK over ``/v1/responses``, whole and streamed.
 
-The demo model calls no tools, so an engine says what the test chooses: a call first, and then an answer. Gateway, sockets and SDK are
-real.
+The demo model calls no tools, so an engine says what the test chooses: a call first, and then an answer. Gateway, sockets and SDK
+are real.
 """
 
 from __future__ import annotations

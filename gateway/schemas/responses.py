@@ -11,7 +11,8 @@ from gateway.schemas.generation import MAX_LOGPROBS, TextRequest
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.tools import MAX_TOOLS, FunctionName
 
-MAX_ITEMS = 8192
+MAX_ITEMS = 4096
+"""Most items of a request. The event loop decodes as many of a stored response, which takes 3 ms."""
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

@@ -418,6 +418,27 @@ def test_thinking_comes_before_a_forced_call(server: Server) -> None:
     assert "thinking" not in server.request("thinking").grammar
 
 
+def test_a_response_format_applies_behind_thinking_and_beside_calls(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for tools, thinks in ((None, True), ([WEATHER], True), (None, False)):
+        server.answer("thinking", '{"a": 1}', tools=tools, response_format=format, enable_thinking=thinks)
+        grammar = server.request("thinking").grammar
+        assert '"a"' in grammar
+        assert ("thinking" in grammar) == thinks
+        assert ("get_weather" in grammar) == bool(tools)
+    server.answer("hermes", CALL, response_format=format, tool_choice="required")
+    assert '"a"' not in server.request("hermes").grammar
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(server: Server) -> None:
+    unsupported = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": unsupported, "strict": True}}
+    param, message = server.refusal("hermes", tools=[TIME, tool])
+    assert param.startswith("tools[1].function.parameters")
+    assert "uniqueItems" in message
+
+
 def test_a_plain_answer_has_no_parser(server: Server) -> None:
     answer = server.answer("plain", "<think>a</think><tool_call>b", tools=None)
     assert answer["message"] == {"role": "assistant", "content": "<think>a</think><tool_call>b", "refusal": None}

@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -56,9 +56,21 @@ MAX_GRAMMAR_BYTES = 1 << 18
 """Most UTF-8 bytes of ``Generate.grammar``."""
 MAX_BAD_TOKENS = 4096
 """Most tokens of all of ``Sampling.bad_words``."""
-GRAMMAR_LIMITS = {"step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_lexer_states": 50_000, "max_grammar_size": 250_000}
-"""Limits of llguidance for every grammar, in the gateway and in engines: fuel of the lexer and items of the parser for one token,
-states of the lexer, and symbols of the grammar. A generation that exceeds one of them fails."""
+
+
+class GrammarLimits(NamedTuple):
+    """Limits of llguidance for every grammar, in the gateway and in engines. A generation that exceeds one of them fails."""
+
+    step_lexer_fuel: int = 100_000
+    """Work of the lexer for one token."""
+    step_max_items: int = 20_000
+    """Items of the parser for one token."""
+    max_lexer_states: int = 50_000
+    max_grammar_size: int = 250_000
+    """Symbols of the grammar."""
+
+
+GRAMMAR_LIMITS = GrammarLimits()
 
 
 CONTROL_TOKEN = re.compile(r"<.+>|[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)

@@ -114,7 +114,7 @@ class FakeEngine:
     max_context: int = 2048
     padding: int = 12
     """Rows of the head beyond the tokeniser's vocabulary."""
-    capabilities: tuple[str, ...] = ("score", "generate", "length_guidance")
+    capabilities: tuple[str, ...] = ("score", "generate", "length_guidance", "grammar")
     lenvm_gamma: float | None = 0.985
     classes: tuple[str, ...] = ()
     multi_label: bool = False

@@ -256,8 +256,10 @@ def _bias(row: SamplingRow) -> Entries | None:
 
 
 def _exclusions(row: SamplingRow) -> Entries | None:
-    excluded = np.unique(np.asarray(_banned(row), np.int64)) if row.bits is None else ()
-    return (excluded, np.full(len(excluded), -np.inf, np.float32)) if len(excluded) else None
+    if row.bits is not None or not (banned := _banned(row)):
+        return None
+    excluded = np.unique(np.asarray(banned, np.int64))
+    return excluded, np.full(len(excluded), -np.inf, np.float32)
 
 
 def _banned(row: SamplingRow) -> list[int]:

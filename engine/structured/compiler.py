@@ -21,7 +21,7 @@ class Compiler:
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         self._vocabulary = vocabulary
-        self._limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)
+        self._limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS._asdict())
         self._threads = ThreadPoolExecutor(1, "grammar-compiler")
         self._kept: OrderedDict[str, Constraint] = OrderedDict()
         """Constraints at the start of an output, by grammar. Only the thread touches them."""

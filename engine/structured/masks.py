@@ -32,12 +32,14 @@ class MaskThreads:
 
     def start(self, constraints: Sequence[Constraint]) -> None:
         """Compute the masks of ``constraints``, which have just advanced."""
-        quick = [constraint for constraint in constraints if constraint.seconds <= SLOW_MASK_SECONDS]
+        quick: list[Constraint] = []
+        slow: list[Constraint] = []
+        for constraint in constraints:  # divided before any thread begins, which may make one slow
+            (slow if constraint.seconds > SLOW_MASK_SECONDS else quick).append(constraint)
         parts = [part for place in range(self._count) if (part := quick[place :: self._count])]
         self._waited += [self._quick.submit(_compute, part) for part in parts]
-        for constraint in constraints:
-            if constraint.seconds > SLOW_MASK_SECONDS:
-                self._slow.submit(constraint.compute_mask)
+        for constraint in slow:
+            self._slow.submit(constraint.compute_mask)
 
     def wait(self) -> None:
         """Wait for the quick masks that were started since the last call, at most :data:`QUICK_SECONDS`."""

@@ -53,7 +53,7 @@ class GrammarCompiler:
             self._vocabulary = LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokens, control_ids, encode)))
         except BaseException as error:  # the library's panics are no Exception
             raise ValueError(str(error)) from error
-        self._limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)
+        self._limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS._asdict())
         self._problems: OrderedDict[str, str] = OrderedDict()
         """The problem of each grammar, empty if there is none."""
 

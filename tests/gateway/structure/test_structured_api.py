@@ -26,7 +26,7 @@ BODIES = {
 def pair() -> Iterator[tuple[FakeEngine, httpx.Client]]:
     """An engine that follows grammars, beside one that does not, and a client of the gateway before them."""
     engine = FakeEngine(capabilities=("score", "generate", "grammar"))
-    other = FakeEngine(model="other", fingerprint="other")
+    other = FakeEngine(model="other", fingerprint="other", capabilities=("score", "generate"))
     with gateways() as start_gateway:
         yield engine, start_gateway(engine, other)
 

@@ -19,11 +19,12 @@ Endpoint = Literal[
 
 ALL: tuple[Endpoint, ...] = get_args(Endpoint)
 GENERATING: tuple[Endpoint, ...] = ("completions", "chat", "responses")
+MULTIPLE: tuple[Endpoint, ...] = ("completions", "chat")
+"""Endpoints whose requests may have several answers."""
 UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "responses", "length", "tokenize", "detokenize")
 """Endpoints whose texts are never cut."""
 TEMPLATED: tuple[Endpoint, ...] = ("chat", "responses", "length")
 
-ON_CHAT = "use /v1/chat/completions"
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
 BUDGET = "the thinking section has no budget; switch it off with `enable_thinking`, or limit the answer with `max_tokens`"
@@ -33,6 +34,7 @@ NEVER_CUT = "prompts are not truncated; shorten the prompt"
 ADAPTERS = "name a served model in `model`"
 RAW_OUTPUT = "an answer holds text and, with `logprobs`, tokens"
 TEMPLATE = "the model's own chat template is used; `chat_template_kwargs` passes variables to it"
+ONE_ANSWER = "a response has one answer; use /v1/chat/completions"
 ON_CHAT = "use /v1/chat/completions"
 UNRENDERED = "send the rendered texts as `input`"
 AS_PROMPT = "send text or token ids as `prompt`"
@@ -80,7 +82,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused("function_call", GENERATING, "use `tool_choice` of /v1/chat/completions", ("none", "auto")),
     Refused("web_search_options", GENERATING, "this server does not search the web"),
     Refused("moderation", GENERATING, "answers are not moderated"),
-    Refused("best_of", ("chat", "responses"), "ask for `n` completions and choose", (1,)),
+    Refused("best_of", ("chat",), "ask for `n` completions and choose", (1,)),
+    Refused("best_of", ("responses",), ONE_ANSWER, (1,)),
     Refused("use_beam_search", GENERATING, BEAMS, (False,)),
     Refused("length_penalty", GENERATING, f"{BEAMS}, or steer the length with `length_guidance`", (1,)),
     Refused("early_stopping", GENERATING, BEAMS, (False,)),
@@ -124,7 +127,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("add_generation_prompt", ("responses",), ON_CHAT, (True,)),
     Refused("continue_final_message", ("responses",), ON_CHAT, (False,)),
     Refused("add_special_tokens", ("responses",), ON_CHAT, (False,)),
-    Refused("n", ("responses",), "a response has one answer; use /v1/chat/completions", (1,)),
+    Refused("n", ("responses",), ONE_ANSWER, (1,)),
     Refused("messages", ("responses",), "use `input`"),
     Refused("logprobs", ("responses",), 'use `include`: `["message.output_text.logprobs"]`', (False,)),
     Refused("max_tokens", ("responses",), "use `max_output_tokens`"),
@@ -145,11 +148,15 @@ REFUSED: tuple[Refused, ...] = (
     Refused("input_embeds", GENERATING, AS_PROMPT),
     Refused("input_ids", GENERATING, AS_PROMPT),
     Refused("session_params", GENERATING, "send the whole conversation; what it shares with earlier ones is cached"),
-    Refused("max_new_tokens", GENERATING, "use `max_tokens`"),
-    Refused("n_predict", GENERATING, "use `max_tokens`", (-1,)),
-    Refused("num_predict", GENERATING, "use `max_tokens`", (-1,)),
+    Refused("max_new_tokens", MULTIPLE, "use `max_tokens`"),
+    Refused("max_new_tokens", ("responses",), "use `max_output_tokens`"),
+    Refused("n_predict", MULTIPLE, "use `max_tokens`", (-1,)),
+    Refused("n_predict", ("responses",), "use `max_output_tokens`", (-1,)),
+    Refused("num_predict", MULTIPLE, "use `max_tokens`", (-1,)),
+    Refused("num_predict", ("responses",), "use `max_output_tokens`", (-1,)),
     Refused("min_new_tokens", GENERATING, "use `min_tokens`", (0,)),
-    Refused("num_return_sequences", GENERATING, "use `n`", (1,)),
+    Refused("num_return_sequences", MULTIPLE, "use `n`", (1,)),
+    Refused("num_return_sequences", ("responses",), ONE_ANSWER, (1,)),
     Refused("stop_sequences", GENERATING, "use `stop`", ([],)),
     Refused("stop_strings", GENERATING, "use `stop`", ([],)),
     Refused("do_sample", GENERATING, "use `temperature`, where 0 is greedy", (True,)),

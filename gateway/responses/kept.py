@@ -42,9 +42,9 @@ class Kept:
         except Unavailable:
             raise _unavailable() from None
 
-    def check_size(self, items: list[Item], earlier: bytes) -> None:
+    def check_size(self, instructions: bytes, earlier: bytes, items: list[Item]) -> None:
         """Raise :class:`InvalidRequest` if a conversation is too long to be stored."""
-        size = len(earlier) + sum(len(item.content) for item in items)
+        size = len(instructions) + len(earlier) + sum(len(item.content) for item in items)
         if size > self.most_bytes:
             message = f"A conversation of {size} bytes cannot be stored; at most {self.most_bytes} can. Send `store` as false."
             raise InvalidRequest(message, param="store")

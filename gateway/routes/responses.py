@@ -71,7 +71,7 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
                 earlier = stored.context
             prepared = await body.read(model, earlier)
         if fields.store:
-            responder.kept.check_size(prepared.items, earlier)
+            responder.kept.check_size(prepared.response, earlier, prepared.items)
         with _renamed():
             generation = plan(
                 model,

@@ -214,6 +214,7 @@ def test_the_store_may_be_off_and_has_bounds(start: Start) -> None:
     while small.get("/readyz").status_code != 200:
         pass
     assert create(small, 400, store=True, input="a " * 400)["error"]["param"] == "store"
+    assert create(small, 400, store=True, instructions="a " * 400)["error"]["param"] == "store"
     told = [create(small, store=True)["id"] for _ in range(3)]
     assert [small.get(f"{PATH}/{id}").status_code for id in told] == [404, 200, 200]
 
@@ -239,6 +240,8 @@ def test_truncation_leaves_out_the_oldest_items(client: httpx.Client, engine: Fa
     ("body", "param"),
     [
         ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": "a"}] * 4097}, "input"),
+        ({"input": "a", "instructions": "b " * 3000}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id"),
@@ -263,3 +266,20 @@ def test_wrong_requests(shared: httpx.Client, body: dict[str, Any], param: str) 
     answer = shared.post(PATH, json=ASK | body)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_a_conversation_of_as_many_items_as_allowed(start: Start) -> None:
+    """Stored, continued, cut and listed."""
+    engine = FakeEngine(says=ids("red"))
+    client = start(engine)
+    items = [{"role": "user" if place % 2 == 0 else "assistant", "content": "fox " * 100} for place in range(4096)]
+    body = ASK | {"input": items, "truncation": "auto", "store": True}
+    answer = client.post(PATH, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    path = f"{PATH}/{answer.json()['id']}"
+    assert int(answer.headers["x-yardstick-truncated"]) > 4000
+    following = client.post(PATH, json=ASK | {"previous_response_id": answer.json()["id"], "truncation": "auto"}, timeout=60)
+    assert following.status_code == 200, following.text
+    assert len(client.get(f"{path}/input_items", params={"limit": 100}).json()["data"]) == 100
+    refused = client.post(PATH, json=ASK | {"previous_response_id": answer.json()["id"]}, timeout=60)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"

@@ -14,7 +14,7 @@ from gateway.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from gateway.responses.store import ResponseStore, Stored, Unavailable
 from gateway.schemas.responses import OutputItem, OutputMessage
 from gateway.telemetry import Telemetry
-from gateway.text.prepared import Item
+from gateway.text.prepared import Items
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _encoder = msgspec.json.Encoder()
@@ -42,9 +42,9 @@ class Kept:
         except Unavailable:
             raise _unavailable() from None
 
-    def check_size(self, instructions: bytes, earlier: bytes, items: list[Item]) -> None:
+    def check_size(self, instructions: bytes, earlier: bytes, items: Items) -> None:
         """Raise :class:`InvalidRequest` if a conversation is too long to be stored."""
-        size = len(instructions) + len(earlier) + sum(len(item.content) for item in items)
+        size = len(instructions) + len(earlier) + len(items.content)
         if size > self.most_bytes:
             message = f"A conversation of {size} bytes cannot be stored; at most {self.most_bytes} can. Send `store` as false."
             raise InvalidRequest(message, param="store")
@@ -74,12 +74,12 @@ class Kept:
         id: str,
         body: bytes,
         earlier: bytes,
-        items: list[Item],
+        items: Items,
         output: list[OutputItem],
     ) -> bool:
         """Store a response whose body is ``body``. Return whether it is stored."""
         told = [_encoder.encode(_plain(item)) for item in output]
-        context = b",".join([*([earlier] if earlier else []), *(item.content for item in items), *told])
+        context = b",".join([part for part in (earlier, items.content, *told) if part])
         try:
             stored = await self.store.put(_tenant(connection), id, Stored(body, context, items))
         except Unavailable:

@@ -132,6 +132,7 @@ class _Text(_Open):
     def __init__(self, output: Output) -> None:
         super().__init__(output)
         self._logprobs: list[bytes] = []
+        self._whole: OutputText | None = None
 
     @property
     def part(self) -> OutputText:
@@ -140,7 +141,7 @@ class _Text(_Open):
         return OutputText(text=self.text, logprobs=logprobs)
 
     def item(self, status: Status) -> OutputMessage:
-        return OutputMessage(id=self.id, status=status, content=[] if status == "in_progress" else [self.part])
+        return OutputMessage(id=self.id, status=status, content=[self._whole] if self._whole else [])
 
     def begin(self) -> Iterator[Event]:
         yield from super().begin()
@@ -162,7 +163,7 @@ class _Text(_Open):
         yield TextDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text, logprobs=told)
 
     def end(self, status: Status) -> Iterator[Event]:
-        part = self.part
+        self._whole = part = self.part
         place: dict[str, Any] = {"item_id": self.id, "output_index": self.place}
         yield TextDone(sequence_number=self.number(), text=part.text, logprobs=part.logprobs, **place)
         yield PartEvent(type="response.content_part.done", sequence_number=self.number(), part=part, **place)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from gateway.text.prepared import Item
+from gateway.text.prepared import Items
 
 ENTRY_BYTES = 1024
 """Bytes that an entry takes besides its contents; this also bounds the number of tiny entries."""
@@ -26,14 +26,14 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
     """The response's body as JSON."""
     context: bytes
     """The items of the conversation up to this response, with its own: JSON values with commas between them."""
-    input: list[Item]
+    input: Items
     """The items of the request."""
 
     @property
     def size(self) -> int:
         """Bytes that the entry takes, approximately."""
-        items = sum(len(item.content) + len(item.id) for item in self.input)
-        return ENTRY_BYTES + len(self.response) + len(self.context) + items
+        ids = sum(map(len, self.input.ids)) + len(self.input.ends)
+        return ENTRY_BYTES + len(self.response) + len(self.context) + len(self.input.content) + ids
 
 
 class Bounds(NamedTuple):

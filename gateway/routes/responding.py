@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from gateway.routes.generating import Generator, small, usage_of
 from gateway.schemas.response_events import Event, StateEvent
 from gateway.schemas.responses import ResponseBody
 from gateway.streams import while_connected
-from gateway.text.prepared import Item
+from gateway.text.prepared import Items
 from gateway.tools.parts import Content, Part
 
 _encoder = msgspec.json.Encoder()
@@ -66,18 +67,21 @@ class Responder:
                             await breath.take()
                     if chunks:
                         yield b"".join(chunks)
-        for event in run.closing():
+        for event in run.closing():  # with log-probabilities, each repeats megabytes
             yield event
+            await asyncio.sleep(0)
         yield await self._finished(request, run)
 
     async def _finished(self, request: Request[Any, Any, Any], run: Run) -> bytes:
         """Store the response, if that was requested, and return its last event."""
         body = run.ended()
         run.body = _encoder.encode(body)
+        await asyncio.sleep(0)
         if body.store and not await self.kept.keep(request, body.id, run.body, run.earlier, run.items, body.output):
             body.store = False
             run.body = _encoder.encode(body)
-        return _event(run.last(body)) if run.streamed else b""
+        encoded: Any = msgspec.Raw(run.body)
+        return _event(run.last(body.status, encoded)) if run.streamed else b""
 
 
 class Run:
@@ -91,7 +95,7 @@ class Run:
         *,
         streamed: bool,
         earlier: bytes,
-        items: list[Item],
+        items: Items,
     ) -> None:
         """``answer``: converts log-probabilities. ``earlier``, ``items``: the conversation before, and the request's own items."""
         self.streamed = streamed
@@ -118,22 +122,23 @@ class Run:
         parts = text if piece.parts is None else piece.parts
         return self._encoded(self._output.push(parts, logprobs.content if logprobs else []))
 
-    def closing(self) -> list[bytes]:
-        """Return the events that complete the output."""
-        return self._encoded(self._output.finish("incomplete" if self._finish == "length" else "completed"))
+    def closing(self) -> Iterator[bytes]:
+        """Yield the events that complete the output."""
+        for event in self._output.finish("incomplete" if self._finish == "length" else "completed"):
+            yield _event(event) if self.streamed else b""
 
     def ended(self) -> ResponseBody:
         """Return the body."""
         return self.draft.ended(self._output.items, usage_of([self.generation]), whole=self._finish != "length")
 
-    def last(self, body: ResponseBody) -> StateEvent:
+    def last(self, status: str, body: ResponseBody) -> StateEvent:
         """Return the event that ends the stream."""
-        return self._state(f"response.{body.status}", body)
+        return self._state(f"response.{status}", body)
 
     def failed(self, error: GatewayError) -> bytes:
         """Return the event that ends a stream that breaks off."""
         body = self.draft.failed(error, self._output.items, usage_of([self.generation]))
-        return _event(self.last(body))
+        return _event(self.last(body.status, body))
 
     def _state(self, kind: Any, body: ResponseBody) -> StateEvent:
         return StateEvent(type=kind, sequence_number=self._output.number(), response=body)

@@ -145,20 +145,19 @@ def _stored_routes(kept: Kept, responder: Responder) -> list[HTTPRouteHandler]:
             raise InvalidRequest("`order` is `asc` or `desc`.", param="order")
         await quotas.charge(request, tokens=0)
         items = (await kept.find(request, id)).input
-        ordered = items if order == "asc" else items[::-1]
+        places = range(len(items.ids)) if order == "asc" else range(len(items.ids))[::-1]
         begin = 0
         if after is not None:
-            place = next((place for place, item in enumerate(ordered) if item.id == after), None)
-            if place is None:
+            if after not in items.ids:
                 raise InvalidRequest("`after` is not the id of an item of this response.", param="after")
-            begin = place + 1
-        page = ordered[begin : begin + int(limit)]
-        data: list[Any] = [msgspec.Raw(item.content) for item in page]
+            begin = places.index(items.ids.index(after)) + 1
+        page = places[begin : begin + int(limit)]
+        data: list[Any] = [msgspec.Raw(items.at(place)) for place in page]
         return ItemList(
             data=data,
-            first_id=page[0].id if page else None,
-            last_id=page[-1].id if page else None,
-            has_more=begin + int(limit) < len(ordered),
+            first_id=items.ids[page[0]] if page else None,
+            last_id=items.ids[page[-1]] if page else None,
+            has_more=begin + int(limit) < len(places),
         )
 
     @delete(f"{PATH}/{{id:str}}", status_code=200, responses=READ_ERRORS, operation_class=ApiOperation, tags=["generation"])

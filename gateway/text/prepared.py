@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Self
 
 import msgspec
 
@@ -15,12 +16,26 @@ Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
 
 
-class Item(NamedTuple):
-    """An item of a conversation."""
+class Items(msgspec.Struct, frozen=True, array_like=True):
+    """Items of a conversation. They are not objects of their own, because decoding thousands of these blocks the event loop."""
 
-    id: str
-    content: bytes
-    """The item as JSON."""
+    ids: list[str] = []
+    content: bytes = b""
+    """The items as JSON values, with commas between them."""
+    ends: bytes = b""
+    """End of each item in ``content``, as uint32."""
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[str, bytes]]) -> Self:
+        """Create from pairs of id and JSON."""
+        pairs = list(items)
+        ends = accumulate((len(content) + 1 for _, content in pairs), initial=-1)
+        return cls([id for id, _ in pairs], b",".join([content for _, content in pairs]), array("I", list(ends)[1:]).tobytes())
+
+    def at(self, place: int) -> bytes:
+        """Return item ``place`` as JSON."""
+        ends = memoryview(self.ends).cast("I")
+        return self.content[ends[place - 1] + 1 if place else 0 : ends[place]]
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -59,7 +74,7 @@ class Prepared:
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
     format: AnswerFormat | None = None
     """How the answer is divided into parts; None for an answer that is all text."""
-    items: list[Item] = field(default_factory=list)
+    items: Items = field(default_factory=Items)
     """Input items of a response that is to be stored."""
 
     @property
@@ -99,7 +114,7 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     bad_words: list[list[int]] = []
     converted: int = 0
     format: AnswerFormat | None = None
-    items: list[Item] = []
+    items: Items = Items()
 
 
 def as_list(ids: Ids) -> list[int]:

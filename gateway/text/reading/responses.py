@@ -9,7 +9,7 @@ from gateway.responses.items import as_chat, items_of, messages_of, renamed
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.responses import InputItem, ResponseRequest
 from gateway.schemas.structure import BULK
-from gateway.text.prepared import Item, Prepared
+from gateway.text.prepared import Items, Prepared
 from gateway.text.reading.chat import CHAT
 from gateway.text.reading.endpoint import Endpoint, Model
 
@@ -33,7 +33,7 @@ def _read(request: ResponseRequest, model: Model) -> Prepared:
     prepared.param = "input"
     prepared.response = _encoder.encode(request.instructions)
     if request.store:
-        prepared.items = [Item(item.id or "", _encoder.encode(item)) for item in own]
+        prepared.items = Items.of((item.id or "", _encoder.encode(item)) for item in own)
     return prepared
 
 

@@ -17,7 +17,7 @@ from gateway.responses.shared import RedisStore
 from gateway.responses.store import ENTRY_BYTES, Bounds, MemoryStore, Stored, Unavailable
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
-from gateway.text.prepared import Item
+from gateway.text.prepared import Items
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Clock, Start, closed, metric
 from tests.processes import wait_until
@@ -27,7 +27,7 @@ SMALL = Bounds(8, 8 * ENTRY_BYTES, 60.0)
 
 
 def entry(size: int = 0, item: bytes = b"") -> Stored:
-    return Stored(b"r" * size, b"", [Item("msg_1", item)] if item else [])
+    return Stored(b"r" * size, b"", Items.of([("msg_1", item)] if item else []))
 
 
 def id_of(number: int) -> str:
@@ -126,7 +126,7 @@ def test_expired_responses_leave_redis(server: RedisServer) -> None:
             assert await store.put("a", id_of(1), entry(item=b'{"role":"user"}'))
             found = await store.get("a", id_of(1))
             assert found is not None
-            assert found.input == [Item("msg_1", b'{"role":"user"}')]
+            assert (found.input.ids, found.input.at(0)) == (["msg_1"], b'{"role":"user"}')
             assert await store.get("b", id_of(1)) is None
             await asyncio.sleep(0.3)
             assert await store.get("a", id_of(1)) is None

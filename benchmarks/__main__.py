@@ -26,6 +26,7 @@ BENCHMARKS = {
     "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),
+    "tokenise": Benchmark("benchmarks.gateway.tokenise:main", "CPU time of tokenising a request, beside the tokenizers library"),
     "stream": Benchmark("benchmarks.gateway.stream:main", "CPU time of the gateway for each streamed token"),
     "rerank": Benchmark("benchmarks.gateway.peer_crossencoder:main", "reranking over HTTP, beside sentence-transformers"),
     "litellm": Benchmark("benchmarks.gateway.peer_litellm:main", "CPU time of the gateway for each chat, beside LiteLLM's proxy"),

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from engine import wire
 from engine.ints import EMPTY, IntBuffer, Ints
-from engine.length_guidance import effective, top_k
+from engine.length_guidance import GuidedSection, effective, section_of, top_k
 from engine.structured.bits import bits_of, words_of
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class Branch:
     done: bool = False
     constraint: Constraint | None = None
     """The state of the grammar that the output follows; None without a grammar."""
+    section: GuidedSection | None = None
+    """Section of the output whose draws are guided; None for all of it."""
     aux_branch: Branch | None = None
     """Branch of this sequence on the length model; None if the sequence is not guided. Both branches share one token buffer."""
     main_branch: Branch | None = None
@@ -305,6 +307,7 @@ class GenerateRequest(Request):
             request.candidates = top_k(message)
             request.aux_request = AuxRequest(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
             for branch in request.branches:
+                branch.section = section_of(request.length_guidance)
                 branch.aux_branch = Branch(request.aux_request, branch.index, branch.tokens, main_branch=branch)
                 request.aux_request.branches.append(branch.aux_branch)
         return request
@@ -337,7 +340,22 @@ class GenerateRequest(Request):
     def may_run_ahead(self, branch: Branch) -> bool:
         if self.depends_on_output or self.message.grammar:
             return False
+        if branch.section is not None:
+            self.guided_from(branch)  # reads the known tokens
+            if not branch.section.settled:
+                return False
         return self.offset(branch) + 1 < self.message.sampling.max_tokens
+
+    def guided_from(self, branch: Branch) -> int | None:
+        """Return the number of output tokens before the section that is guided; None if the next draw of ``branch`` is not guided.
+        The newest token must be known, unless the section is settled."""
+        if self.length_guidance is None:
+            return None
+        if branch.section is None:
+            return 0
+        if not branch.section.settled:
+            branch.section.read(self.output(branch))
+        return branch.section.begin
 
     def offset(self, branch: Branch) -> int:
         """Output tokens of ``branch`` so far, those of an earlier attempt included."""

@@ -80,6 +80,8 @@ class Loop:
         self._clock = clock
         self._log = RequestLog(clock)
         self._refused = Refused()
+        self._step_seconds = 0.0
+        """Time of the last step, without its wait for masks."""
         self._ended: list[wire.Reply] = []
         """Terminal replies that the next step returns."""
         self._steps = 0
@@ -122,6 +124,7 @@ class Loop:
         for request in late:
             replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
+        began = time.perf_counter()
         batch = self._scheduler.schedule()
         pending = self._pending_step
         try:
@@ -134,6 +137,7 @@ class Loop:
         if not self._overlap and self._pending_step is not None:
             pending, self._pending_step = self._pending_step, None
             replies += self._wait(pending)
+        self._step_seconds = time.perf_counter() - began
         if batch.empty and pending is None and not replies and not self.idle:
             time.sleep(WAIT_SECONDS)
         return replies
@@ -142,7 +146,7 @@ class Loop:
         """Queue the requests whose grammar is compiled, and end those that cannot follow theirs."""
         if self._structured is None:
             return []
-        settled = self._structured.settle()
+        settled = self._structured.settle(self._step_seconds)
         for request in settled.compiled:
             self._scheduler.add(request)
         replies: list[wire.Reply] = []

@@ -85,10 +85,10 @@ class StructuredRequests:
             self._waiting += self._advanced
             self._advanced = []
 
-    def settle(self) -> Settled:
-        """Wait a bounded time for masks, and return the requests that changed."""
+    def settle(self, step_seconds: float) -> Settled:
+        """Wait a bounded time for masks, and return the requests that changed. ``step_seconds``: time of the last step."""
         settled = Settled()
-        self._settle_masks(settled)
+        self._settle_masks(settled, step_seconds)
         for request, compiling in [entry for entry in self._compiling.values() if entry[1].done()]:
             del self._compiling[request.id]
             self._settle_compiled(request, compiling, settled)
@@ -99,10 +99,10 @@ class StructuredRequests:
         self._compiler.close()
         self._threads.close()
 
-    def _settle_masks(self, settled: Settled) -> None:
+    def _settle_masks(self, settled: Settled, step_seconds: float) -> None:
         if not self._waiting:
             return
-        self._threads.wait()
+        self._threads.wait(step_seconds)
         ready, self._waiting = _divided(self._waiting)
         for branch in ready:
             constraint = branch.constraint

@@ -131,6 +131,15 @@ SMALLEST_VALUE = 1e-9
 """Length values are clamped to this and 1 - this where they become numbers of tokens."""
 
 
+class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The thinking section, with which an output may begin."""
+
+    close: int
+    """Token that ends it."""
+    open: int | None = None
+    """Token that begins it, where it is the first of the output; None: the prompt has begun it."""
+
+
 class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """Settings by which a length model steers each draw ("Length Value Model", arXiv 2604.27039).
 
@@ -163,6 +172,11 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """Draws whose candidates' mean value is below this are left alone; in [0, 1]."""
     return_values: bool = False
     """Send ``Logprobs.values``; needs ``Generate.logprobs``."""
+    applies_to: Literal["both", "thinking", "answer"] = "both"
+    """Guide only the draws of this section. ``target_length`` counts its tokens alone, and the token that ends the thinking section
+    counts as an end there. An output without a thinking section is all answer."""
+    thinking: Thinking | None = None
+    """Needed where ``applies_to`` names one section."""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -143,13 +143,13 @@ def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
     return SamplingBatch(temperatures, keys, top_k, top_p, floors, edits, allowed, not drawn, filtered)
 
 
-def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
     """The next token of every row, [rows] int64, on the device of ``logits``.
 
-    logits: [rows, vocab], float32, left as they are. All token ids of the rows must be below vocab. Where everything is
+    logits: [rows, vocab], float32, left as they are unless ``in_place``. Token ids of the rows must be below vocab. Where all is
     excluded, some valid id comes back. Does not wait for a GPU.
     """
-    logits = edited(logits, batch)
+    logits = edited(logits, batch, in_place=in_place)
     if batch.greedy:
         return logits.argmax(-1)
     thresholds = None
@@ -158,9 +158,9 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return seeded_draw(logits, batch.temperatures, batch.keys, thresholds)
 
 
-def edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """``logits``, [rows, vocab] float32, after penalties, bias and exclusions; a copy where there are any."""
-    if batch.edits or batch.allowed is not None:
+def edited(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
+    """``logits``, [rows, vocab] float32, after penalties, bias and exclusions; a copy where there are any, unless ``in_place``."""
+    if (batch.edits or batch.allowed is not None) and not in_place:
         logits = logits.clone()
     for change, rows, ids, values in batch.edits:
         logits[rows, ids] = change(logits[rows, ids], values)

@@ -117,4 +117,5 @@ class StepComposer:
 
 def _draws_guided(branch: Branch) -> bool:
     """Whether a guided draw follows the last token of ``branch``."""
-    return branch.aux_branch is not None and isinstance(branch.request, GenerateRequest) and branch.request.draws(branch)
+    request = branch.request
+    return isinstance(request, GenerateRequest) and request.guided_from(branch) is not None and request.draws(branch)

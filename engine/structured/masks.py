@@ -1,7 +1,7 @@
 """Computes masks in threads while the loop goes on.
 
 A sequence whose mask is not ready waits for a later step, so a grammar whose masks are slow delays nobody else: its masks are
-computed by a thread that only slow ones share, and the loop waits for the others :data:`QUICK_SECONDS` at most.
+computed by a thread that only slow ones share, and the loop waits a bounded time for the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from engine.structured.constraint import Constraint
 
 QUICK_SECONDS = 0.005
-"""Longest time that a step waits for masks."""
+"""Longest time that a step waits for masks, unless steps are long."""
+QUICK_SHARE = 0.1
+"""Longest time that a step waits for masks, as a share of the last step: a sequence that misses a long step loses more."""
 SLOW_MASK_SECONDS = 0.001
 """A sequence with a mask that took longer than this is slow from then on."""
 _MOST_THREADS = 8
@@ -41,10 +43,11 @@ class MaskThreads:
         for constraint in slow:
             self._slow.submit(constraint.compute_mask)
 
-    def wait(self) -> None:
-        """Wait for the quick masks that were started since the last call, at most :data:`QUICK_SECONDS`."""
+    def wait(self, step_seconds: float) -> None:
+        """Wait for the quick masks that were started since the last call, as long as :data:`QUICK_SECONDS` and
+        :data:`QUICK_SHARE` allow for steps of ``step_seconds``."""
         if self._waited:
-            wait(self._waited, QUICK_SECONDS)
+            wait(self._waited, max(QUICK_SECONDS, QUICK_SHARE * step_seconds))
             self._waited = []
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of
+from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, with_section
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -36,6 +36,7 @@ from gateway.schemas.chat import (
     TokenLogprob,
     TopLogprob,
 )
+from gateway.schemas.length_guidance import LengthGuidance
 from gateway.schemas.tools import CalledFunction, ToolCall, ToolCallDelta
 from gateway.schemas.usage import Usage
 from gateway.tenancy import caller_of, priority_of
@@ -57,9 +58,10 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             model = requested_model(request, pool, fields.model, falls_back=True)
             logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
             _check(model, fields, logprobs)
-            guidance = guidance_of(model, fields, logprobs=logprobs)
+            guidance = guidance_of(model, _with_budget(model, fields), logprobs=logprobs)
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
+        guidance = with_section(guidance, prepared.format)
         generation = plan(
             model,
             fields,
@@ -84,6 +86,19 @@ def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
     check(model, data, logprobs=logprobs)
     if data.top_logprobs and not data.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+
+
+def _with_budget(model: ServedModel, data: ChatRequest) -> ChatRequest:
+    """Return the request with its budget of thinking as length guidance. Raises :class:`InvalidRequest`."""
+    names = [name for name in ("thinking_budget", "thinking_token_budget") if getattr(data, name) is not None]
+    if not names:
+        return data
+    require_lenvm(model, names[0])
+    if len(names) > 1 or data.length_guidance is not None or data.custom_params is not None:
+        message = f"`{names[-1]}` is one of several fields that set the length of the text; send one of them."
+        raise InvalidRequest(message, param=names[-1])
+    guidance = LengthGuidance(target_length=getattr(data, names[0]), applies_to="thinking")
+    return msgspec.structs.replace(data, length_guidance=guidance)
 
 
 def _max_tokens(data: ChatRequest) -> int | None:

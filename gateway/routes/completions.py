@@ -18,7 +18,7 @@ from gateway.generation.generation import Generation
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of
+from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, refuse_sections
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -48,6 +48,7 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
             model = requested_model(request, pool, fields.model, falls_back=True)
             _check(model, fields)
             guidance = guidance_of(model, fields, logprobs=fields.logprobs)
+            refuse_sections(guidance)
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
         caller = caller_of(request, cache_salt=fields.cache_salt)

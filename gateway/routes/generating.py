@@ -93,8 +93,17 @@ class Generator:
             choices.sort(key=lambda piece: piece.index)
             choices = answer.chosen(choices, generations)
             await asyncio.sleep(0)
-            logprobs = [await _encoded(answer, choice.tokens) for choice in choices]
-            prompts = [await prompt_output(generation, fields) for generation in generations]
+            logprobs, breath = [], Breath()
+            for choice in choices:
+                logprobs.append(await _encoded(answer, choice.tokens))
+                if breath.due:
+                    await breath.take()
+            prompts = []
+            for generation in generations:
+                prompts.append(await prompt_output(generation, fields))
+                if breath.due:
+                    await breath.take()
+            await asyncio.sleep(0)
             usage = usage_of(generations)
             await asyncio.sleep(0)
         return Response(answer.whole(choices, logprobs, usage, prompts))

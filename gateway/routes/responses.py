@@ -14,7 +14,7 @@ from litestar.params import FromPath, FromQuery, JSONBody
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of
+from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, with_section
 from gateway.openapi import READ_ERRORS, ApiOperation
 from gateway.pool.pool import Pool
 from gateway.responses.draft import Draft
@@ -70,6 +70,7 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
                 stored = await responder.kept.find(request, fields.previous_response_id, param="previous_response_id")
                 earlier = stored.context
             prepared = await body.read(model, earlier)
+        guidance = with_section(guidance, prepared.format)
         if fields.store:
             responder.kept.check_size(prepared.response, earlier, prepared.items)
         with _renamed():

@@ -87,6 +87,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """How much the model thinks, where its chat template reads this; `none` switches thinking off."""
     enable_thinking: bool | None = None
     """Whether the model thinks before it answers, where its chat template reads this."""
+    thinking_budget: Count | None = None
+    """Tokens of the thinking section, about; only with a model that has a length model. Short for `length_guidance` with
+    `target_length` and `applies_to` "thinking"."""
+    thinking_token_budget: Count | None = None
+    """Another name of `thinking_budget`."""
     include_reasoning: bool | None = True
     """Return the thinking section."""
 

@@ -27,13 +27,14 @@ TEMPLATED: tuple[Endpoint, ...] = ("chat", "responses", "length")
 
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
-BUDGET = "the thinking section has no budget; switch it off with `enable_thinking`, or limit the answer with `max_tokens`"
 SAMPLERS = "use `temperature`, `top_k`, `top_p` or `min_p`"
 TOKENS = "use `logit_bias`"
 NEVER_CUT = "prompts are not truncated; shorten the prompt"
 ADAPTERS = "name a served model in `model`"
 RAW_OUTPUT = "an answer holds text and, with `logprobs`, tokens"
 TEMPLATE = "the model's own chat template is used; `chat_template_kwargs` passes variables to it"
+EFFORT = "use `reasoning.effort`"
+BUDGET = 'use `length_guidance` with `target_length` and `applies_to` "thinking"'
 ONE_ANSWER = "a response has one answer; use /v1/chat/completions"
 ON_CHAT = "use /v1/chat/completions"
 UNRENDERED = "send the rendered texts as `input`"
@@ -96,8 +97,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("verbosity", GENERATING, "steer the length with `length_guidance`", ("medium",)),
     Refused("reasoning", ("chat",), "use `reasoning_effort`"),
     Refused("thinking", ("chat",), "use `enable_thinking`"),
-    Refused("thinking_budget", ("chat",), BUDGET),
-    Refused("thinking_token_budget", ("chat",), BUDGET),
     Refused("typical_p", GENERATING, SAMPLERS, (1,)),
     Refused("top_a", GENERATING, SAMPLERS, (0,)),
     Refused("tfs", GENERATING, SAMPLERS, (1,)),
@@ -132,7 +131,11 @@ REFUSED: tuple[Refused, ...] = (
     Refused("logprobs", ("responses",), 'use `include`: `["message.output_text.logprobs"]`', (False,)),
     Refused("max_tokens", ("responses",), "use `max_output_tokens`"),
     Refused("max_completion_tokens", ("responses",), "use `max_output_tokens`"),
-    Refused("reasoning_effort", ("responses",), "use `reasoning.effort`"),
+    Refused("reasoning_effort", ("responses",), EFFORT),
+    Refused("enable_thinking", ("responses",), EFFORT),
+    Refused("thinking", ("responses",), EFFORT),
+    Refused("thinking_budget", ("responses",), BUDGET),
+    Refused("thinking_token_budget", ("responses",), BUDGET),
     Refused("prompt_logprobs", ("responses",), ON_CHAT),
     Refused("return_token_ids", ("responses",), ON_CHAT, (False,)),
     Refused("return_tokens_as_token_ids", ("responses",), ON_CHAT, (False,)),

@@ -206,6 +206,10 @@ class Channel(asyncio.Protocol):
 async def connect(generation: int, closed: Callable[[Channel], None]) -> tuple[Channel, socket.socket]:
     """Create a channel, and the worker's end of its socket."""
     ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    _, channel = await loop.create_connection(lambda: Channel(generation, closed), sock=ours)
+    try:
+        _, channel = await asyncio.get_running_loop().create_connection(lambda: Channel(generation, closed), sock=ours)
+    except BaseException:  # cancelled while the gateway stops
+        ours.close()
+        theirs.close()
+        raise
     return channel, theirs

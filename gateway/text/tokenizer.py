@@ -1,7 +1,8 @@
 """A model's tokeniser: converts text to exact token ids. Only the fork server and worker processes have one.
 
-The ``tokenizers`` library encodes one text at a time. Long texts are encoded in slices at safe cuts, so that a text that is too
-long for a model is refused early, with memory and time bounded by the model's context.
+Common texts are encoded piece by piece (``pieces.py``), others by the ``tokenizers`` library, one text at a time. Long texts are
+encoded in slices at safe cuts, so that a text that is too long for a model is refused early, with memory and time bounded by the
+model's context.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from engine.wire import CONTROL_TOKEN, TokenizerFiles
 from gateway.structure.compile import GrammarCompiler
 from gateway.text.bounds import TooManyTokens
 from gateway.text.cuts import cuts_of
+from gateway.text.pieces import Pieces, expression_of
 from gateway.text.sizes import characters_per_token
 from gateway.text.special import ControlTokens, Marked
 from gateway.text.spelling import Spelling, TokenizerError, spelling_of
@@ -54,12 +56,16 @@ class Tokenizer(Vocabulary):
         self.characters_per_token = characters_per_token(document, spelling)
         """Most characters that one token represents; None if there is no bound."""
         self._sentinels = {flags: _sentinel(*flags) for flags in self.controls.flags}
+        self._pieces: Pieces | None = None
         self._sentinel_ids = self._add_beyond(list(self._sentinels.values()))
         affixes = self._find_affixes()
         self.affixes = affixes or ([], [])
         """Special tokens that are added before and after every text."""
         self._cuts = cuts_of(document, [*added, *map(_described, self._sentinels.values())]) if affixes else None
         self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
+        expression = expression_of(document) if self._cuts else None
+        contents = [*(token["content"] for token in added), *(token.content for token in self._sentinels.values())]
+        self._pieces = Pieces(expression, contents, self._by_library) if expression else None
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:
@@ -149,6 +155,9 @@ class Tokenizer(Vocabulary):
         """
         self._library.encode_special_tokens = True
         size = (most + 1) * CHARACTERS_PER_TOKEN
+        ids = self._pieces.encode(text) if self._pieces and len(text) <= size else None
+        if ids is not None and len(ids) <= most:
+            return text, False
         while True:
             near = text[max(0, len(text) - size) :] if left else text[:size]
             offsets = self._library.encode(near, add_special_tokens=False).offsets
@@ -166,6 +175,25 @@ class Tokenizer(Vocabulary):
         end = offsets[most - 1][1]
         return near[: min(end, offsets[most][0])], True
 
+    def cut_middle(self, text: str, most: int) -> tuple[str, bool]:
+        """Return ``text`` without its middle, so that at most ``most`` tokens are left, and whether it was cut.
+
+        Both ends keep about half of the tokens, and are joined without anything between. They are cut as :meth:`shorten` cuts.
+        """
+        begin, cut = self.shorten(text, most)
+        if not cut:
+            return text, False
+        room = most
+        while room > 0:
+            begin, _ = self.shorten(text, room - room // 2)
+            end, _ = self.shorten(text[len(begin) :], room // 2, left=True)
+            joined = begin + end
+            self._library.encode_special_tokens = True
+            if (excess := len(self._whole(joined, False)) - most) <= 0:
+                return joined, True
+            room -= excess  # tokens at the seam, and of ends that are divided otherwise than in the text
+        return "", True
+
     def _check_length(self, text: str, limit: int) -> None:
         if self.least_tokens(len(text)) > limit:
             raise TooManyTokens(limit, exact=False)
@@ -181,8 +209,15 @@ class Tokenizer(Vocabulary):
         return ids
 
     def _whole(self, text: str, add_special_tokens: bool) -> list[int]:
-        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        ids = self._pieces.encode(text) if self._pieces and len(text) <= 2 * SLICE_CHARACTERS else None
+        if ids is None:
+            (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
+        begin, end = self.affixes if add_special_tokens else ([], [])
+        return [*begin, *ids, *end] if begin or end else ids
+
+    def _by_library(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _sliced(self, text: str, limit: int, add_special_tokens: bool) -> list[int]:
         """Encode a long text in slices; see :meth:`encode`."""

@@ -79,7 +79,7 @@ class Worker:
         return self._request is None
 
     def answer(self, job: Job, body: bytearray) -> Answer:
-        """Carry out one step and return the answer. Raises nothing."""
+        """Carry out one step and return the answer. Raises no :class:`Exception`; a panic in the library ends the process."""
         try:
             read = job if isinstance(job, Read) else job.read if isinstance(job, Whole) else None
             earlier = b""
@@ -103,6 +103,10 @@ class Worker:
         except Exception:
             logger.exception("a request could not be read")
             answer = Broken("fault")
+        except BaseException as error:  # a panic in the tokenizers library, whose locks may stay taken
+            if "memory" in str(error):
+                os.abort()  # as the library does where it cannot allocate; channel.py tells it from other crashes by the signal
+            raise
         self._request = None
         return answer
 

@@ -80,6 +80,8 @@ VALUES: dict[str, Any] = {
     "stream_options": {"include_usage": True},
     "temperature": 0.5,
     "text": {"format": {"type": "text"}},
+    "thinking_budget": 5,
+    "thinking_token_budget": 5,
     "tool_choice": "auto",
     "tools": [TOOL],
     "top_k": 5,

@@ -64,7 +64,7 @@ truncation = {
     "truncate_prompt_tokens": st.integers(-2, 40),
     "max_tokens_per_doc": st.integers(-1, 9),
     "max_tokens_per_query": st.integers(0, 9),
-    "truncation_direction": st.sampled_from(["left", "Right", "up"]),
+    "truncation_direction": st.sampled_from(["left", "Right", "middle", "up"]),
 }
 several_texts = texts | st.lists(texts, max_size=4) | token_ids | st.lists(token_ids, max_size=4)
 stream_options = {"include_usage": st.booleans() | st.none(), "continuous_usage_stats": st.booleans() | st.none()}

@@ -452,3 +452,24 @@ def test_settings_choose_the_formats(start: Start) -> None:
     ]
     assert message["reasoning_content"] == "a"
     assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+
+    # Length guidance of one section.
+
+
+def test_a_section_needs_a_model_whose_tags_are_tokens(server: Server) -> None:
+    param, message = server.refusal("thinking", tools=None, thinking_budget=9)
+    assert (param, "no tokens of their own" in message) == ("length_guidance.applies_to", True)
+    param, message = server.refusal("plain", tools=None, thinking_budget=9)
+    assert "does not think" in message
+    param, _ = server.refusal("plain", tools=None, thinking_budget=9, thinking_token_budget=9)
+    assert param == "thinking_token_budget"
+    param, _ = server.refusal("plain", tools=None, thinking_budget=9, length_guidance={"scale": 1})
+    assert param == "thinking_budget"
+
+
+def test_guidance_of_the_answer_of_a_model_that_does_not_think_is_guidance_of_all(server: Server) -> None:
+    server.answer("plain", "Yes", tools=None, length_guidance={"scale": -3, "applies_to": "answer"})
+    assert server.request("plain").length_guidance == wire.LengthGuidance(scale=-3)
+    body = {"model": "plain", "prompt": "Yes", "length_guidance": {"scale": -3, "applies_to": "answer"}}
+    response = server.client.post("/v1/completions", json=body)
+    assert response.json()["error"]["param"] == "length_guidance.applies_to"

@@ -124,6 +124,7 @@ WITH: dict[tuple[str, Endpoint], dict[str, Any]] = {
     ("tool_choice", "chat"): {"tools": [TOOL]},
 }
 """Other parameters that one needs."""
+LIKELIHOOD = {"model": "fake", "query": [1], "items": [[2]], "readout": "likelihood"}
 PAIR = {"model": "fake", "text_1": "a", "text_2": ["b"]}
 INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
     **{
@@ -133,6 +134,8 @@ INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
             *("truncation_direction", "instruction", "instruct", "raw_scores"),
         )
     },
+    ("readout", "score"): LIKELIHOOD,
+    ("return_token_logprobs", "score"): LIKELIHOOD,
     ("queries", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
     ("documents", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
     ("labels", "score"): {"model": "fake", "query": "a", "items": ["b"]},
@@ -156,7 +159,7 @@ def server() -> Iterator[httpx.Client]:
     able = (*FakeEngine.capabilities, "grammar")
     template = "{{ reasoning_effort }}" + templates.THINKING
     with gateways() as start:
-        yield start(FakeEngine(template=template, capabilities=able), head, embedder)
+        yield start(FakeEngine(template=template, capabilities=able, added=("<think>", "</think>")), head, embedder)
 
 
 def shown() -> dict[str, dict[Endpoint, Cell]]:

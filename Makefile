@@ -15,9 +15,11 @@ SDK_2 := openai==2.54.0 distro==1.9.0
 given = $(if $(filter command,$(firstword $(origin $(1)))),--$(2) $($(1)))
 SERVE := $(call given,MODEL,model) $(call given,HOST,host) $(call given,PORT,port) $(call given,DTYPE,dtype) $(FLAGS)
 
-# Tests marked redis start a real Redis. If none can be started, `make test` leaves them out and says so; `make test-all` fails.
+# Tests marked redis start a real Redis, tests marked browser Chromium. `make test` leaves out what cannot be started and says so; `make
+# test-all` fails.
 HAS_REDIS := $(shell command -v redis-server || { docker info >/dev/null 2>&1 && echo docker; })
-WITHOUT := $(if $(HAS_REDIS),, and not redis)
+HAS_BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+WITHOUT := $(if $(HAS_REDIS),, and not redis)$(if $(HAS_BROWSER),, and not browser)
 IMAGE_PYTHON ?= 3.11
 
 too_old = $(shell $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || echo yes)
@@ -35,7 +37,8 @@ serve: $(READY) ## Serve the demo model, or MODEL=directory-or-hub-id, at HOST= 
 
 test: $(READY) ## Run the quick tests
 	@PYTHON=$(BIN)/python scripts/test.sh "not slow and not gpu and not cluster$(WITHOUT)" --hypothesis-profile=quick
-	$(if $(HAS_REDIS),,@echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
+	@$(if $(HAS_REDIS),:,echo "Left out: the tests that need a real Redis. Install redis-server (or start Docker) to run them.")
+	@$(if $(HAS_BROWSER),:,echo "Left out: the tests that need a browser. Install chromium to run them.")
 test-all: $(READY) ## Run all tests that need neither a GPU nor a cluster
 	@PYTHON=$(BIN)/python scripts/test.sh "not gpu and not cluster"
 soak: $(READY) ## Run hostile clients beside well-behaved ones for SOAK_SECONDS=600
@@ -47,15 +50,13 @@ test-cluster-all: $(READY) ## Run also the cluster tests that take minutes each
 
 check: lint types imports test-all ## Run all checks, as CI does
 lint: $(READY) ## Check style and format
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 types: $(READY) ## Check types
 	$(BIN)/mypy
 imports: $(READY) ## Check imports between packages
 	$(BIN)/lint-imports
 format: $(READY) ## Format the code
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 bench: $(READY) ## Measure the engine on this machine, with FLAGS= of python -m benchmarks score
 	$(BIN)/python -m benchmarks score $(FLAGS)

@@ -46,6 +46,7 @@ from gateway.responses.store import MemoryStore
 from gateway.routes.chat import chat_route
 from gateway.routes.classify import classify_route
 from gateway.routes.completions import completion_route
+from gateway.routes.console import console_routes
 from gateway.routes.embeddings import embeddings_route
 from gateway.routes.generating import Generator
 from gateway.routes.health import health_routes
@@ -164,7 +165,12 @@ def create_app(
         log=access_log,
         protocol=protocol_factory(settings, telemetry, access_log),
         check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
-        route_handlers=[v1, *health_routes(pool, keys, telemetry, lifecycle), asset_route()],
+        route_handlers=[
+            v1,
+            *health_routes(pool, keys, telemetry, lifecycle),
+            asset_route(),
+            *(console_routes() if settings.console else []),
+        ],
         lifespan=[lifespan],
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},

@@ -196,6 +196,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Models that take the generations of others: ``MODEL=FALLBACK``, separated by commas in the environment. Completions, chat
     completions and responses for a model without a ready engine go to its fallback, if the API key may use it; the header
     ``x-yardstick-fallback`` names it."""
+    console: bool = True
+    """Whether to serve the web console at ``/``."""
     parse_special_tokens_in_messages: bool = False
     """Whether text such as ``<|im_end|>`` in chat messages becomes a control token if the request does not say."""
 

@@ -42,4 +42,8 @@ def test_benchmarks_examples_and_tests_are_not_in_the_wheel() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     shipped = {name for name in packages if any(fnmatch(name, pattern) for pattern in setuptools["packages"]["find"]["include"])}
     assert shipped == {"gateway", "engine", "kernels", "loadgen"}
-    assert setuptools["package-data"] == {"engine.demo": ["models/**/*"], "gateway.presets": ["builtin/*.toml"]}
+    assert setuptools["package-data"] == {
+        "engine.demo": ["models/**/*"],
+        "gateway.console": ["*.html", "*.css", "*.js", "*.svg"],
+        "gateway.presets": ["builtin/*.toml"],
+    }

@@ -74,13 +74,17 @@ def test_a_second_start_installs_nothing(tmp_path: Path) -> None:
     assert "pip install" in make("-n", "serve", directory=tmp_path).stdout, "new pins are installed"
 
 
-def test_without_redis_the_quick_tests_say_what_they_leave_out() -> None:
-    with_redis, without = (make("-n", "test", f"HAS_REDIS={found}").stdout for found in ("redis-server", ""))
-    assert "not redis" not in with_redis
-    assert "Left out" not in with_redis
-    assert "and not redis" in without
-    assert "Left out: the tests that need a real Redis" in without
-    assert "not redis" not in make("-n", "test-all", "HAS_REDIS=").stdout
+@pytest.mark.parametrize(("marker", "words"), [("redis", "a real Redis"), ("browser", "a browser")])
+def test_the_quick_tests_say_what_they_leave_out(marker: str, words: str) -> None:
+    present = {"HAS_REDIS": "redis-server", "HAS_BROWSER": "chromium"}
+    absent = present | {f"HAS_{marker.upper()}": ""}
+    complete, without = (make("-n", "test", *map("=".join, given.items())).stdout for given in (present, absent))
+    assert "not redis" not in complete
+    assert "not browser" not in complete
+    assert "Left out" not in complete
+    assert f"and not {marker}" in without
+    assert f"Left out: the tests that need {words}" in without
+    assert f"not {marker}" not in make("-n", "test-all", f"HAS_{marker.upper()}=").stdout
 
 
 def test_constraints_pin_every_dependency_within_its_range() -> None:
@@ -268,7 +272,7 @@ def test_ci_tells_what_became_of_the_cluster_tests(machine: Path, status: int, w
         (machine.parent / name).parent.mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", machine.parent / ".ci")
     pretend(machine.parent / "tests" / "cluster", "local.sh", f"exit {status}")
-    for name in ("redis-server", "python3"):
+    for name in ("redis-server", "chromium", "python3"):
         pretend(machine, name, "")
     pretend(machine, "make", "! env | grep YARDSTICK_")
     done = on(machine, machine.parent / ".ci" / "run", YARDSTICK_CLUSTER=str(machine / "cluster"))

@@ -152,6 +152,8 @@ class Supervisor:
             show_example(out, self.url, options.name)
         guides = options.model is None or options.lenvm_model is not None
         show_calls(out, self.url, options.name, with_key=with_key, guides=guides)
+        if self._settings.console:
+            self._console.print(f"\nOpen the web console: {self.url}/", soft_wrap=True)
         self._console.print("\nServing; press Ctrl-C to stop.")
 
     def watch(self) -> None:

@@ -260,6 +260,17 @@ def test_the_gateway_knows_every_setting_that_it_is_given(values: Values):
     assert ours <= set(Settings.__struct_fields__)
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_console_and_the_ingress_to_it(shown: bool):
+    found = manifests({"gateway": {"console": shown, "ingress": {"enabled": True, "console": shown}}})
+    (container,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
+    assert environment(container)["YARDSTICK_CONSOLE"] == str(shown).lower()
+    paths = one(found, "Ingress", "yardstick")["spec"]["rules"][0]["http"]["paths"]
+    admitted = {path["path"]: path["pathType"] for path in paths}
+    assert ({"/": "Exact", "/console": "Prefix"}.items() <= admitted.items()) == shown
+    assert ("/" in admitted, "/metrics" in admitted) == (shown, False)
+
+
 def test_large_numbers_arrive_as_they_are():
     values = {"gateway": {"settings": {"max_body_bytes": 33554432, "redis_seconds": 0.5}}, "engine": {"maxWaiting": 2000000}}
     found = manifests(values)

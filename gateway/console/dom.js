@@ -1,0 +1,65 @@
+// Small helpers to build elements. Text is always set as text, never parsed as markup.
+
+/** The element with this id. */
+export const byId = (id) => document.getElementById(id);
+
+/**
+ * Make an element. `properties` are attributes, but `class`, `text`, `data` (an object) and functions named `on…` (listeners).
+ * Undefined, null and false leave an attribute out.
+ */
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name === "class") element.className = value;
+    else if (name === "text") element.textContent = value;
+    else if (name === "data") Object.assign(element.dataset, value);
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** Show `text` in an element that is hidden while it has none. */
+export function say(element, text) {
+  element.textContent = text;
+  element.hidden = !text;
+}
+
+/** A table of texts. `head` and each row are lists of texts or nodes. */
+export function table(head, rows) {
+  const headings = head.map((text) => make("th", { scope: "col", text }));
+  const body = rows.map((row) => make("tr", {}, ...row.map((cell) => make("td", {}, cell))));
+  return make("table", {}, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...body));
+}
+
+/** Copy `text` and say so on the button for a moment. */
+export async function copy(button, text) {
+  const before = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Copying was refused";
+  }
+  setTimeout(() => { button.textContent = before; }, 1500);
+}
+
+const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+
+/** A number with separators and at most one decimal. */
+export const count = (value) => numbers.format(value);
+
+/** A number and its noun: `1 token`, `2 tokens`. */
+export const counted = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
+/** Milliseconds as text. */
+export const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
+
+/** A probability as text. */
+export function percent(p) {
+  if (p >= 0.9995) return p === 1 ? "100 %" : "99.9+ %";
+  if (p < 0.0005) return p > 0 ? "under 0.1 %" : "0 %";
+  return p < 0.1 ? `${(p * 100).toFixed(1)} %` : `${Math.round(p * 100)} %`;
+}

@@ -1,0 +1,128 @@
+"""The web console in Chromium, served by a real gateway before a real engine with the demo models. All modules here share them.
+
+Playwright's event loop occupies the thread while the browser runs, so no test in this folder is a coroutine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.gateway.console.scripted import ScriptedServer
+from tests.processes import Pod, Program
+
+KEY = "ys-console-test"
+DEMO = Path(__file__).parents[3] / "engine" / "demo" / "models"
+QUICK = {
+    "YARDSTICK_ACCESS_LOG": "off",
+    "YARDSTICK_PROBE_SECONDS": "0.1",
+    "YARDSTICK_WAIT_SECONDS": "0.5",
+    "YARDSTICK_TEXT_WORKERS": "2",
+}
+
+Open = Callable[..., Page]
+
+expect.set_options(timeout=20_000)
+
+
+def demo_engine() -> Pod:
+    """An engine with both demo models, which may still be loading."""
+    return Pod(DEMO / "base", "--lenvm-model", str(DEMO / "lenvm"), "--name", "yardstick-demo", "--threads", "1")
+
+
+@pytest.fixture(scope="package")
+def engine() -> Iterator[Pod]:
+    pod = demo_engine()
+    yield pod
+    pod.close()
+
+
+@pytest.fixture(scope="package")
+def server(engine: Pod) -> Iterator[str]:
+    """URL of a gateway without keys."""
+    program = Program("gateway", "--engine", engine.url, **QUICK)
+    try:
+        yield program.wait_ready().url
+    finally:
+        program.close()
+
+
+@pytest.fixture(scope="package")
+def keyed(engine: Pod, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a gateway with the key :data:`KEY`, which has limits."""
+    entry = {"name": "me", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), "requests_per_minute": 600, "items_per_minute": 5000}
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    file.write_text(json.dumps({"keys": [entry]}))
+    program = Program("gateway", "--engine", engine.url, "--api-keys-file", str(file), **QUICK)
+    try:
+        yield program.wait_ready().url
+    finally:
+        program.close()
+
+
+@pytest.fixture(scope="package")
+def scripted() -> Iterator[ScriptedServer]:
+    """A server that serves the page, and answers its calls as a test says."""
+    with ScriptedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.fail("These tests need Chromium: apt-get install chromium. To leave them out: pytest -m 'not browser'")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Open]:
+    """A function that opens a URL in a new profile. At the end of the test, no page has had a script error or a violated policy."""
+    contexts, complaints = [], []
+
+    def open_page(url: str, **options: Any) -> Page:
+        context = browser.new_context(**{"viewport": {"width": 1200, "height": 850}} | options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: complaints.append(message.text) if "Security Policy" in message.text else None)
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def page(visit: Open, server: str) -> Page:
+    """The console of ``server``, with the model listed."""
+    return ready(visit(server))
+
+
+def ready(page: Page) -> Page:
+    """``page``, once it has a model."""
+    expect(page.locator("#model")).to_have_value("yardstick-demo")
+    return page
+
+
+def write(page: Page) -> None:
+    """Press Write, and wait until the run has ended."""
+    page.click("#write-start")
+    ended(page)
+
+
+def ended(page: Page) -> None:
+    """Wait until no run writes."""
+    expect(page.locator("#write-start")).to_be_enabled()

@@ -1,0 +1,113 @@
+"""The Rank panel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+
+pytestmark = pytest.mark.browser
+
+RELEVANT = {"crimson jogging sneakers", "scarlet running trainers", "red shoes for running on trails"}
+
+
+def rank(page: Page) -> list[tuple[str, float]]:
+    """Press Rank; what is listed then, from top to bottom."""
+    page.click("#rank-start")
+    expect(page.locator("#rank-summary")).to_contain_text("scored")
+    texts, scores = (page.locator(f"#rank-list .{name}").all_inner_texts() for name in ("bar-text", "bar-score"))
+    return [(text, float(score)) for text, score in zip(texts, scores, strict=True)]
+
+
+def shown_code(page: Page, panel: str, language: str) -> str:
+    page.locator(f"#{panel}-code").get_by_role("button", name=language, exact=True).click()
+    return page.locator(f"#{panel}-code code").inner_text()
+
+
+def run_in_shell(command: str) -> str:
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+def test_the_example_needs_one_press(page: Page) -> None:
+    rows = rank(page)
+    assert len(rows) == 8
+    assert {text for text, _ in rows[:3]} == RELEVANT
+    assert [score for _, score in rows] == sorted((score for _, score in rows), reverse=True)
+    best, worst = page.locator(".bar-fill").first.bounding_box(), page.locator(".bar-fill").last.bounding_box()
+    assert best["width"] > 20 * worst["width"]
+    assert re.fullmatch(r"8 documents scored · 122 tokens, \d+ of them from the cache · \d.*s\.", page.inner_text("#rank-summary"))
+    rank(page)
+    expect(page.locator("#rank-summary")).to_contain_text("122 tokens, 122 of them from the cache")
+
+
+def test_the_code_repeats_the_request(page: Page, server: str) -> None:
+    rows = rank(page)
+    assert run_in_shell(shown_code(page, "rank", "curl")).endswith("data: [DONE]\n\n")
+    program = shown_code(page, "rank", "Python")
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 0, told.stderr
+    assert [line.partition(" ")[2] for line in told.stdout.splitlines()] == [text for text, _ in rows]
+
+
+def test_own_labels(page: Page, server: str) -> None:
+    page.check("input[value=labels]")
+    page.fill("#rank-labels", " No, Yes")
+    expect(page.locator("#rank-chips code")).to_have_text(["␣No", "␣Yes"])
+    rows = rank(page)
+    body = {
+        "query": "Query: red running shoes\nItem: ",
+        "items": [f"{text}\nRelevant:" for text, _ in rows],
+        "labels": [" No", " Yes"],
+    }
+    answer = httpx.post(f"{server}/v1/score", json=body | {"apply_softmax": True}).raise_for_status().json()
+    assert [score for _, score in rows] == pytest.approx([scores[0] for scores in answer["scores"]], abs=1e-4)
+    assert {text for text, _ in rows[-3:]} == RELEVANT
+    expect(page.locator("#rank-code code")).to_contain_text("/v1/score")
+
+
+def test_documents_from_files(page: Page, tmp_path: Path) -> None:
+    lines, rows = tmp_path / "lines.txt", tmp_path / "rows.jsonl"
+    lines.write_text("blue tent\r\n\r\nred shoes\r\n")
+    rows.write_text('"a plain text"\n{"text": "two\\nlines", "id": 1}\nnot json\n')
+    page.set_input_files("#rank-file", lines)
+    expect(page.locator("#rank-count")).to_have_text("2 documents")
+    page.set_input_files("#rank-file", rows)
+    expect(page.locator("#rank-documents")).to_have_value("a plain text\ntwo lines\nnot json")
+
+
+def test_too_much_is_not_sent(page: Page, tmp_path: Path) -> None:
+    sent = []
+    page.on("request", lambda request: sent.append(request.url))
+    for text, words in (
+        ("''", "at least one"),
+        ("'a\\n'.repeat(1001)", "at most 1,000 documents"),
+        ("'a'.repeat(1048577)", "1,048,576 characters"),
+    ):
+        page.evaluate(f"document.querySelector('#rank-documents').value = {text}")
+        page.click("#rank-start")
+        expect(page.locator("#rank-error")).to_contain_text(words)
+    large = tmp_path / "large.txt"
+    large.write_bytes(b"a" * (4 << 20) + b"a")
+    page.set_input_files("#rank-file", large)
+    expect(page.locator("#rank-error")).to_contain_text("opens files of up to")
+    assert sent == []
+
+
+def test_a_document_that_is_too_long_is_named(page: Page) -> None:
+    page.fill("#rank-documents", "red shoes\n" + "red " * 2000)
+    page.click("#rank-start")
+    expect(page.locator("#rank-summary")).to_contain_text("1 document scored · 1 failed")
+    expect(page.locator("#rank-list .failed .error")).to_contain_text("1024")
+
+
+def test_an_error_of_the_server_is_shown(page: Page) -> None:
+    page.check("input[value=labels]")
+    page.fill("#rank-labels", "not a token, Yes")
+    page.click("#rank-start")
+    expect(page.locator("#rank-error")).to_contain_text("HTTP 400")
+    expect(page.locator("#rank-start")).to_be_enabled()

@@ -1,0 +1,76 @@
+"""The Status panel."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.gateway.console.conftest import KEY, Open
+from tests.gateway.console.scripted import ScriptedServer
+from tests.processes import Pod
+
+pytestmark = pytest.mark.browser
+
+
+def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
+    page.click("#tab-status")
+    expect(page.locator("#status-line")).to_have_text("1 engine takes requests.")
+    expect(page.locator("#status-engines")).to_contain_text("1 ready (yardstick-demo)")
+    expect(page.locator("#status-engines td").first).to_have_text(engine.url)
+    cells = ["yardstick-demo", "1,024", "score, generate, length guidance", "yardstick-demo (rerank)"]
+    expect(page.locator("#status-models td")).to_have_text(cells)
+    post = "{method: 'POST', headers: {'content-type': 'application/json'}, body: JSON.stringify({prompt: 'a'})}"
+    page.evaluate(f"fetch('/tokenize', {post})")
+    tile = page.locator(".tile:has(h3:text-is('Requests'))")
+    expect(tile.locator("svg")).to_have_attribute("aria-label", re.compile(r"^Requests: now .* at most (0\.[1-9]|[1-9]).*"))
+    expect(page.locator(".tile")).to_have_count(8)
+    for language, words in (("curl", "curl http"), ("Python", "client.models.list()")):
+        page.locator("#status-code").get_by_role("button", name=language, exact=True).click()
+        expect(page.locator("#status-code code")).to_contain_text(words)
+
+
+@pytest.mark.slow
+def test_nothing_is_sampled_in_the_background(page: Page) -> None:
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/metrics") else None)
+    page.click("#tab-status")
+    expect(page.locator("#status-line")).to_contain_text("1 engine")
+    page.click("#tab-rank")
+    before = len(asked)
+    page.wait_for_timeout(2500)  # longer than the interval of samples
+    assert len(asked) == before > 0
+
+
+def test_limits_of_the_key(visit: Open, keyed: str) -> None:
+    page = visit(keyed)
+    page.fill("#key-input", KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#model")).to_have_value("yardstick-demo")
+    page.click("#tab-status")
+    expect(page.locator("#status-limits")).to_contain_text("the key has none, or nothing was sent yet")
+    page.click("#tab-rank")
+    page.click("#rank-start")
+    expect(page.locator("#rank-summary")).to_contain_text("8 documents scored")
+    page.click("#tab-status")
+    rows = page.locator("#status-limits tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text("599 of 600 a minute")
+    expect(rows.nth(1)).to_contain_text("4,992 of 5,000 a minute")
+    expect(page.locator("#status-code code")).to_contain_text("$YARDSTICK_API_KEY")
+
+
+def test_metrics_that_cannot_be_read(visit: Open, scripted: ScriptedServer) -> None:
+    page = visit(scripted.answer())
+    page.click("#tab-status")
+    expect(page.locator("#status-error")).to_contain_text("HTTP 404")
+    expect(page.locator("#status-models")).to_contain_text("yardstick-demo")
+    for kind, content, words in (
+        ("text/html", b"<h1>Sign in</h1>", "has no metrics of Yardstick"),
+        ("text/plain", b"yardstick_x 1\n" * 400_000, "too large"),
+    ):
+        scripted.answer(metrics=lambda c, kind=kind, content=content: c.send(200, kind, content))
+        page.click("#tab-rank")
+        page.click("#tab-status")  # samples at once
+        expect(page.locator("#status-error")).to_contain_text(words)

@@ -1,0 +1,168 @@
+"""The Write panel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+from tokenizers import Tokenizer
+
+from tests.gateway.console.conftest import DEMO, ended, write
+from tests.gateway.console.test_rank import run_in_shell, shown_code
+
+pytestmark = pytest.mark.browser
+
+QUESTION = "Describe: red running shoes"
+
+
+@pytest.fixture
+def panel(page: Page) -> Page:
+    page.click("#tab-write")
+    page.fill("#write-seed", "3")
+    return page
+
+
+def written(page: Page, run: int = 0) -> str:
+    return page.locator(".run .tokens").nth(run).inner_text()
+
+
+def figure(page: Page, name: str, run: int = 0) -> str:
+    return page.locator(".run").nth(run).locator(f".figures div:has(dt:text-is('{name}')) dd").inner_text()
+
+
+def test_the_text_is_the_answer_with_its_probabilities(panel: Page, server: str) -> None:
+    write(panel)
+    body = {"messages": [{"role": "user", "content": QUESTION}], "seed": 3, "temperature": 1, "logprobs": True, "max_tokens": 200}
+    choice = httpx.post(f"{server}/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]
+    assert written(panel) == choice["message"]["content"]
+    probable = [entry["logprob"] > -0.1054 for entry in choice["logprobs"]["content"]]  # more than 90 %
+    classes = panel.locator(".token > span").evaluate_all("spans => spans.map((span) => span.className)")
+    assert [name == "p5" for name in classes] == probable[: len(classes)]
+    assert 0 < sum(probable) < len(probable)
+    assert figure(panel, "Ended by") == "end of text"
+    assert figure(panel, "Tokens") == str(len(classes))
+
+
+def test_continue_from_an_alternative(panel: Page, server: str) -> None:
+    write(panel)
+    before = written(panel)
+    assert before.startswith("A list of four points.")
+    sent = []
+    panel.on("request", lambda request: sent.append(request) if "completions" in request.url else None)
+    for word in ("three", "two"):  # the second time from a text that was continued
+        panel.locator(".token").nth(3).click()
+        panel.get_by_role("button", name=f"Continue with ␣{word}").click()
+        ended(panel)
+        assert written(panel).startswith(f"A list of {word} points.")
+    tokenizer = Tokenizer.from_file(str(DEMO / "base" / "tokenizer.json"))
+    messages = {"messages": [{"role": "user", "content": QUESTION}]}
+    prompt = httpx.post(f"{server}/tokenize", json=messages).json()["tokens"]
+    for request, word in zip(sent, ("three", "two"), strict=True):
+        ids = json.loads(request.post_data)["prompt"]
+        assert ids == prompt + [tokenizer.token_to_id(spelled) for spelled in ("A", "Ġlist", "Ġof", f"Ġ{word}")]
+    assert panel.locator(".chosen").count() == 1
+    assert panel.locator(".token").first.inner_text() == "A"
+    assert "Note" not in panel.locator(".figures").first.inner_text(), "the tokens are exact"
+    write(panel)
+    assert written(panel) == before, "the button begins anew"
+
+
+def test_tokens_by_keyboard(panel: Page) -> None:
+    write(panel)
+    panel.locator(".token").first.focus()
+    for key in ("End", "Home", "ArrowRight", "ArrowRight", "ArrowRight", "Enter"):
+        panel.keyboard.press(key)
+    expect(panel.locator(".alternatives h4").first).to_have_text("Token 4: ␣four")
+    assert panel.evaluate("document.activeElement.getAttribute('aria-label')") == "Continue with ␣three"
+    panel.keyboard.press("Escape")
+    expect(panel.locator(".alternatives").first).to_be_hidden()
+    assert panel.evaluate("document.activeElement.textContent") == " four"
+    panel.keyboard.press("Tab")
+    assert not panel.evaluate("document.activeElement.classList.contains('token')"), "the tokens are one stop"
+    panel.keyboard.press("Shift+Tab")
+    assert panel.evaluate("document.activeElement.textContent") == " four"
+
+
+def test_two_runs_and_length_guidance(panel: Page) -> None:
+    panel.check("#write-two")
+    panel.locator(".run").nth(1).locator(".guide-mode").select_option("scale")
+    slider = panel.locator(".run").nth(1).locator("input[type=range]")
+    slider.fill("-10")
+    expect(panel.locator(".run").nth(1).locator(".guide-value")).to_have_text("shorter (−10)")
+    expect(panel.locator("#write-code h3")).to_have_text("This request as code: Run B")
+    expect(panel.locator("#write-code code")).to_contain_text('"scale": -10')
+    write(panel)
+    plain, short = (int(figure(panel, "Tokens", run)) for run in (0, 1))
+    assert short < plain
+    expect(panel.locator(".run").nth(0).locator("figure")).to_be_hidden()
+    expect(panel.locator(".run").nth(1).locator("figcaption")).to_contain_text("Predicted tokens to come")
+    panel.locator(".run").nth(1).locator(".guide-mode").select_option("target")
+    slider.fill("100")
+    write(panel)
+    assert 60 < int(figure(panel, "Tokens", 1)) < 160
+    assert figure(panel, "Tokens", 0) == str(plain), "the seed repeats the other run"
+
+
+@pytest.mark.slow
+def test_continuation_keeps_the_target(panel: Page) -> None:
+    panel.locator(".guide-mode").first.select_option("target")
+    write(panel)
+    panel.locator(".token").nth(3).click()
+    panel.locator(".alternatives li button:enabled").first.click()
+    ended(panel)
+    code = panel.locator("#write-code code")
+    expect(code).to_contain_text('"target_length": 36')
+    expect(code).to_contain_text('"max_tokens": 196')
+
+
+@pytest.mark.slow
+def test_text_to_continue(panel: Page) -> None:
+    panel.select_option("#write-kind", "text")
+    panel.fill("#write-text", f"{QUESTION}\n")
+    write(panel)
+    assert written(panel).startswith("A ")
+    expect(panel.locator("#write-code code")).to_contain_text("/v1/completions")
+    panel.locator(".token").nth(1).click()
+    panel.locator(".alternatives li button:enabled").first.click()
+    ended(panel)
+    expect(panel.locator("#write-code code")).to_contain_text('"prompt": [')
+
+
+def test_models_without_a_length_model_have_no_slider(panel: Page) -> None:
+    panel.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "plain", "capabilities": ["generate"]}]}))
+    panel.reload()
+    expect(panel.locator("#model")).to_have_value("plain")
+    expect(panel.locator(".guidance").first).to_be_hidden()
+
+
+@pytest.mark.slow
+def test_the_code_repeats_the_request(panel: Page) -> None:
+    panel.locator(".guide-mode").first.select_option("scale")
+    write(panel)
+    stream = run_in_shell(shown_code(panel, "write", "curl"))
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]) == written(panel)
+    program = shown_code(panel, "write", "Python")
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (told.returncode, told.stdout) == (0, written(panel)), told.stderr
+
+
+def test_wrong_numbers_are_not_sent(panel: Page) -> None:
+    panel.fill("#write-max", "0")
+    panel.click("#write-start")
+    expect(panel.locator("#write-max:invalid")).to_be_focused()
+    expect(panel.locator(".token")).to_have_count(0)
+
+
+def test_the_spelling_of_every_token_is_read(page: Page, server: str) -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "base" / "tokenizer.json"))
+    spelled = [tokenizer.id_to_token(id) for id in range(tokenizer.get_vocab_size())]
+    read = "async (spelled) => { const { textOf } = await import('/console/continuation.js'); return spelled.map(textOf); }"
+    texts = page.evaluate(read, spelled)
+    special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    assert texts == [spelled[id] if id in special else tokenizer.decode([id]) for id in range(len(spelled))]
+    assert page.evaluate(read, ["▁red", "<0x0A>", "re▁d"]) == [" red", "\n", "re d"]

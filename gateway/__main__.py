@@ -69,6 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MODEL=FORMAT",
         help="how a model marks its thinking, where its chat template does not show it, such as think; repeat for more",
     )
+    parser.add_argument(
+        "--alias", action="append", dest="aliases", metavar="ALIAS=MODEL", help="a further name of a model; repeat for more"
+    )
+    parser.add_argument(
+        "--fallback",
+        action="append",
+        dest="fallbacks",
+        metavar="MODEL=FALLBACK",
+        help="the model that generates while MODEL has no ready engine; repeat for more",
+    )
     parser.add_argument("--redis-url", metavar="URL", help="Redis for results and limits, such as redis://127.0.0.1:6379/0")
     try:
         settings = load_settings(os.environ, vars(parser.parse_args(arguments)))

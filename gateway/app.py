@@ -37,9 +37,12 @@ from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
 from gateway.pool.health import Health
+from gateway.pool.names import Names
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica
 from gateway.redis.share import Share
+from gateway.responses.kept import Kept
+from gateway.responses.store import MemoryStore
 from gateway.routes.chat import chat_route
 from gateway.routes.classify import classify_route
 from gateway.routes.completions import completion_route
@@ -51,6 +54,8 @@ from gateway.routes.length import length_route
 from gateway.routes.models import model_routes
 from gateway.routes.reading import Reader
 from gateway.routes.rerank import rerank_route
+from gateway.routes.responding import Responder
+from gateway.routes.responses import response_routes
 from gateway.routes.score import score_route
 from gateway.routes.scoring import Scoring
 from gateway.routes.tokenize import tokenize_routes
@@ -98,16 +103,19 @@ def create_app(
         silence_seconds=settings.silence_seconds,
         startup_seconds=settings.startup_seconds,
         presets=settings.chosen_presets,
+        names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
     )
     dispatcher = Dispatcher(telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting)
     share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
-    kept = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
-    scorer = Scorer(MeteredCache(kept, telemetry), FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens))
+    results = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
+    scorer = Scorer(MeteredCache(results, telemetry), FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens))
     limiter: Limiter = share.limiter if share else LocalLimiter()
     quotas = Quotas(limiter, telemetry)
     streams = Streams(settings.keepalive_seconds)
     scoring = Scoring(scorer, quotas, telemetry, streams)
     generator = Generator(dispatcher, quotas, telemetry, streams)
+    responses = share.responses if share else MemoryStore(settings.store_bounds)
+    kept = Kept(responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
     keys = _key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
     origins = Origins(settings.cors_origins)
 
@@ -143,6 +151,7 @@ def create_app(
             embeddings_route(pool, reader, scoring),
             completion_route(pool, reader, generator),
             chat_route(pool, reader, generator),
+            *response_routes(pool, reader, Responder(generator, kept)),
             length_route(pool, reader, scoring),
             *model_routes(pool),
             *tokenize_routes(pool, reader, quotas, workers),

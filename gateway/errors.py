@@ -9,7 +9,8 @@
     │   └── KeyExpired          401  an API key has expired
     ├── Forbidden               403  a web page of another origin sent a request to a server without keys
     ├── NotFound                404  no such path
-    │   └── ModelNotFound       404  no engine serves this model
+    │   ├── ModelNotFound       404  no engine serves this model
+    │   └── ResponseNotFound    404  no such stored response, or another key's
     ├── MethodNotAllowed        405
     ├── RequestTimeout          408  headers or body did not arrive in time
     ├── BodyTooLarge            413
@@ -24,6 +25,7 @@
     ├── EngineLost              502  the engine disconnected, or sent invalid data, during a request
     ├── NotReady                503  no replica of the model is ready; comes with Retry-After
     │   └── UnusableModel       503  an engine serves a model whose tokeniser or template cannot be used
+    ├── StoreUnavailable        503  responses cannot be stored or read at present; comes with Retry-After
     ├── KeysUnavailable         503  the key file cannot be read, so no key can be accepted; comes with Retry-After
     ├── ShuttingDown            503  this gateway ends before the response is complete; comes with Retry-After
     ├── OutOfMemory             503  the engine has no memory for this request
@@ -132,6 +134,10 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+
+
 class MethodNotAllowed(GatewayError):
     status = 405
     type = "invalid_request_error"
@@ -217,6 +223,11 @@ class NotReady(GatewayError):
 
 class UnusableModel(NotReady):
     code = "unusable_model"
+
+
+class StoreUnavailable(GatewayError):
+    status = 503
+    code = "store_unavailable"
 
 
 class KeysUnavailable(GatewayError):

@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from litestar import Request, Response, get
@@ -28,6 +28,8 @@ from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
 from gateway.errors import ErrorBody, NotFound
 from gateway.schemas.chat import ChatChunk, ChatCompletion
+from gateway.schemas.response_events import Event
+from gateway.schemas.responses import ResponseBody
 
 PATH = "/schema"
 _ASSETS = f"{PATH}/assets"
@@ -86,12 +88,21 @@ KEY: list[dict[str, list[str]]] = [{"key": []}]
 NO_KEY: list[dict[str, list[str]]] = [*KEY, {}]
 """Security of the same endpoints on a server without a key file: a key may be sent, and is ignored."""
 
-_EVENTS = {"ChatCompletion": "ChatChunk", "Completion": "Completion"}
-"""Schema of a streamed event, by the schema of the answer without streaming."""
 _STREAM = (
     "With `stream`: server-sent events, each `data: ` and one object. The last event is `data: [DONE]`. A stream that breaks ends"
     " with an event of the schema `ErrorBody` and without `[DONE]`."
 )
+_TYPED_STREAM = (
+    "With `stream`: server-sent events, each `event: ` with its type and `data: ` with one object. The last event is"
+    " `response.completed`, `response.incomplete` or, for a stream that breaks, `response.failed`."
+)
+_RESPONSE_EVENTS = get_args(Event)
+_EVENTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "ChatCompletion": (("ChatChunk",), _STREAM),
+    "Completion": (("Completion",), _STREAM),
+    "ResponseBody": (tuple(event.__name__ for event in _RESPONSE_EVENTS), _TYPED_STREAM),
+}
+"""Schemas of streamed events, and a description of the stream, by the schema of the answer without streaming."""
 _RATES = {
     f"x-ratelimit-{what}-{rate}": f"{meaning} {rate}; only if the key has this limit."
     for rate in ("requests", "tokens", "items")
@@ -104,7 +115,11 @@ _RATES = {
 _SUCCESS_HEADERS = {"x-yardstick-ignored": "Fields of the request that were ignored; absent if there are none.", **_RATES}
 _CACHE = {"x-yardstick-cache": "Results that were in the cache, of all results: `3/10`."}
 _CUT = {"x-yardstick-truncated": "Number of texts that were cut; `2, query` if the query was cut too. Absent if none was."}
-_HEADERS_OF_TAG = {"scoring": _CACHE | _CUT, "length": _CACHE}
+_GENERATION = {
+    "x-yardstick-fallback": "Model that answered because the requested one has no ready engine; absent otherwise.",
+    "x-yardstick-truncated": "Number of messages that `truncation` left out; absent if none was.",
+}
+_HEADERS_OF_TAG = {"scoring": _CACHE | _CUT, "length": _CACHE, "generation": _GENERATION}
 
 
 @dataclass
@@ -133,11 +148,13 @@ def _describe_stream(response: OpenAPIResponse) -> None:
     content = response.content or {}
     answer = content["application/json"].schema
     # references are shortened to the class's name once all are known
-    event = _EVENTS.get(answer.ref.rpartition("_")[2]) if isinstance(answer, Reference) else None
-    if event is not None:
-        schema = Reference(ref=f"#/components/schemas/{event}")
+    found = _EVENTS.get(answer.ref.rpartition("_")[2]) if isinstance(answer, Reference) else None
+    if found is not None:
+        events, description = found
+        references = [Reference(ref=f"#/components/schemas/{event}") for event in events]
+        schema = references[0] if len(references) == 1 else Schema(one_of=references)
         response.content = {**content, "text/event-stream": OpenAPIMediaType(schema=schema)}
-        response.description = f"The answer. {_STREAM}"
+        response.description = f"The answer. {description}"
 
 
 def asset_route() -> HTTPRouteHandler:
@@ -160,8 +177,9 @@ class DocumentedStructs(StructSchemaPlugin):
     def to_openapi_schema(self, field_definition: FieldDefinition, schema_creator: SchemaCreator) -> Schema:
         """Return the schema of one struct."""
         schema = super().to_openapi_schema(field_definition, schema_creator)
-        if field_definition.type_ is ChatCompletion:  # no handler returns its events, so their schema is added here
-            schema_creator.for_field_definition(FieldDefinition.from_annotation(ChatChunk))
+        # no handler returns these events, so their schemas are added here
+        for event in {ChatCompletion: (ChatChunk,), ResponseBody: _RESPONSE_EVENTS}.get(field_definition.type_, ()):
+            schema_creator.for_field_definition(FieldDefinition.from_annotation(event))
         schema.description = inspect.getdoc(field_definition.type_)
         for name, description in attribute_docstrings(field_definition.type_).items():
             described = (schema.properties or {}).get(name)

@@ -14,6 +14,7 @@ from gateway.logs.access import Format
 from gateway.pool.discovery.address import parse_address
 from gateway.presets.preset import PresetError, parse_preset
 from gateway.presets.select import NO_PRESET, named
+from gateway.responses.store import Bounds
 from gateway.tools.families.registry import FAMILIES
 from gateway.tools.formats import NO_FORMAT, Formats
 from gateway.tools.thinking import THINKING
@@ -179,6 +180,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reasoning_parsers: tuple[str, ...] = ()
     """Format of models' thinking sections: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by
     commas in the environment. FORMAT is ``think``, ``mistral``, ``seed`` or ``none``."""
+    stored_responses: Count = 10_000
+    """Most responses that are kept for clients that ask for it (``store`` of ``/v1/responses``), in Redis if it is configured.
+    Beyond it, and beyond their most bytes, the oldest of the API key with most bytes are removed. 0: none are stored."""
+    stored_responses_bytes: Positive = 256 << 20
+    """Most bytes of these responses together."""
+    stored_response_bytes: Positive = 4 << 20
+    """Longest conversation with which a response is stored, in bytes; for a longer one the answer is 400."""
+    stored_responses_seconds: Seconds = 86_400.0
+    """Time for which a response is stored."""
+    aliases: tuple[str, ...] = ()
+    """Further names of models: ``ALIAS=MODEL``, separated by commas in the environment. ``/v1/models`` lists them; answers,
+    metrics and logs name the model itself."""
+    fallbacks: tuple[str, ...] = ()
+    """Models that take the generations of others: ``MODEL=FALLBACK``, separated by commas in the environment. Completions, chat
+    completions and responses for a model without a ready engine go to its fallback, if the API key may use it; the header
+    ``x-yardstick-fallback`` names it."""
     console: bool = True
     """Whether to serve the web console at ``/``."""
     parse_special_tokens_in_messages: bool = False
@@ -200,8 +217,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.max_bytes_in_flight < self.max_body_bytes:
             problem = f"{self.max_bytes_in_flight} bytes are less than one body of {self.max_body_bytes}"
             raise SettingsError(_remedy("max_bytes_in_flight", problem, f"make it larger, or {PREFIX}MAX_BODY_BYTES smaller"))
-        self.chosen_presets  # noqa: B018  raises for an invalid one
-        self.chosen_formats  # noqa: B018  as above
+        self.chosen_presets, self.chosen_formats  # noqa: B018  they raise for an invalid entry
+        self.chosen_aliases, self.chosen_fallbacks  # noqa: B018  as above
         for origin in self.cors_origins:
             _check_origin(origin)
         if self.drain_seconds >= self.grace_seconds:
@@ -234,6 +251,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     raise SettingsError(_remedy(setting, f"{entry!r} names no format", f"write one of {choices}"))
                 formats[model] = msgspec.structs.replace(formats.get(model, Formats()), **{field: name})
         return formats
+
+    @property
+    def store_bounds(self) -> Bounds:
+        """Bounds of stored responses."""
+        return Bounds(self.stored_responses, self.stored_responses_bytes, self.stored_responses_seconds)
+
+    @property
+    def chosen_aliases(self) -> dict[str, str]:
+        """Model of each alias in ``aliases``. Raises :class:`SettingsError`."""
+        chosen = _mapping("aliases", self.aliases, "ALIAS=MODEL")
+        for alias, model in chosen.items():
+            if model in chosen:
+                raise SettingsError(
+                    _remedy("aliases", f"{alias!r} stands for {model!r}, which is an alias", "name the model itself")
+                )
+        return chosen
+
+    @property
+    def chosen_fallbacks(self) -> dict[str, str]:
+        """Fallback of each model in ``fallbacks``. Raises :class:`SettingsError`."""
+        chosen = _mapping("fallbacks", self.fallbacks, "MODEL=FALLBACK")
+        aliases = self.chosen_aliases
+        for model, fallback in chosen.items():
+            if model in aliases:
+                raise SettingsError(_remedy("fallbacks", f"{model!r} is an alias", f"name the model itself, {aliases[model]!r}"))
+            if aliases.get(fallback, fallback) == model:
+                raise SettingsError(_remedy("fallbacks", f"{model!r} cannot replace itself", "name another model"))
+        return chosen
 
 
 def _pairs(setting: str, entries: tuple[str, ...], kind: str) -> Iterator[tuple[str, str, str]]:
@@ -283,6 +328,19 @@ def _convert(name: str, value: object, kind: object) -> Any:
         raise SettingsError(_remedy(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:])) from None
 
 
+def _mapping(name: str, entries: tuple[str, ...], form: str) -> dict[str, str]:
+    """Return the entries ``NAME=VALUE`` of the setting ``name``. Raises :class:`SettingsError`."""
+    pairs: dict[str, str] = {}
+    for entry in entries:
+        key, _, value = (part.strip() for part in entry.partition("="))
+        if not key or not value:
+            raise SettingsError(_remedy(name, f"{entry!r} does not name both", f"write {form}"))
+        if key in pairs:
+            raise SettingsError(_remedy(name, f"{key!r} has two entries", "keep one of them"))
+        pairs[key] = value
+    return pairs
+
+
 def _check_entry(entry: str) -> None:
     try:
         parse_address(entry)
@@ -318,7 +376,7 @@ def _remedy(name: str, problem: str, remedy: str) -> str:
     return f"{PREFIX}{name.upper()}{f' ({flag})' if flag else ''}: {problem}; {remedy}"
 
 
-_LISTS = ("engines", "allowed_hosts", "cors_origins", "presets", "tool_parsers", "reasoning_parsers")
+_LISTS = ("engines", "allowed_hosts", "cors_origins", "presets", "tool_parsers", "reasoning_parsers", "aliases", "fallbacks")
 _FLAGS = {
     "engines": "--engine",
     "host": "--host",
@@ -328,4 +386,6 @@ _FLAGS = {
     "presets": "--preset",
     "tool_parsers": "--tool-parser",
     "reasoning_parsers": "--reasoning-parser",
+    "aliases": "--alias",
+    "fallbacks": "--fallback",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +69,15 @@ class Streams:
 
     keepalive_seconds: float
 
-    async def begin(self, events: AsyncGenerator[bytes, None], request: Request[Any, Any, Any]) -> EventStream:
+    async def begin(
+        self,
+        events: AsyncGenerator[bytes, None],
+        request: Request[Any, Any, Any],
+        failure: Callable[[GatewayError], bytes] | None = None,
+    ) -> EventStream:
         """Wait for the first event, at most ``keepalive_seconds``, and return the response. Raises what ``events`` raises in this
-        time, and :class:`ClientGone`. ``events`` is closed when the response ends, in every case."""
+        time, and :class:`ClientGone`. ``events`` is closed when the response ends, in every case. ``failure``: returns the last
+        event of a stream that breaks off; None: the error's body."""
         first = asyncio.ensure_future(anext(events))
         try:
             async with while_connected(request.receive):
@@ -82,17 +88,22 @@ class Streams:
             await _abandon(first)
             await events.aclose()
             raise
-        return EventStream(self, request, first, events)
+        return EventStream(self, request, first, events, failure or (lambda error: sse(error.body)))
 
 
 class EventStream(Response[Any]):
     """A response of events: ``first``, which may be outstanding, and ``rest``."""
 
     def __init__(
-        self, streams: Streams, request: Request[Any, Any, Any], first: asyncio.Future[bytes], rest: AsyncGenerator[bytes, None]
+        self,
+        streams: Streams,
+        request: Request[Any, Any, Any],
+        first: asyncio.Future[bytes],
+        rest: AsyncGenerator[bytes, None],
+        failure: Callable[[GatewayError], bytes],
     ) -> None:
         super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._parts = (streams, request, first, rest)
+        self._parts = (streams, request, first, rest, failure)
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
         """Return the ASGI response that the framework sends."""
@@ -108,6 +119,7 @@ class _ASGIEventStream(ASGIResponse):
         request: Request[Any, Any, Any],
         first: asyncio.Future[bytes],
         rest: AsyncGenerator[bytes, None],
+        failure: Callable[[GatewayError], bytes],
         *,
         headers: dict[str, Any],
     ) -> None:
@@ -117,6 +129,7 @@ class _ASGIEventStream(ASGIResponse):
         self._incoming = Incoming.of(request.scope)
         self._first = first
         self._rest = rest
+        self._failure = failure
 
     async def send_body(self, send: Send, receive: Receive) -> None:
         """Send all events, or those before the client leaves."""
@@ -154,7 +167,7 @@ class _ASGIEventStream(ASGIResponse):
 
     async def _send_error(self, line: _Line, error: GatewayError) -> None:
         self._context.failed(error)
-        await line.send(sse(error.body))
+        await line.send(self._failure(error))
 
 
 class _Line:

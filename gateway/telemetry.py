@@ -45,6 +45,8 @@ class Telemetry:
         self.ejections = self._counter("engine_ejections", "Ejections of engines after repeated failures.")
         self.silences = self._counter("engine_silences", "Engines that did not answer a probe in time.")
         self.resumptions = self._counter("resumed_sequences", "Generated sequences that continued on another engine.")
+        self._fallbacks = self._counter("fallbacks", "Requests that the fallback of a model took.", "model", "fallback")
+        self._stored_responses = self._counter("stored_responses", "Responses to store, by outcome: stored or dropped.", "result")
         self._retries = self._counter("engine_retries", "Requests sent to another engine, by the failure of the first.", "code")
         self._sub_batches = Histogram(
             "yardstick_sub_batches", "Messages to engines for one score request.", buckets=SUB_BATCHES, registry=self._registry
@@ -190,6 +192,14 @@ class Telemetry:
     def retried(self, code: str) -> None:
         """Count a request that is about to be sent to another engine."""
         self._retries.labels(code).inc()
+
+    def fell_back(self, model: str, fallback: str) -> None:
+        """Count a request for ``model`` that ``fallback`` takes."""
+        self._fallbacks.labels(model, fallback).inc()
+
+    def response_stored(self, result: str) -> None:
+        """Count a response that was ``stored``, or ``dropped`` because there was no room or the store was away."""
+        self._stored_responses.labels(result).inc()
 
     def split(self, parts: int) -> None:
         """Record the number of sub-batches of a score request."""

@@ -140,6 +140,8 @@ class FakeEngine:
     frozen: bool = False
     """Generations that run stand still."""
     template: str = TEMPLATE
+    added: tuple[str, ...] = ()
+    """Further tokens of the tokeniser, in the padding of the head."""
     token: str | None = None
     """Without it in their headers, requests are answered 401."""
     prefixes: PrefixCache | None = None
@@ -198,8 +200,10 @@ class _Call:
         elif path == "/tokenizer":
             while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above
                 await asyncio.sleep(0.01)
+            tokenizer = tokenizers.Tokenizer.from_str(library().to_str())
+            tokenizer.add_tokens(list(self.engine.added))
             files = wire.TokenizerFiles(
-                library().to_str().encode(), self.engine.template, {"eos_token": EOS}, self.engine.preset, self.engine.architecture
+                tokenizer.to_str().encode(), self.engine.template, {"eos_token": EOS}, self.engine.preset, self.engine.architecture
             )
             await self._reply(200, wire.encode(files))
         elif path == "/score":

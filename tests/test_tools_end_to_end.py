@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -127,3 +128,43 @@ def test_a_strict_tool_that_is_called_freely_gets_valid_arguments(client: openai
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
     check(choice.message.tool_calls, ["get_weather"])
+
+
+class Place(pydantic.BaseModel):
+    """What a response is parsed into."""
+
+    city: Literal["Zürich", "Köln"]
+    days: int
+
+
+def test_responses_call_tools(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function"} | WEATHER["function"] | {"strict": True}
+    asked: dict[str, Any] = {
+        "model": "hermes",
+        "input": "What is the weather?",
+        "tools": [tool],
+        "tool_choice": "required",
+        "reasoning": {"effort": "none"},
+        "max_output_tokens": 250,
+        "extra_body": {"seed": 1},
+    }
+    told = client.responses.create(**asked)
+    calls = [item for item in told.output if item.type == "function_call"]
+    assert calls
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    *_, last = client.responses.create(**asked, stream=True)
+    assert last.type == f"response.{told.status}"
+    assert [item.arguments for item in last.response.output if item.type == "function_call"] == [call.arguments for call in calls]
+    results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "22 degrees"} for call in calls]
+    replayed: Any = [{"role": "user", "content": "What is the weather?"}, *told.output, *results]
+    following = client.responses.create(**asked | {"input": replayed, "tool_choice": "none"})
+    assert all(item.type != "function_call" for item in following.output)
+
+
+def test_a_parsed_response(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "hermes", "input": "Where?", "reasoning": {"effort": "none"}, "max_output_tokens": 200}
+    told = client.responses.parse(text_format=Place, **fields)
+    assert isinstance(told.output_parsed, Place)
+    with client.responses.stream(text_format=Place, **fields) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Place)

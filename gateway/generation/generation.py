@@ -11,7 +11,7 @@ from gateway.breathing import Breath
 from gateway.errors import EngineLost
 from gateway.generation.merge import merged
 from gateway.generation.relay import Relay
-from gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions
+from gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions, Token
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 
@@ -40,9 +40,11 @@ class Generation:
         *,
         first_index: int = 0,
         echo: str | None = None,
+        prompt_logprobs: int | None = None,
         most_expected: int,
     ) -> None:
         """``first_index``: index of the prompt's first choice in the answer. ``echo``: the prompt's text, which is sent first.
+        ``prompt_logprobs``: number of top tokens at each position of the prompt to keep in ``prompt_tokens``; None: none are kept.
         ``most_expected``: upper bound on the expected tokens of a sequence."""
         self.model = model
         self.request = request
@@ -54,8 +56,11 @@ class Generation:
         self._relay: Relay | None = None
         self._logprobs = options.logprobs
         self._format = options.format
-        self._prompt = None if echo is None else PromptTokens(model.tokenizer, request.prompt, echo)
-        """Tokens of the prompt, if it is echoed."""
+        self._echoes = echo is not None
+        self.prompt_logprobs = prompt_logprobs
+        reads_prompt = self._echoes or prompt_logprobs is not None
+        self._prompt = PromptTokens(model.tokenizer, request.prompt, echo or "") if reads_prompt else None
+        """Tokens of the prompt, if it is echoed or if its log-probabilities are kept."""
         prompt = request.prompt
         offset = len(echo or "")
         self.sequences = [
@@ -84,6 +89,11 @@ class Generation:
         return ToolCalls(self._format.tools.family, calls, malformed)
 
     @property
+    def prompt_tokens(self) -> list[Token]:
+        """The tokens of the prompt, if their log-probabilities are kept and have arrived."""
+        return [] if self._prompt is None or self.prompt_logprobs is None else self._prompt.tokens
+
+    @property
     def used_tokens(self) -> int:
         """Prompt tokens, if an engine was given the prompt, plus output tokens of all sequences so far."""
         prompt = len(self.request.prompt) if self._relay is not None and self._relay.sent else 0
@@ -103,9 +113,11 @@ class Generation:
                     self.queue_seconds += delta.queue_seconds
                 if prompt is not None:
                     early += [delta for delta in batch if delta.tokens or delta.finish]
-                    if self._logprobs and not await prompt.push_all(batch):
+                    if self.request.prompt_logprobs is not None and not await prompt.push_all(batch):
                         continue
-                    pieces += [Piece(sequence.index, prompt.text, prompt.tokens) for sequence in self.sequences]
+                    if self._echoes:
+                        tokens = prompt.tokens if self._logprobs else []
+                        pieces += [Piece(sequence.index, prompt.text, tokens) for sequence in self.sequences]
                     prompt, batch = None, early
                 breath = Breath() if len(batch) > 1 else None
                 for delta in batch:
@@ -114,7 +126,7 @@ class Generation:
                     piece = self.sequences[delta.index].push(delta)
                     if piece.finish:
                         unfinished -= 1
-                    if piece.text or piece.tokens or piece.finish:
+                    if piece.text or piece.tokens or piece.finish or piece.token_ids:
                         pieces.append(piece)
                     if breath is not None and breath.due:
                         yield pieces

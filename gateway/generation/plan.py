@@ -48,6 +48,16 @@ def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None
     _check_tokens(model, fields.logit_bias or (), "logit_bias")
     _check_tokens(model, fields.stop_token_ids or (), "stop_token_ids")
     _check_tokens(model, fields.allowed_token_ids or (), "allowed_token_ids")
+    _check_prompt_logprobs(model, fields)
+
+
+def _check_prompt_logprobs(model: ServedModel, fields: GenerationRequest) -> None:
+    most = model.info.limits.max_logprobs
+    if fields.prompt_logprobs is not None and fields.prompt_logprobs > most:
+        raise InvalidRequest(f"This model gives at most {most} log-probabilities a token.", param="prompt_logprobs")
+    if fields.prompt_logprobs is not None and fields.stream:
+        message = "`prompt_logprobs` is not for streams; set `stream` to false, or use /v1/completions with `echo` and `logprobs`."
+        raise InvalidRequest(message, param="prompt_logprobs")
 
 
 def _check_tokens(model: ServedModel, ids: Iterable[int], param: str) -> None:
@@ -105,8 +115,7 @@ def plan(
         logprobs=logprobs,
         length_guidance=guidance,
         grammar=grammar,
-        # a request without output tokens must ask the engine for prompt log-probabilities, or there is nothing to compute
-        prompt_logprobs=None if echo is None else logprobs if logprobs is not None else 0 if limit == 0 else None,
+        prompt_logprobs=_prompt_logprobs(fields, logprobs, echoes=echo is not None, limit=limit),
         # stop strings need every token at once, because the gateway ends the sequence at one
         tokens_per_delta=1 if fields.stream or fields.stops or not (format is None or format.counts_tokens) else WHOLE_TOKENS,
         priority=priority,
@@ -120,6 +129,21 @@ def plan(
         keeps_stop=bool(fields.include_stop_str_in_output),
         end_logprob=echo is not None,
         format=format,
+        token_ids=bool(fields.return_token_ids),
     )
-    most_expected = UNSTATED_TOKENS if max_tokens is None else limit
-    return Generation(model, request, options, first_index=first_index, echo=echo, most_expected=most_expected)
+    return Generation(
+        model,
+        request,
+        options,
+        first_index=first_index,
+        echo=echo,
+        prompt_logprobs=fields.prompt_logprobs,
+        most_expected=UNSTATED_TOKENS if max_tokens is None else limit,
+    )
+
+
+def _prompt_logprobs(fields: GenerationRequest, logprobs: int | None, *, echoes: bool, limit: int) -> int | None:
+    """Return the number of top tokens at each position of the prompt to ask the engine for; None for no log-probabilities."""
+    asked = [fields.prompt_logprobs, logprobs if echoes else None]
+    # a request without output tokens must ask for some, or there is nothing to compute
+    return max((top for top in asked if top is not None), default=0 if echoes and limit == 0 else None)

@@ -55,6 +55,8 @@ class Piece(msgspec.Struct):
     """``text`` divided into parts; None if the answer is all text. Text that may still become a call is held back."""
     calls: int = 0
     """Tool calls of the sequence up to this piece."""
+    token_ids: list[int] = []
+    """Ids of the tokens since the last piece, including those whose text is held back or left out, if ids were requested."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class TextOptions:
     prompt count entries from the end: lm-eval reads ``token_logprobs[:-1]`` with ``max_tokens`` 1."""
     format: AnswerFormat | None = None
     """How the text is divided into parts; None for text that is not."""
+    token_ids: bool = False
+    """Whether pieces have token ids."""
 
 
 class Sequence:
@@ -84,6 +88,8 @@ class Sequence:
         self.finish: Finish | None = None
         self.completion_tokens = 0
         """Tokens up to and including the one that ended the sequence."""
+        self.logprob = 0.0
+        """Sum of the log-probabilities of these tokens, if log-probabilities were requested."""
         self._options = options
         shown = options.format.shown if options.format else ()
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown=shown)
@@ -105,6 +111,7 @@ class Sequence:
         self._received += len(delta.tokens)
         if self.finish is not None:  # a stop string ended this sequence, and the engine still generates the others
             return Piece(self.index, "", completion_tokens=self.completion_tokens)
+        before = self.completion_tokens
         tokens, hidden = delta.tokens, 0
         if delta.finish == "stop" and not self._options.keeps_stop:
             tokens, hidden = tokens[:-1], 1
@@ -112,12 +119,16 @@ class Sequence:
         if self.finish is None and delta.finish is not None:
             self.completion_tokens += hidden
             text += self._end(delta.finish)
-            if hidden and delta.tokens and self._options.logprobs and self._options.end_logprob:
-                self._waiting.append(_token(delta.tokens[-1], len(tokens), delta.logprobs, self._read))
+            if hidden and delta.tokens and self._options.logprobs:
+                last = _token(delta.tokens[-1], len(tokens), delta.logprobs, self._read)
+                self.logprob += last.logprob or 0.0
+                if self._options.end_logprob:
+                    self._waiting.append(last)
         parts = None if self.reader is None else self._parts(self.reader, text, tokens)
         told = self._tokens_told() if self._waiting else []
         calls = 0 if self.reader is None else self.reader.calls
-        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, calls)
+        counted = delta.tokens[: self.completion_tokens - before] if self._options.token_ids else []
+        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, calls, counted)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -142,6 +153,7 @@ class Sequence:
         for place, token in enumerate(tokens):
             if self._options.logprobs:
                 self._waiting.append(_token(token, place, logprobs, self._read))
+                self.logprob += self._waiting[-1].logprob or 0.0
             self.completion_tokens += 1
             told += self._tell(self._detokenizer.push([token]))
             if self.finish is not None:

@@ -13,6 +13,7 @@ from engine import wire
 from gateway.collectors import ReplicaSample
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
 from gateway.pool.discovery.base import Discovery, Endpoint
+from gateway.pool.names import Names
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.silence import AwakeClock, watch_silence
 from gateway.presets.preset import PresetError
@@ -41,6 +42,7 @@ class Pool:
         silence_seconds: float,
         startup_seconds: float,
         presets: Mapping[str, str] | None = None,
+        names: Names | None = None,
         clock: AwakeClock | None = None,
     ) -> None:
         """``sources``: by entry of the setting ``engines``. ``connect``: creates the replica for a URL and the entry that listed
@@ -52,6 +54,7 @@ class Pool:
         self._silence_seconds = silence_seconds
         self._startup_seconds = startup_seconds
         self._presets = presets or {}
+        self.names = names or Names()
         self._clock = clock or AwakeClock()
         self._telemetry = telemetry
         self._found: dict[str, Sequence[Endpoint]] = {}  # by entry, once it is known
@@ -99,11 +102,23 @@ class Pool:
             if len(names) > 1:
                 raise InvalidRequest(f"Several models are served; set `model` to one of {_listed(names)}.", param="model")
             name = next(iter(names), None)
-        if name in names:
-            return max((m for m in self._served.values() if m.name == name), key=lambda m: (len(m.ready), len(m.replicas)))
-        if not names or self._starting(name):
+        real = None if name is None else self.names.real(name)
+        if real in names:
+            return max((m for m in self._served.values() if m.name == real), key=lambda m: (len(m.ready), len(m.replicas)))
+        if not names or self._starting(real):
             raise NotReady("The engine has not started yet; try again soon.", retry_after=1)
         raise ModelNotFound(f"The model {name!r} does not exist; served here: {_listed(names)}.", param="model")
+
+    def fallback(self, name: str, may_use: Callable[[str], bool]) -> ServedModel | None:
+        """Return the first fallback of the model called ``name`` that has a ready replica and that ``may_use`` accepts."""
+        model = self.names.real(name)
+        for other in self.names.fallbacks_of(model):
+            with suppress(ModelNotFound, NotReady):
+                found = self.model(other)
+                if found.ready and may_use(other):
+                    self._telemetry.fell_back(model, other)
+                    return found
+        return None
 
     def _starting(self, name: str | None) -> bool:
         """Whether the model called ``name`` may appear soon: an engine reports that it loads or serves it, or the gateway has just

@@ -9,6 +9,7 @@ from gateway.cache.redis import RedisCache
 from gateway.limits.shared import SharedLimiter
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
+from gateway.responses.shared import RedisStore
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 
@@ -20,13 +21,15 @@ class Share:
     link: Link
     cache: RedisCache
     limiter: SharedLimiter
+    responses: RedisStore
 
     @classmethod
     def opened(cls, settings: Settings, telemetry: Telemetry) -> Self:
         """Create both from ``settings``, which name a Redis server. Connects to nothing."""
         link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
         cache = RedisCache(link, telemetry, prefix=settings.redis_prefix, ttl_seconds=settings.cache_ttl_seconds)
-        return cls(link, cache, SharedLimiter(link, telemetry, prefix=settings.redis_prefix))
+        responses = RedisStore(link, settings.store_bounds, prefix=settings.redis_prefix)
+        return cls(link, cache, SharedLimiter(link, telemetry, prefix=settings.redis_prefix), responses)
 
     def start(self) -> None:
         """Start the background tasks."""

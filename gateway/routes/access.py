@@ -1,46 +1,85 @@
-"""Access of a client to models: a key may be restricted to some of them."""
+"""Access of a client to models: a key may be restricted to some of them, and a model without engines may have a fallback."""
 
 from __future__ import annotations
+
+from urllib.parse import quote
 
 from litestar.connection import ASGIConnection
 
 from gateway.context import RequestContext
-from gateway.errors import InvalidRequest, ModelNotFound
+from gateway.errors import GatewayError, InvalidRequest, ModelNotFound, NotReady
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 
 
-def visible_models(connection: ASGIConnection, pool: Pool) -> list[ServedModel]:  # type: ignore[type-arg]
-    """Return the models that the client may use."""
-    allowed = _allowed(connection)
-    return [model for model in pool.models if allowed is None or model.name in allowed]
+def visible_models(connection: ASGIConnection, pool: Pool) -> dict[str, ServedModel]:  # type: ignore[type-arg]
+    """Return the models that the client may use, by each name that it may send, in alphabetical order."""
+    models = {model.name: model for model in pool.models}
+    aliases = {alias: models[real] for alias, real in pool.names.aliases.items() if real in models}
+    named = models | aliases
+    return {name: named[name] for name in sorted(named) if _may_use(connection, pool, name)}
 
 
-def requested_model(connection: ASGIConnection, pool: Pool, name: str | None) -> ServedModel:  # type: ignore[type-arg]
+def requested_model(
+    connection: ASGIConnection,  # type: ignore[type-arg]
+    pool: Pool,
+    name: str | None,
+    *,
+    falls_back: bool = False,
+) -> ServedModel:
     """Return the model called ``name``; None means the only model that the client may use. A model that the client may not use is
     reported as unknown. The model's name is recorded in the account of the request's context.
 
-    Raises :class:`ModelNotFound`, :class:`InvalidRequest`, :class:`NotReady`.
+    With ``falls_back``, a model without a ready engine is replaced by its fallback, if that has one and the client may use it; a
+    header of the response names the fallback. Raises :class:`ModelNotFound`, :class:`InvalidRequest`, :class:`NotReady`.
     """
-    model = _requested_model(connection, pool, name)
-    RequestContext.of(connection).account.model = model.name
+    context = RequestContext.of(connection)
+    asked = _asked(connection, pool, name)
+    try:
+        model = pool.model(asked)
+    except (ModelNotFound, NotReady) as error:
+        found = pool.fallback(asked, lambda name: _may_use(connection, pool, name)) if falls_back and asked else None
+        if found is None:
+            raise _for_key(connection, error, asked) from None
+    else:
+        ready = model.ready or not falls_back
+        found = None if ready else pool.fallback(model.name, lambda name: _may_use(connection, pool, name))
+    if found is not None:
+        context.headers.append((b"x-yardstick-fallback", quote(found.name).encode()))
+        model = found
+    context.account.model = model.name
     return model
 
 
-def _requested_model(connection: ASGIConnection, pool: Pool, name: str | None) -> ServedModel:  # type: ignore[type-arg]
+def _asked(connection: ASGIConnection, pool: Pool, name: str | None) -> str | None:  # type: ignore[type-arg]
+    """Return the name to look up; None for the only model. Raises :class:`ModelNotFound`, :class:`InvalidRequest`."""
     allowed = _allowed(connection)
     if allowed is None:
-        return pool.model(name)
+        return name
     if name is None and len(allowed) > 1:
         raise InvalidRequest(f"This key may use several models; set `model` to one of {_listed(allowed)}.", param="model")
     asked = allowed[0] if name is None else name
-    try:
-        if asked in allowed:
-            return pool.model(asked)
-    except ModelNotFound:  # its message would name models that this key may not use
-        pass
+    if not _may_use(connection, pool, asked):
+        raise _unknown(asked, allowed)
+    return asked
+
+
+def _for_key(connection: ASGIConnection, error: GatewayError, asked: str | None) -> GatewayError:  # type: ignore[type-arg]
+    """Return ``error``, or one that does not name models that the key may not use."""
+    allowed = _allowed(connection)
+    return error if allowed is None or asked is None or not isinstance(error, ModelNotFound) else _unknown(asked, allowed)
+
+
+def _unknown(asked: str, allowed: list[str]) -> ModelNotFound:
     message = f"The model {asked!r} does not exist, or this key may not use it; the key is for {_listed(allowed)}."
-    raise ModelNotFound(message, param="model")
+    return ModelNotFound(message, param="model")
+
+
+def _may_use(connection: ASGIConnection, pool: Pool, name: str) -> bool:  # type: ignore[type-arg]
+    """Whether the client may use the model called ``name``. A key for a model may use its aliases; a key for an alias may use the
+    model by this name only."""
+    allowed = _allowed(connection)
+    return allowed is None or name in allowed or pool.names.real(name) in allowed
 
 
 def _allowed(connection: ASGIConnection) -> list[str] | None:  # type: ignore[type-arg]

@@ -14,6 +14,7 @@ from litestar.params import JSONBody
 
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
+from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
 from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, with_section
 from gateway.lenvm.remaining import remaining_tokens
@@ -54,7 +55,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
         """
         async with reader.open(request, ChatRequest, data) as body:
             fields = body.fields
-            model = requested_model(request, pool, fields.model)
+            model = requested_model(request, pool, fields.model, falls_back=True)
             logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
             _check(model, fields, logprobs)
             guidance = guidance_of(model, _with_budget(model, fields), logprobs=logprobs)
@@ -75,7 +76,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             format=prepared.format,
             caller=caller_of(request, cache_salt=fields.cache_salt),
         )
-        answer = ChatAnswer(model, logprobs=logprobs is not None, gamma=gamma_of_values(model, guidance))
+        answer = ChatAnswer(model, fields, prompt_ids(generation, fields), gamma=gamma_of_values(model, guidance))
         return await generator.respond(request, [generation], answer, fields)
 
     return chat
@@ -156,21 +157,27 @@ def _delta(parts: list[Part]) -> ChatDelta | None:
 class ChatAnswer(Answer):
     """Builds the response bodies of this endpoint."""
 
-    def __init__(self, model: ServedModel, *, logprobs: bool, gamma: float | None) -> None:
-        """``gamma``: discount factor of the length values in log-probabilities; None if there are none."""
-        self._logprobs = logprobs
+    def __init__(self, model: ServedModel, fields: ChatRequest, prompt: list[int] | None, *, gamma: float | None) -> None:
+        """``prompt``: token ids to show; None: none. ``gamma``: discount factor of the length values in log-probabilities; None if
+        there are none."""
+        self._logprobs = bool(fields.logprobs)
+        self._prompt = prompt
+        self._ids = bool(fields.return_token_ids)
         self._gamma = gamma
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._name = model.name
         self._fingerprint = system_fingerprint(model)
-        self._texts = model.tokenizer.texts
+        self._texts = TOKEN_IDS if fields.return_tokens_as_token_ids else model.tokenizer.texts
         self._spellings = model.tokenizer.spellings(skip_special_tokens=False)
 
     def logprobs(self, tokens: list[Token]) -> ChatLogprobs | None:
         return ChatLogprobs([self._token_logprob(token) for token in tokens]) if self._logprobs else None
 
-    def whole(self, choices: list[Piece], logprobs: list[ChatLogprobs | None], usage: Usage) -> ChatCompletion:
+    def whole(
+        self, choices: list[Piece], logprobs: list[ChatLogprobs | None], usage: Usage, prompts: list[PromptOutput]
+    ) -> ChatCompletion:
+        (prompt,) = prompts
         return ChatCompletion(
             id=self._id,
             created=self._created,
@@ -182,10 +189,13 @@ class ChatAnswer(Answer):
                     message=_message(piece),
                     logprobs=told,
                     finish_reason=_finish_reason(piece) or "stop",
+                    token_ids=piece.token_ids if self._ids else msgspec.UNSET,
                 )
                 for piece, told in zip(choices, logprobs, strict=True)
             ],
             usage=usage,
+            prompt_token_ids=prompt.token_ids,
+            prompt_logprobs=prompt.logprobs,
         )
 
     def chunk(self, piece: Piece, usage: Usage | None) -> ChatChunk | None:
@@ -194,14 +204,19 @@ class ChatAnswer(Answer):
         delta = ChatDelta(content=piece.text or None) if piece.parts is None else _delta(piece.parts)
         logprobs = self.logprobs(piece.tokens) if self._logprobs else None
         if delta is None:
-            if not piece.tokens and piece.finish is None:
+            if not piece.tokens and piece.finish is None and not piece.token_ids:
                 return None
             delta = ChatDelta()
         choice = ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=_finish_reason(piece))
+        if self._ids:
+            choice.token_ids = piece.token_ids
         return self._chunk([choice], usage)
 
     def opening(self, index: int, usage: Usage | None, /) -> ChatChunk:
-        return self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
+        chunk = self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
+        if self._prompt is not None and index == 0:
+            chunk.prompt_token_ids = self._prompt
+        return chunk
 
     def closing(self, usage: Usage) -> ChatChunk:
         return self._chunk([], usage)

@@ -15,6 +15,7 @@ from litestar import Request, Response
 from gateway.breathing import Breath
 from gateway.context import Account, RequestContext
 from gateway.generation.generation import Generation, run_all
+from gateway.generation.prompt_output import PromptOutput, check_size, prompt_output
 from gateway.generation.sequence import Piece, Token
 from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.limits.quotas import Quotas
@@ -39,14 +40,18 @@ class Answer(ABC):
         """Return a struct of lists with one entry for each of ``tokens``, or None if no log-probabilities were requested."""
 
     @abstractmethod
-    def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage) -> msgspec.Struct:
+    def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage, prompts: list[PromptOutput]) -> msgspec.Struct:
         """Return the body of an answer that is not streamed. ``logprobs`` holds the result of :meth:`logprobs` for each choice; its
-        lists may be JSON-encoded already."""
+        lists may be JSON-encoded already. ``prompts`` has one entry for each prompt."""
 
     @abstractmethod
     def chunk(self, piece: Piece, usage: Usage | None) -> msgspec.Struct | None:
         """Return the event for new output of one choice; None if the client has nothing to learn yet. ``usage``: the choice's token
         counts so far, if they were requested."""
+
+    def chosen(self, choices: list[Piece], _: list[Generation], /) -> list[Piece]:
+        """Return the choices to answer with, numbered anew if some are left out."""
+        return choices
 
     @abstractmethod
     def opening(self, index: int, usage: Usage | None, /) -> msgspec.Struct | None:
@@ -73,28 +78,35 @@ class Generator:
         without token counts. Raises :class:`GatewayError` for failures before the first event."""
         account = RequestContext.of(request).account
         account.prompt_tokens = sum(len(generation.request.prompt) for generation in generations)
+        check_size(fields, account.prompt_tokens)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if fields.stream:
             events = self._events(generations, answer, lease, account, fields)
             return await self.streams.begin(events, request)
         async with while_connected(request.receive):
-            with self._counted(generations, lease, account):
+            with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
                     pieces = [piece async for batch in batches for piece in batch]
                 await asyncio.sleep(0)  # here and below: each of these steps takes milliseconds for a thousand prompts
             await asyncio.sleep(0)
             choices = joined(pieces)
             choices.sort(key=lambda piece: piece.index)
+            choices = answer.chosen(choices, generations)
             await asyncio.sleep(0)
             logprobs, breath = [], Breath()
             for choice in choices:
                 logprobs.append(await _encoded(answer, choice.tokens))
                 if breath.due:
                     await breath.take()
+            prompts = []
+            for generation in generations:
+                prompts.append(await prompt_output(generation, fields))
+                if breath.due:
+                    await breath.take()
             await asyncio.sleep(0)
             usage = usage_of(generations)
             await asyncio.sleep(0)
-        return Response(answer.whole(choices, logprobs, usage))
+        return Response(answer.whole(choices, logprobs, usage, prompts))
 
     async def _events(
         self, generations: list[Generation], answer: Answer, lease: Lease | None, account: Account, fields: GenerationRequest
@@ -108,7 +120,7 @@ class Generator:
             prompt = len(choices[index].request.prompt)
             return Usage(prompt, prompt + completion_tokens, completion_tokens)
 
-        with self._counted(generations, lease, account):
+        with self.counted(generations, lease, account):
             async with aclosing(run_all(generations, self.dispatcher)) as batches:
                 async for batch in batches:
                     if opened and len(batch) == 1 and _is_small(piece := batch[0]):  # nearly every token
@@ -120,7 +132,7 @@ class Generator:
                     if not opened:
                         opened = True
                         chunks = [sse(opening) for index in choices if (opening := answer.opening(index, usage_so_far(index)))]
-                    for piece in _small(joined(batch)):
+                    for piece in small(joined(batch)):
                         if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
                             chunks.append(sse(chunk))
                         if breath.due:
@@ -134,7 +146,7 @@ class Generator:
         yield DONE
 
     @contextmanager
-    def _counted(self, generations: list[Generation], lease: Lease | None, account: Account) -> Iterator[None]:
+    def counted(self, generations: list[Generation], lease: Lease | None, account: Account) -> Iterator[None]:
         """Run ``generations`` inside the block. The tokens are counted however the block ends."""
         try:
             yield
@@ -174,6 +186,7 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
             of_one[-1].completion_tokens,
             None if of_one[-1].parts is None else [part for piece in of_one for part in piece.parts or ()],
             of_one[-1].calls,
+            [id for part in of_one for id in part.token_ids],
         )
         for index, of_one in parts.items()
     ]
@@ -185,7 +198,7 @@ def _is_small(piece: Piece) -> bool:
     return len(piece.tokens) <= TOKENS_AT_ONCE and not (piece.calls and piece.finish)
 
 
-def _small(pieces: list[Piece]) -> Iterator[Piece]:
+def small(pieces: list[Piece]) -> Iterator[Piece]:
     """Divide ``pieces`` into chunks of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
     for piece in pieces:
         tokens = piece.tokens
@@ -193,7 +206,7 @@ def _small(pieces: list[Piece]) -> Iterator[Piece]:
             yield piece
             continue
         if piece.calls and piece.finish:
-            yield from _small([Piece(piece.index, piece.text, tokens, None, piece.completion_tokens, piece.parts, piece.calls)])
+            yield from small([msgspec.structs.replace(piece, finish=None)])
             yield Piece(piece.index, "", [], piece.finish, piece.completion_tokens, [], piece.calls)
             continue
         last = len(tokens) - TOKENS_AT_ONCE
@@ -201,9 +214,9 @@ def _small(pieces: list[Piece]) -> Iterator[Piece]:
             text = piece.text if begin == 0 else ""
             finish = piece.finish if begin >= last else None
             parts = piece.parts if begin == 0 else None if piece.parts is None else []
-            yield Piece(
-                piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens, parts, piece.calls
-            )
+            ids = piece.token_ids if begin == 0 else []
+            some = tokens[begin : begin + TOKENS_AT_ONCE]
+            yield Piece(piece.index, text, some, finish, piece.completion_tokens, parts, piece.calls, ids)
 
 
 async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:

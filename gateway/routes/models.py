@@ -23,23 +23,24 @@ def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
     @get("/v1/models", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
     async def list_models(request: Request[Any, Any, Any]) -> ModelList:
         """List the models that are served here and that the key may use."""
-        return ModelList(data=[_described(model) for model in visible_models(request, pool)])
+        return ModelList(data=[_described(name, model) for name, model in visible_models(request, pool).items()])
 
     @get("/v1/models/{model:path}", responses=READ_ERRORS, operation_class=ApiOperation, tags=["models"])
     async def show_model(request: Request[Any, Any, Any], model: FromPath[str]) -> Model:
         """Describe one model."""
         name = model.removeprefix("/")
-        found = next((served for served in visible_models(request, pool) if served.name == name), None)
+        found = visible_models(request, pool).get(name)
         if found is None:
             raise ModelNotFound(f"The model {name!r} does not exist; GET /v1/models lists what is served.", param="model")
-        return _described(found)
+        return _described(name, found)
 
     return [list_models, show_model]
 
 
-def _described(model: ServedModel) -> Model:
+def _described(name: str, model: ServedModel) -> Model:
     return Model(
-        id=model.name,
+        id=name,
+        root=model.name,
         created=model.created,
         max_model_len=model.context,
         capabilities=list(model.info.capabilities),

@@ -36,6 +36,8 @@ from gateway.tools.formats import Formats
 
 INLINE_BYTES = 32 << 10
 """Largest body that is decoded on the event loop, which takes at most 0.3 ms."""
+PART_BYTES = 1 << 16
+"""Bytes of a stored conversation that are sent to a worker at a time."""
 LARGE_ANSWER = 1 << 18
 """Size of a worker's answer, in bytes, above which the event loop serves others before and after unpacking it."""
 
@@ -49,8 +51,9 @@ class Reading(ABC, Generic[T]):
     """The request. If a worker decoded it, the fields in the endpoint's ``bulk`` hold stand-ins."""
 
     @abstractmethod
-    async def read(self, served: ServedModel) -> Prepared:
-        """Return the prompts as token ids. Raises :class:`GatewayError`."""
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
+        """Return the prompts as token ids. ``earlier``: items that the request continues, see :class:`Read`. Raises
+        :class:`GatewayError`."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +91,15 @@ class Reader:
             await long.decode()
             yield long
 
-    async def read_whole(self, request: Request[Any, Any, Any], body: bytes, size: int, job: Whole) -> Prepared:
+    async def read_whole(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared:
         """Decode and read in a worker. If the worker ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
         async with while_connected(request.receive):
             try:
                 async with self.worker(request, size) as channel:
-                    return await self.prepared(channel, job, [body])
+                    return await self.prepared(channel, job, body)
             except NotReady:
                 async with self.worker(request, size) as channel:
-                    return await self.prepared(channel, job, [body])
+                    return await self.prepared(channel, job, body)
 
     async def prepared(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> Prepared:
         """Have a worker read the prompts, and unpack them. Raises :class:`GatewayError`."""
@@ -109,9 +112,9 @@ class Reader:
         await asyncio.sleep(0)
         return prepared
 
-    def order(self, served: ServedModel) -> Read:
+    def order(self, served: ServedModel, earlier: bytes) -> Read:
         """Return the message that asks a worker to read a request for ``served``."""
-        return Read(served.text, served.facts, self.bounds, self.formats.get(served.name, Formats()))
+        return Read(served.text, served.facts, self.bounds, self.formats.get(served.name, Formats()), len(earlier))
 
     def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
         """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
@@ -171,12 +174,13 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def read(self, served: ServedModel) -> Prepared:
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
         if self.endpoint.is_light(self.fields):
             return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
         characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
-        job = Whole(NAMES[self.endpoint.kind], self.reader.order(served))
-        return await self.reader.read_whole(self.request, self.body, max(len(self.body), characters), job)
+        job = Whole(NAMES[self.endpoint.kind], self.reader.order(served, earlier))
+        size = max(len(self.body), characters) + len(earlier)
+        return await self.reader.read_whole(self.request, [self.body, *_sliced(earlier)], size, job)
 
 
 @dataclass(slots=True)
@@ -204,18 +208,25 @@ class _Long(Reading[T]):
         RequestContext.of(self.request).name_ignored(decoded.ignored)
         self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
 
-    async def read(self, served: ServedModel) -> Prepared:
-        order = self.reader.order(served)
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
+        order = self.reader.order(served, earlier)
         try:
-            return await self.reader.prepared(self.channel, order)
+            return await self.reader.prepared(self.channel, order, _sliced(earlier))
         except NotReady:
-            return await self.reader.prepared(await self._new_worker(), Whole(self.name, order), self.body.chunks)
+            return await self.reader.prepared(
+                await self._new_worker(), Whole(self.name, order), [*self.body.chunks, *_sliced(earlier)]
+            )
 
     async def _new_worker(self) -> Channel:
         """Replace the worker by a new one."""
         await self.held.aclose()
         self.channel = await self.held.enter_async_context(self.reader.worker(self.request, self.body.size))
         return self.channel
+
+
+def _sliced(data: bytes) -> list[bytes]:
+    """Cut ``data`` into parts that are sent one by one."""
+    return [data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
 
 
 def _tenant(request: Request[Any, Any, Any]) -> tuple[str, float]:

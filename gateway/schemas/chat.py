@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest
+from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.tools import EarlierCall, ToolCall, ToolCallDelta, ToolChoice, Tools
 from gateway.schemas.usage import Usage
@@ -68,6 +68,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Return the log-probability of each token of the answer."""
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Number of most probable tokens to return at each position, with their log-probabilities; only with `logprobs`."""
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of the answer; true unless `continue_final_message` is set."""
+    continue_final_message: bool | None = False
+    """End the prompt within the last message, so that the answer continues its text."""
+    add_special_tokens: bool | None = False
+    """Add the special tokens, such as BOS, that the tokeniser adds to a text, to those of the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the model's chat template."""
     tools: Tools | None = None
@@ -155,6 +161,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length", "tool_calls"]
     """`stop`: the model or a stop text ended the answer; `tool_calls`: the same, and it has tool calls; `length`: the limit or the
     context was reached."""
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Ids of the answer's tokens; only with `return_token_ids`."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -170,6 +178,11 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     answers."""
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Ids of the prompt's tokens; only with `return_token_ids`."""
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+    """Only with `prompt_logprobs`: for each token of the prompt, the log-probabilities of the token and of the most probable ones
+    at its position, by token id. Null for the first token."""
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -179,6 +192,8 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Ids of the new tokens; only with `return_token_ids`."""
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -191,3 +206,5 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Ids of the prompt's tokens, in the first chunk; only with `return_token_ids`."""

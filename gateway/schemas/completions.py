@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest
+from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.usage import Usage
 
@@ -22,12 +22,30 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     max_tokens: Count | None = None
     """Most tokens of each completion; the default is 16, plus twice a `target_length`. The context may end it earlier. 0 is allowed
     only with `echo`."""
-    best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Must equal `n`: the server does not choose the best of several completions."""
+    best_of: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    """Draw this many completions of each prompt and return the `n` whose tokens have the highest mean log-probability; not with
+    `stream`. All count as completion tokens. By default `n`."""
+    add_special_tokens: bool | None = True
+    """Add the special tokens, such as BOS, that the tokeniser adds to a text."""
     echo: bool | None = False
     """Put the prompt before the completion."""
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return the log-probability of each token, and of this many most probable tokens at its position."""
+
+    @property
+    def completions(self) -> int:
+        """``n``, or its default."""
+        return super().sequences
+
+    @property
+    def sequences(self) -> int:
+        """Completions of each prompt to draw."""
+        return max(self.completions, self.best_of or 1)
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether more completions are drawn than returned."""
+        return self.sequences > self.completions
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -58,6 +76,13 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
     """`stop`: the model or a stop text ended the completion; `length`: `max_tokens` or the context was reached."""
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Ids of the completion's tokens; only with `return_token_ids`."""
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Ids of the prompt's tokens, in the first completion of each prompt; only with `return_token_ids`."""
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+    """Only with `prompt_logprobs`, in the first completion of each prompt: for each token of the prompt, the log-probabilities of
+    the token and of the most probable ones at its position, by token id. Null for the first token."""
 
 
 class Completion(msgspec.Struct, kw_only=True):

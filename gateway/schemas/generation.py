@@ -30,19 +30,25 @@ class StreamOptions(msgspec.Struct):
     """Every chunk carries the token counts of its own prompt and completion so far; only with `include_usage`."""
 
 
-class GenerationRequest(StructuredRequest, kw_only=True):
-    """Fields of both generating endpoints. Null always means the default."""
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """The log-probability of a token at a position of the prompt, in vLLM's format."""
+
+    logprob: float
+    """-9999 represents a probability of zero."""
+    rank: int | None
+    """Rank of the token at its position, from 1; null for the prompt's own token if it is not among the most probable ones."""
+    decoded_token: str
+
+
+class TextRequest(StructuredRequest, kw_only=True):
+    """Fields of all generating endpoints. Null always means the default."""
 
     model: str | None = None
     """Name of the model; optional if only one is served."""
-    n: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
-    """Completions of each prompt; 1 by default."""
     stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     """Up to 16 texts that end the completion. They are not part of it."""
     stream: bool | None = False
     """Send the completion piece by piece as server-sent events."""
-    stream_options: StreamOptions | None = None
-    """Only with `stream`."""
     seed: int | None = None
     """Seed of the draws: equal seed, prompt and settings give equal tokens. The default is a random seed."""
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -83,6 +89,22 @@ class GenerationRequest(StructuredRequest, kw_only=True):
     """Guide the length of the text; only with a model that has a length model."""
     custom_params: CustomParams | None = None
     """`length_guidance` with the field names of the length value model's published clients."""
+
+
+class GenerationRequest(TextRequest, kw_only=True):
+    """Fields of completions and chat completions."""
+
+    n: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    """Completions of each prompt; 1 by default."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Return the log-probability of each token of the prompt, and of this many most probable tokens at its position; not with
+    `stream`."""
+    return_token_ids: bool | None = False
+    """Return the token ids of the prompt and of the completion."""
+    return_tokens_as_token_ids: bool | None = False
+    """Show tokens in `logprobs` as `token_id:ID`, which tells tokens of the same text apart."""
 
     @property
     def sequences(self) -> int:

@@ -26,6 +26,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     """The name to send as `model`."""
+    root: str
+    """Name of the model that answers; differs from `id` for an alias."""
     object: Literal["model"] = "model"
     created: int
     """Time at which the gateway first saw the model, in seconds since 1970."""

@@ -13,15 +13,18 @@ from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
-Endpoint = Literal["score", "rerank", "classify", "embeddings", "completions", "chat", "length", "tokenize", "detokenize"]
+Endpoint = Literal[
+    "score", "rerank", "classify", "embeddings", "completions", "chat", "responses", "length", "tokenize", "detokenize"
+]
 
 ALL: tuple[Endpoint, ...] = get_args(Endpoint)
-GENERATING: tuple[Endpoint, ...] = ("completions", "chat")
-UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "length", "tokenize", "detokenize")
+GENERATING: tuple[Endpoint, ...] = ("completions", "chat", "responses")
+MULTIPLE: tuple[Endpoint, ...] = ("completions", "chat")
+"""Endpoints whose requests may have several answers."""
+UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "responses", "length", "tokenize", "detokenize")
 """Endpoints whose texts are never cut."""
-TEMPLATED: tuple[Endpoint, ...] = ("chat", "length")
+TEMPLATED: tuple[Endpoint, ...] = ("chat", "responses", "length")
 
-ON_CHAT = "use /v1/chat/completions"
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
 SAMPLERS = "use `temperature`, `top_k`, `top_p` or `min_p`"
@@ -30,7 +33,11 @@ NEVER_CUT = "prompts are not truncated; shorten the prompt"
 ADAPTERS = "name a served model in `model`"
 RAW_OUTPUT = "an answer holds text and, with `logprobs`, tokens"
 TEMPLATE = "the model's own chat template is used; `chat_template_kwargs` passes variables to it"
-RENDERED = "send the rendered prompt to /v1/completions"
+EFFORT = "use `reasoning.effort`"
+BUDGET = 'use `length_guidance` with `target_length` and `applies_to` "thinking"'
+ONE_ANSWER = "a response has one answer; use /v1/chat/completions"
+ON_CHAT = "use /v1/chat/completions"
+UNRENDERED = "send the rendered texts as `input`"
 AS_PROMPT = "send text or token ids as `prompt`"
 TOP_LEVEL = "send each parameter as a field of the request"
 
@@ -76,12 +83,13 @@ REFUSED: tuple[Refused, ...] = (
     Refused("function_call", GENERATING, "use `tool_choice` of /v1/chat/completions", ("none", "auto")),
     Refused("web_search_options", GENERATING, "this server does not search the web"),
     Refused("moderation", GENERATING, "answers are not moderated"),
-    Refused("best_of", GENERATING, "ask for `n` completions and choose", (1,)),
+    Refused("best_of", ("chat",), "ask for `n` completions and choose", (1,)),
+    Refused("best_of", ("responses",), ONE_ANSWER, (1,)),
     Refused("use_beam_search", GENERATING, BEAMS, (False,)),
     Refused("length_penalty", GENERATING, f"{BEAMS}, or steer the length with `length_guidance`", (1,)),
     Refused("early_stopping", GENERATING, BEAMS, (False,)),
     Refused("suffix", GENERATING, "the models only generate text after a prompt", ("",)),
-    Refused("echo", ("chat",), "use /v1/completions", (False,)),
+    Refused("echo", ("chat", "responses"), "use /v1/completions", (False,)),
     Refused("modalities", GENERATING, TEXT, (["text"],)),
     Refused("audio", GENERATING, TEXT),
     Refused("image_data", GENERATING, TEXT, ([],)),
@@ -112,26 +120,46 @@ REFUSED: tuple[Refused, ...] = (
     Refused("lora_name", ALL, ADAPTERS),
     Refused("lora_request", ALL, ADAPTERS),
     Refused("adapter_id", ALL, ADAPTERS),
-    Refused("prompt_logprobs", GENERATING, "use /v1/completions with `echo` and `logprobs`"),
     Refused("return_hidden_states", GENERATING, RAW_OUTPUT, (False,)),
-    Refused("return_token_ids", GENERATING, RAW_OUTPUT, (False,)),
-    Refused("return_tokens_as_token_ids", GENERATING, RAW_OUTPUT, (False,)),
     Refused("return_routed_experts", GENERATING, RAW_OUTPUT, (False,)),
-    Refused("chat_template", ("score", "chat", "length"), TEMPLATE),
+    Refused("chat_template", ("score", "chat", "responses", "length"), TEMPLATE),
+    Refused("add_generation_prompt", ("responses",), ON_CHAT, (True,)),
+    Refused("continue_final_message", ("responses",), ON_CHAT, (False,)),
+    Refused("add_special_tokens", ("responses",), ON_CHAT, (False,)),
+    Refused("n", ("responses",), ONE_ANSWER, (1,)),
+    Refused("messages", ("responses",), "use `input`"),
+    Refused("logprobs", ("responses",), 'use `include`: `["message.output_text.logprobs"]`', (False,)),
+    Refused("max_tokens", ("responses",), "use `max_output_tokens`"),
+    Refused("max_completion_tokens", ("responses",), "use `max_output_tokens`"),
+    Refused("reasoning_effort", ("responses",), EFFORT),
+    Refused("enable_thinking", ("responses",), EFFORT),
+    Refused("thinking", ("responses",), EFFORT),
+    Refused("thinking_budget", ("responses",), BUDGET),
+    Refused("thinking_token_budget", ("responses",), BUDGET),
+    Refused("prompt_logprobs", ("responses",), ON_CHAT),
+    Refused("return_token_ids", ("responses",), ON_CHAT, (False,)),
+    Refused("return_tokens_as_token_ids", ("responses",), ON_CHAT, (False,)),
+    Refused("background", ("responses",), "responses are computed while the client waits; stream them", (False,)),
+    Refused("conversation", ("responses",), "send `previous_response_id`, or the whole conversation as `input`"),
+    Refused("prompt", ("responses",), "there are no stored prompts; send `instructions` and `input`"),
+    Refused("max_tool_calls", ("responses",), "it limits built-in tools, and this server has none"),
+    Refused("context_management", ("responses",), "use `truncation`", ([],)),
     Refused("documents", TEMPLATED, "write the documents into the messages", ([],)),
-    Refused("add_generation_prompt", TEMPLATED, RENDERED, (True,)),
-    Refused("continue_final_message", TEMPLATED, RENDERED, (False,)),
-    Refused("add_special_tokens", ("completions",), "send the prompt as token ids", (True,)),
-    Refused("add_special_tokens", ("chat",), RENDERED, (False,)),
+    Refused("add_generation_prompt", ("length",), UNRENDERED, (True,)),
+    Refused("continue_final_message", ("length",), UNRENDERED, (False,)),
     Refused("prompt_embeds", GENERATING, AS_PROMPT),
     Refused("input_embeds", GENERATING, AS_PROMPT),
     Refused("input_ids", GENERATING, AS_PROMPT),
     Refused("session_params", GENERATING, "send the whole conversation; what it shares with earlier ones is cached"),
-    Refused("max_new_tokens", GENERATING, "use `max_tokens`"),
-    Refused("n_predict", GENERATING, "use `max_tokens`", (-1,)),
-    Refused("num_predict", GENERATING, "use `max_tokens`", (-1,)),
+    Refused("max_new_tokens", MULTIPLE, "use `max_tokens`"),
+    Refused("max_new_tokens", ("responses",), "use `max_output_tokens`"),
+    Refused("n_predict", MULTIPLE, "use `max_tokens`", (-1,)),
+    Refused("n_predict", ("responses",), "use `max_output_tokens`", (-1,)),
+    Refused("num_predict", MULTIPLE, "use `max_tokens`", (-1,)),
+    Refused("num_predict", ("responses",), "use `max_output_tokens`", (-1,)),
     Refused("min_new_tokens", GENERATING, "use `min_tokens`", (0,)),
-    Refused("num_return_sequences", GENERATING, "use `n`", (1,)),
+    Refused("num_return_sequences", MULTIPLE, "use `n`", (1,)),
+    Refused("num_return_sequences", ("responses",), ONE_ANSWER, (1,)),
     Refused("stop_sequences", GENERATING, "use `stop`", ([],)),
     Refused("stop_strings", GENERATING, "use `stop`", ([],)),
     Refused("do_sample", GENERATING, "use `temperature`, where 0 is greedy", (True,)),
@@ -155,7 +183,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("chat_template", ("tokenize",), TEMPLATE),
     Refused("mm_processor_kwargs", ("tokenize",), TEXT, ({},)),
     Refused("media_io_kwargs", ("tokenize",), TEXT, ({},)),
-    Refused("continue_final_message", ("tokenize",), "send the rendered text as `prompt`", (False,)),
     Refused("documents", ("tokenize",), "write the documents into the messages", ([],)),
     Refused("skip_special_tokens", ("detokenize",), "the text has its special tokens; leave them out of `tokens`", (False,)),
 )

@@ -34,6 +34,8 @@ class TokenizeRequest(Parameters, kw_only=True):
     """Return the spelling of each token in the vocabulary as well."""
     add_generation_prompt: bool | None = None
     """With `messages`: end the prompt with the beginning of the answer; true by default."""
+    continue_final_message: bool | None = False
+    """With `messages`: end the prompt within the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
     """With `messages`: further variables for the model's chat template."""
     tools: Tools | None = None

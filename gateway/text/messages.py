@@ -34,6 +34,9 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     facts: Facts
     bounds: Bounds
     formats: Formats = Formats()
+    earlier: int = 0
+    """Bytes at the end of the body that are items of the conversation that the request continues: JSON values with commas between
+    them."""
 
 
 class Whole(msgspec.Struct, tag="whole", frozen=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
 
 import msgspec
 
@@ -12,6 +14,28 @@ from gateway.tools.answer import AnswerFormat
 
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
+
+
+class Items(msgspec.Struct, frozen=True, array_like=True):
+    """Items of a conversation. They are not objects of their own, because decoding thousands of these blocks the event loop."""
+
+    ids: list[str] = []
+    content: bytes = b""
+    """The items as JSON values, with commas between them."""
+    ends: bytes = b""
+    """End of each item in ``content``, as uint32."""
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[str, bytes]]) -> Self:
+        """Create from pairs of id and JSON."""
+        pairs = list(items)
+        ends = accumulate((len(content) + 1 for _, content in pairs), initial=-1)
+        return cls([id for id, _ in pairs], b",".join([content for _, content in pairs]), array("I", list(ends)[1:]).tobytes())
+
+    def at(self, place: int) -> bytes:
+        """Return item ``place`` as JSON."""
+        ends = memoryview(self.ends).cast("I")
+        return self.content[ends[place - 1] + 1 if place else 0 : ends[place]]
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -41,7 +65,7 @@ class Prepared:
     refused: list[Refusal] = field(default_factory=list)
     """Items without a row, in a request that accepts partial results."""
     response: bytes = b""
-    """Response body as JSON, if no engine takes part in the request."""
+    """Response body as JSON, if no engine takes part in the request; for `/v1/responses`, the instructions as JSON."""
     grammar: str = ""
     """Grammar of llguidance that the output follows; empty if there is none."""
     bad_words: list[list[int]] = field(default_factory=list)
@@ -50,6 +74,8 @@ class Prepared:
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
     format: AnswerFormat | None = None
     """How the answer is divided into parts; None for an answer that is all text."""
+    items: Items = field(default_factory=Items)
+    """Input items of a response that is to be stored."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -88,6 +114,7 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     bad_words: list[list[int]] = []
     converted: int = 0
     format: AnswerFormat | None = None
+    items: Items = Items()
 
 
 def as_list(ids: Ids) -> list[int]:
@@ -117,6 +144,7 @@ def pack(prepared: Prepared) -> Packed:
         prepared.bad_words,
         prepared.converted,
         prepared.format,
+        prepared.items,
     )
 
 
@@ -137,6 +165,7 @@ def unpack(packed: Packed) -> Prepared:
         packed.bad_words,
         packed.converted,
         packed.format,
+        packed.items,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import msgspec
 
 from gateway.errors import InvalidRequest
-from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Drop, Dropped, Job, Read, Refused
+from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Drop, Dropped, Job, Read, Refused, Whole
 from gateway.text.prepared import pack
 from gateway.text.reading.endpoint import Endpoint, Model, TextSide
 from gateway.text.reading.endpoints import ENDPOINTS
@@ -81,8 +81,13 @@ class Worker:
     def answer(self, job: Job, body: bytearray) -> Answer:
         """Carry out one step and return the answer. Raises no :class:`Exception`; a panic in the library ends the process."""
         try:
+            read = job if isinstance(job, Read) else job.read if isinstance(job, Whole) else None
+            earlier = b""
+            if read is not None and read.earlier:
+                earlier = bytes(body[-read.earlier :])
+                del body[-read.earlier :]
             if isinstance(job, Read):
-                return self._read(job)
+                return self._read(job, earlier)
             self._request = None
             if isinstance(job, Drop):
                 return Dropped()
@@ -90,7 +95,7 @@ class Worker:
             self._request, ignored = self._endpoint.decode(cast(bytes, body))  # decoders accept bytearray; a copy would be large
             if isinstance(job, Decode):
                 return Decoded(self._endpoint.pack_fields(self._request), ignored[:MAX_IGNORED])
-            return self._read(job.read)
+            return self._read(job.read, earlier)
         except InvalidRequest as error:
             answer: Answer = Refused(_clipped(error.message), error.param and _clipped(error.param), error.code)
         except MemoryError:
@@ -105,13 +110,14 @@ class Worker:
         self._request = None
         return answer
 
-    def _read(self, job: Read) -> Answer:
+    def _read(self, job: Read, earlier: bytes) -> Answer:
         request, self._request = self._request, None
         if request is None or self._endpoint is None:
             return Broken("fault")
         if (text := self._texts.get(job.text)) is None:
             return Broken("unknown_text")
-        return pack(self._endpoint.read(request, Model(job.facts, text.tokenizer, job.bounds, text, job.formats)))
+        model = Model(job.facts, text.tokenizer, job.bounds, text, job.formats, earlier)
+        return pack(self._endpoint.read(request, model))
 
 
 def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:

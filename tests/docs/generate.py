@@ -16,8 +16,9 @@ from engine.options import Option, options_of
 from engine.settings import EngineSettings, ServerSettings
 from gateway.logs.access import AccessLine
 from gateway.openapi import attribute_docstrings
-from gateway.schemas.parameters import IGNORED, REFUSED, Endpoint, Refused
+from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint, Refused
 from gateway.settings import _FLAGS, PREFIX, Settings
+from tests.docs.conformance import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 _PART = re.compile(r"(<!-- (?P<name>[\w ]+): made by python -m tests\.docs\.generate -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
@@ -71,7 +72,14 @@ def _engine_meaning(option: Option) -> str:
     return (f"{choices}: " if choices else "") + _prose(option.description)
 
 
+def conformance() -> str:
+    """What each endpoint does with each parameter."""
+    rows = [(f"`{name}`", *(cells.get(endpoint, "–") for endpoint in ALL)) for name, cells in sorted(table().items())]
+    return _table(("parameter", *ALL), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "conformance": conformance,
     "settings": settings,
     "engine settings": engine_settings,
     "refused parameters": refused,

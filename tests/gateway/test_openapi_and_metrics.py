@@ -30,6 +30,7 @@ def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client
         ("/v1/embeddings", "EmbeddingsRequest", "EmbeddingsResponse"),
         ("/v1/completions", "CompletionRequest", "Completion"),
         ("/v1/chat/completions", "ChatRequest", "ChatCompletion"),
+        ("/v1/responses", "ResponseRequest", "ResponseBody"),
         ("/v1/length", "LengthRequest", "LengthResponse"),
         ("/tokenize", "TokenizeRequest", "TokenizeResponse"),
         ("/v1/tokenize", "TokenizeRequest", "TokenizeResponse"),
@@ -85,6 +86,10 @@ def test_without_keys_a_key_is_optional(shared: httpx.Client) -> None:
 
 def test_streams_and_response_headers_are_described(shared: httpx.Client) -> None:
     paths = shared.get("/schema/openapi.json").json()["paths"]
+    typed = paths["/v1/responses"]["post"]["responses"]["200"]
+    events = {each["$ref"].rpartition("/")[2] for each in typed["content"]["text/event-stream"]["schema"]["oneOf"]}
+    assert {"StateEvent", "ItemEvent", "TextDelta", "ArgumentsDone"} < events
+    assert "response.failed" in typed["description"]
     for path, event in (("/v1/chat/completions", "ChatChunk"), ("/v1/completions", "Completion")):
         answer = paths[path]["post"]["responses"]["200"]
         assert answer["content"]["text/event-stream"]["schema"] == {"$ref": f"#/components/schemas/{event}"}
@@ -118,8 +123,9 @@ def test_answers_are_what_the_document_says(shared: httpx.Client) -> None:
         kind = answer.headers["content-type"].partition(";")[0]
         schema = document["paths"][path]["post"]["responses"][str(answer.status_code)]["content"][kind]["schema"]
         validator = jsonschema.Draft202012Validator(schema | {"components": document["components"]})
-        texts = [answer.text] if kind == "application/json" else [line[6:] for line in answer.text.splitlines() if line]
-        assert kind == "application/json" or texts.pop() == "[DONE]"
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+        texts = [answer.text] if kind == "application/json" else lines
+        assert kind == "application/json" or path == "/v1/responses" or texts.pop() == "[DONE]"
         for text in texts:
             validator.validate(json.loads(text))
 
@@ -141,7 +147,11 @@ def test_answers_are_what_the_document_says(shared: httpx.Client) -> None:
         streamed = {"stream": stream, "stream_options": options, "max_tokens": 3, "n": 2}
         chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
         check("/v1/chat/completions", chat | streamed)
-        check("/v1/completions", {"prompt": "a", "logprobs": 2} | streamed)
+        check("/v1/completions", {"prompt": "a", "logprobs": 2, "return_token_ids": True} | streamed)
+        told = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 3, "instructions": "b"}
+        check("/v1/responses", {"input": "a", "stream": stream} | told)
+    check("/v1/completions", {"prompt": "a", "prompt_logprobs": 2, "max_tokens": 1})
+    check("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1, "max_tokens": 1})
 
 
 def answer_of(operation: dict[str, Any], status: str) -> dict[str, Any]:
@@ -208,6 +218,7 @@ def test_metrics_count_what_happened(start: Start) -> None:
         ("score", {"query": "a", "items": ["b"], "labels": [" Yes"]}),
         ("completions", {"prompt": "a", "max_tokens": 1}),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("responses", {"input": "a", "max_output_tokens": 1, "store": True}),
         ("length", {"input": "a"}),
         ("tokenize", {"prompt": "a"}),
         ("detokenize", {"tokens": [5]}),

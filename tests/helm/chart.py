@@ -63,6 +63,8 @@ EVERYTHING: Values = {
     },
     "gateway": {
         "presets": {"my-reranker": "qwen3-reranker", "other": "none"},
+        "aliases": {"gpt-4o-mini": "demo"},
+        "fallbacks": {"large": "demo"},
         "settings": {"max_in_flight": 2048},
         "extraEnv": [{"name": "TZ", "value": "UTC"}],
         "autoscaling": {"enabled": True},

@@ -29,32 +29,42 @@ def render(
     parse_special_tokens: bool | None,
     tools: Sequence[Tool] = (),
     followed_by: Iterable[str] = (),
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = False,
 ) -> Marked:
     """Render the conversation to a text with the template's control tokens.
 
     ``variables`` come from the client and must not replace the template's own. Unless ``parse_special_tokens`` is set, the control
-    tokens in users' texts are marked; the result also has a mark if a text of ``followed_by`` may need one. Raises
-    :class:`InvalidRequest`.
+    tokens in users' texts are marked; the result also has a mark if a text of ``followed_by`` may need one. With
+    ``continue_final_message`` the result ends with the text of the last message. Raises :class:`InvalidRequest`.
     """
+    if continue_final_message and add_generation_prompt:
+        message = (
+            "`continue_final_message` continues the last message, and `add_generation_prompt` begins a new one; send one of them."
+        )
+        raise InvalidRequest(message, param="continue_final_message")
     variables = variables or {}
     taken = {"messages", "tools", "documents", "self"} & variables.keys()
     if taken:
         raise InvalidRequest(f"`chat_template_kwargs` must not set {min(taken)!r}.", param="chat_template_kwargs")
     told = [message.for_template() for message in messages]
     offered = [tool.for_template() for tool in tools]
+    source = model.texts.template.source or ""
     controls, mark = model.texts.tokenizer.controls, ""
     parses = model.bounds.parse_special_tokens_in_messages if parse_special_tokens is None else parse_special_tokens
     try:
         texts = [] if parses else [*texts_in(told), *texts_in(dict(variables)), *texts_in(offered), *followed_by]
         if any(map(controls.may_form, texts)):
-            mark = new_mark([*texts, model.texts.template.source or ""])
+            mark = new_mark([*texts, source])
             told = [_marked(message, controls, mark) for message in told]
             variables = with_marks(dict(variables), controls, mark)
             offered = with_marks(offered, controls, mark)
+        end = _end_last_text(told, source) if continue_final_message else ""
+        asked = {} if add_generation_prompt is None else {"add_generation_prompt": add_generation_prompt}
         with _time_for_template(model):
-            options = {"add_generation_prompt": add_generation_prompt, **variables, "tools": offered or None}
-            return Marked(model.texts.template.render(told, **options), mark)
+            options = {"add_generation_prompt": not end, **variables, **asked, "tools": offered or None}
+            text = model.texts.template.render(told, **options)
+        return Marked(_until(text, end) if end else text, mark)
     except RecursionError:
         raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
 
@@ -74,6 +84,29 @@ def _time_for_template(model: Model) -> Iterator[None]:
         ) from None
 
 
+def _end_last_text(messages: list[dict[str, Any]], source: str) -> str:
+    """Add a character that occurs nowhere else to the end of the last message's text, and return it. Raises
+    :class:`InvalidRequest`."""
+    last = messages[-1]
+    content = last["content"]
+    if not content:
+        raise InvalidRequest("The last message has no text to continue.", param=f"messages[{len(messages) - 1}].content")
+    end = new_mark([*texts_in(messages), source])
+    if isinstance(content, list):
+        content = [*content[:-1], content[-1] | {"text": content[-1]["text"] + end}]
+    messages[-1] = last | {"content": content + end if isinstance(content, str) else content}
+    return end
+
+
+def _until(text: str, end: str) -> str:
+    """Return ``text`` before its last ``end``."""
+    before, found, _ = text.rpartition(end)
+    if not found:
+        message = "The model's chat template does not show the last message as it is, so it cannot be continued."
+        raise InvalidRequest(message, param="continue_final_message")
+    return before
+
+
 def _marked(message: dict[str, Any], controls: ControlTokens, mark: str) -> dict[str, Any]:
     """Return ``message`` with marked texts. Its role needs no marks, because it is one of a fixed set."""
     return {name: value if name == "role" else _marked_field(name, value, controls, mark) for name, value in message.items()}
@@ -89,13 +122,23 @@ def _read(request: ChatRequest, model: Model) -> Prepared:
     with _time_for_template(model):
         tools = offered_tools(request, model)
         variables = template_variables(request, model)
-    text = render(model, request.messages, variables, parse_special_tokens=request.parse_special_tokens, tools=tools)
+    text = render(
+        model,
+        request.messages,
+        variables,
+        parse_special_tokens=request.parse_special_tokens,
+        tools=tools,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
     format, grammar = answer_format(request, model, tools, text.text)
+    limit, adds = model.facts.context, bool(request.add_special_tokens)
     try:
-        row = model.texts.tokenizer.encode_marked(text, limit=model.facts.context)
+        row = model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=adds)
     except TooManyTokens as error:
         raise model.facts.too_long(error, "messages") from None
-    return Prepared([row], param="messages", format=format, grammar=grammar, bad_words=read_bad_words(request, model))
+    bad_words = read_bad_words(request, model)
+    return Prepared([row], param="messages", grammar=grammar, bad_words=bad_words, format=format)
 
 
 def characters_of(messages: list[ChatMessage] | None) -> int:

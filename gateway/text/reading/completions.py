@@ -20,6 +20,7 @@ def _read(request: CompletionRequest, model: Model) -> Prepared:
         at_most=MAX_PROMPTS,
         sequences=request.sequences,
         echo=bool(request.echo),
+        add_special_tokens=request.add_special_tokens is not False,
         parse_special_tokens=request.parse_special_tokens is not False,
     )
     prepared.grammar = read_grammar(request, model)

@@ -49,6 +49,8 @@ class Model:
     text: TextSide | None = None
     """None on the event loop, which reads token ids only."""
     formats: Formats = field(default_factory=Formats)
+    earlier: bytes = b""
+    """Items of the conversation that the request continues: JSON values with commas between them."""
 
     @property
     def texts(self) -> TextSide:

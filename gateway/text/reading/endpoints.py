@@ -10,6 +10,7 @@ from gateway.text.reading.detokenize import DETOKENIZE
 from gateway.text.reading.endpoint import Endpoint
 from gateway.text.reading.length import LENGTH
 from gateway.text.reading.rerank import RERANK
+from gateway.text.reading.responses import RESPONSES
 from gateway.text.reading.score import SCORE
 from gateway.text.reading.texts import CLASSIFY, EMBEDDINGS
 from gateway.text.reading.tokenize import TOKENIZE
@@ -21,6 +22,7 @@ ENDPOINTS: dict[str, Endpoint[Any]] = {
     "embeddings": EMBEDDINGS,
     "completions": COMPLETIONS,
     "chat": CHAT,
+    "responses": RESPONSES,
     "length": LENGTH,
     "tokenize": TOKENIZE,
     "detokenize": DETOKENIZE,

@@ -20,6 +20,7 @@ def read_prompts(
     at_most: int,
     sequences: int = 1,
     echo: bool = False,
+    add_special_tokens: bool = True,
     parse_special_tokens: bool = True,
 ) -> Prepared:
     """Read the prompts in ``given``, the value of field ``param``. Each prompt gets ``sequences`` answers (0 means that it is only
@@ -33,19 +34,32 @@ def read_prompts(
     rows: list[list[int]] = []
     tokens = 0
     for index, prompt in enumerate(prompts):
-        rows.append(_row(model, prompt, numbered.replace("[]", f"[{index}]"), parse_special_tokens=parse_special_tokens))
+        rows.append(
+            _row(
+                model,
+                prompt,
+                numbered.replace("[]", f"[{index}]"),
+                add_special_tokens=add_special_tokens,
+                parse_special_tokens=parse_special_tokens,
+            )
+        )
         tokens += len(rows[-1]) * (sequences if echo else 1)
         model.bounds.check("max_request_tokens", tokens, "tokens or more", param)
     shown = (texts or [model.vocabulary.decode(row, skip_special_tokens=False) for row in rows]) if echo else None
     return Prepared(rows, texts=shown, param=numbered)
 
 
-def _row(model: Model, prompt: str | list[int], param: str, *, parse_special_tokens: bool) -> list[int]:
+def _row(model: Model, prompt: str | list[int], param: str, *, add_special_tokens: bool, parse_special_tokens: bool) -> list[int]:
     if isinstance(prompt, list):
         model.facts.check_ids(prompt, param)
         return prompt
     try:
-        return model.texts.tokenizer.encode(prompt, limit=model.facts.context, parse_special_tokens=parse_special_tokens)
+        return model.texts.tokenizer.encode(
+            prompt,
+            limit=model.facts.context,
+            add_special_tokens=add_special_tokens,
+            parse_special_tokens=parse_special_tokens,
+        )
     except TooManyTokens as error:
         raise model.facts.too_long(error, param) from None
 

@@ -39,14 +39,18 @@ def _text(request: TokenizeRequest, prompt: str, model: Model) -> list[int]:
 
 
 def _conversation(request: TokenizeRequest, model: Model) -> list[int]:
-    variables = dict(request.chat_template_kwargs or {})
-    if request.add_generation_prompt is not None:
-        variables["add_generation_prompt"] = request.add_generation_prompt
     tools = request.tools or []
     if tools:
         check_tools(tools, model)
-    parses = request.parse_special_tokens
-    text = chat.render(model, request.messages or [], variables, parse_special_tokens=parses, tools=tools)
+    text = chat.render(
+        model,
+        request.messages or [],
+        request.chat_template_kwargs,
+        parse_special_tokens=request.parse_special_tokens,
+        tools=tools,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
     model.bounds.check("max_request_characters", len(text.text), "characters that must be tokenised", "messages")
     limit = model.bounds.max_request_tokens
     return model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=bool(request.add_special_tokens))

@@ -82,6 +82,45 @@ def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:
     }
 
 
+def responses(client: openai.OpenAI, model: str) -> dict[str, Any]:
+    """Create, stream, continue, retrieve, list and delete; the answers are those of a chat with the same messages."""
+    draw: dict[str, Any] = {"max_output_tokens": 12, "temperature": 1.0, "extra_body": {"seed": 7} | EXTRA}
+    asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]
+    logged: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    whole = client.responses.create(model=model, instructions="Be brief.", input=asked, store=True, **logged, **draw)
+    text = whole.output[0].content[0]
+    events = list(client.responses.create(model=model, instructions="Be brief.", input=asked, stream=True, **draw))
+    with client.responses.stream(model=model, instructions="Be brief.", input=PROMPT, **draw) as stream:
+        helped = list(stream)
+    snapshot = [event.snapshot for event in helped if event.type == "response.output_text.delta"][-1]
+    following = client.responses.create(model=model, input="And?", previous_response_id=whole.id, **draw)
+    kept = client.responses.retrieve(whole.id)
+    items = client.responses.input_items.list(whole.id)
+    client.responses.delete(whole.id)
+    try:
+        client.responses.retrieve(whole.id)
+        gone = ""
+    except openai.NotFoundError as error:
+        gone = error.code
+    return {
+        "text": whole.output_text,
+        "status": whole.status,
+        "reason": whole.incomplete_details.reason,
+        "logprobs": [entry.logprob for entry in text.logprobs],
+        "top": [len(entry.top_logprobs) for entry in text.logprobs],
+        "streamed": "".join(event.delta for event in events if event.type == "response.output_text.delta"),
+        "numbers": [event.sequence_number for event in events] == list(range(len(events))),
+        "last": events[-1].response.output_text,
+        "snapshot": snapshot,
+        "final": helped[-1].response.output_text,
+        "output_tokens": whole.usage.output_tokens,
+        "kept": kept.output_text,
+        "items": [part.text for item in items for part in item.content],
+        "more_tokens": following.usage.input_tokens - whole.usage.input_tokens,
+        "gone": gone,
+    }
+
+
 def errors(client: openai.OpenAI, model: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name, call in {
@@ -155,6 +194,7 @@ def main(base_url: str, model: str, key: str = "none") -> None:
         "model": client.models.retrieve(model).id,
         "completions": completions(client, model),
         "chat": chat(client, model),
+        "responses": responses(client, model),
         "errors": errors(client, model),
         "score": score(client, model),
         "length": length(client, model),

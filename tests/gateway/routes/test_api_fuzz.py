@@ -112,6 +112,31 @@ generation = {
 message = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]), "content": texts | st.none()}
 )
+part = st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text", "refusal", "input_image"]), "text": texts})
+item = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "item_reference"]),
+        "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
+        "content": texts | st.lists(part, max_size=3) | st.none(),
+        "id": texts,
+        "call_id": texts,
+        "name": texts,
+        "arguments": texts | st.just('{"a": 1}'),
+        "output": texts | st.lists(part, max_size=2),
+        "summary": st.lists(part, max_size=2),
+    },
+)
+tool = st.fixed_dictionaries(
+    {"type": st.sampled_from(["function", "web_search"]), "name": st.sampled_from(["f", "g", "no name"])},
+    optional={"parameters": st.just({"type": "object"}) | anything, "strict": st.booleans(), "description": texts},
+)
+raw = {
+    "prompt_logprobs": st.integers(-1, 21),
+    "return_token_ids": st.booleans(),
+    "return_tokens_as_token_ids": st.booleans(),
+    "add_special_tokens": st.booleans(),
+}
 plausible = {
     "/v1/length": (
         {},
@@ -177,7 +202,7 @@ plausible = {
     ),
     "/v1/completions": (
         {"prompt": texts | st.lists(texts, max_size=3) | token_ids | st.lists(token_ids, max_size=3)},
-        {**generation, "echo": st.booleans(), "logprobs": few, "best_of": few, "suffix": texts},
+        {**generation, "echo": st.booleans(), "logprobs": few, "best_of": few, "suffix": texts, **raw},
     ),
     "/v1/chat/completions": (
         {"messages": st.lists(message, max_size=4)},
@@ -188,6 +213,31 @@ plausible = {
             "max_completion_tokens": few,
             "response_format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object"])}),
             "chat_template_kwargs": st.dictionaries(st.text(max_size=5), anything, max_size=2),
+            "add_generation_prompt": st.booleans(),
+            "continue_final_message": st.booleans(),
+            **raw,
+        },
+    ),
+    "/v1/responses": (
+        {"input": texts | st.lists(item, max_size=6)},
+        {
+            **generation,
+            "instructions": texts,
+            "max_output_tokens": few,
+            "include": st.lists(st.sampled_from(["message.output_text.logprobs", "reasoning.encrypted_content", "x"]), max_size=2),
+            "top_logprobs": few,
+            "truncation": st.sampled_from(["auto", "disabled", "cut"]),
+            "tools": st.lists(tool, max_size=3),
+            "tool_choice": st.sampled_from(["none", "auto", "required", "any"])
+            | st.fixed_dictionaries({"type": st.just("function"), "name": st.sampled_from(["f", "g"])}),
+            "parallel_tool_calls": st.booleans(),
+            "reasoning": st.fixed_dictionaries({}, optional={"effort": st.sampled_from(["none", "low", "x"])}),
+            "text": st.fixed_dictionaries(
+                {"format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object", "x"])})}
+            ),
+            "store": st.booleans(),
+            "previous_response_id": st.sampled_from(["resp_" + "0" * 32, "resp_1", ""]),
+            "metadata": st.dictionaries(st.text(max_size=70), st.text(max_size=5), max_size=17),
         },
     ),
 }
@@ -218,6 +268,8 @@ def test_no_request_breaks_the_server(shared: httpx.Client, request_: tuple[str,
     if answer.status_code != 200:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     elif answer.headers["content-type"].startswith("text/event-stream"):
-        assert answer.text.endswith("data: [DONE]\n\n"), answer.text
+        last = answer.text.removesuffix("\n\n").rpartition("\n\n")[2]
+        ends = ("data: [DONE]", "event: response.completed\n", "event: response.incomplete\n")
+        assert last.startswith(ends), answer.text
     else:
         json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} in an answer"))

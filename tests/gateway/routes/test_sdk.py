@@ -37,6 +37,7 @@ def test_every_endpoint_through_the_sdk(client: httpx.Client, engine: FakeEngine
     check_chat(told["chat"])
     assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]
     assert told["async"]["helped"] == told["chat"]["text"]
+    check_responses(told["responses"])
     check_errors(told["errors"])
     check_score(told["score"], engine)
     check_length(told["length"])
@@ -63,6 +64,17 @@ def check_chat(chat: dict[str, Any]) -> None:
     assert b"".join(map(bytes, chat["bytes"])).decode(errors="replace") == chat["text"]
     assert chat["top"] == [3] * 12
     assert chat["usage"]["completion_tokens"] == 12
+
+
+def check_responses(told: dict[str, Any]) -> None:
+    assert told["text"] == told["streamed"] == told["last"] == told["snapshot"] == told["final"] == told["kept"]
+    assert (told["status"], told["reason"], told["output_tokens"]) == ("incomplete", "max_output_tokens", 12)
+    assert told["top"] == [3] * 12
+    assert len(told["logprobs"]) == 12
+    assert told["numbers"]
+    assert told["items"] == ["The quick brown fox"]
+    assert told["more_tokens"] > 0
+    assert told["gone"] == "response_not_found"
 
 
 def check_errors(errors: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ from gateway.schemas.chat import ChatMessage, ChatRequest
 from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.decoding import MAX_IGNORED, SEARCHED_BYTES, BodyDecoder
 from gateway.schemas.length import LengthRequest
-from gateway.schemas.parameters import IGNORED, REFUSED, Ignored, Refused
 from gateway.schemas.score import ScoreRequest
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import gateways
@@ -30,6 +29,7 @@ PATHS = {
     "embeddings": "embeddings",
     "completions": "completions",
     "chat": "chat/completions",
+    "responses": "responses",
     "length": "length",
     "tokenize": "tokenize",
     "detokenize": "detokenize",
@@ -42,6 +42,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "embeddings": {"input": "a", "model": "embedder"},
     "completions": {"prompt": [1, 2], "max_tokens": 1},
     "chat": {"messages": MESSAGES, "max_tokens": 1},
+    "responses": {"input": "a", "max_output_tokens": 1},
     "length": {"input": [1, 2]},
     "tokenize": {"messages": MESSAGES},
     "detokenize": {"tokens": [1, 2]},
@@ -61,43 +62,11 @@ def shared() -> Iterator[httpx.Client]:
         yield start_gateway(FakeEngine(), head, embedder)
 
 
-def rows(table: tuple[Refused, ...] | tuple[Ignored, ...]) -> list[Any]:
-    return [pytest.param(row, at, id=f"{row.name}-{at}") for row in table for at in row.endpoints]
-
-
-@pytest.mark.parametrize(("row", "endpoint"), rows(REFUSED))
-def test_what_would_change_the_answer_is_refused(shared: httpx.Client, row: Refused, endpoint: str) -> None:
-    path = f"/v1/{PATHS[endpoint]}"
-    refused = shared.post(path, json=BODIES[endpoint] | {row.name: ["other", "values"]})
-    assert refused.status_code == 400, refused.text
-    error = refused.json()["error"]
-    assert error["param"] == row.name
-    assert row.name == "best_of" or error["message"] == row.message
-    for value in (None, *row.accepts):
-        accepted = shared.post(path, json=BODIES[endpoint] | {row.name: value})
-        assert accepted.status_code == 200, accepted.text
-        assert "x-yardstick-ignored" not in accepted.headers
-
-
-@pytest.mark.parametrize(("row", "endpoint"), rows(IGNORED))
-def test_what_would_not_change_the_answer_is_ignored_and_named(shared: httpx.Client, row: Ignored, endpoint: str) -> None:
-    answer = shared.post(f"/v1/{PATHS[endpoint]}", json=BODIES[endpoint] | {row.name: {"any": ["value"]}})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-yardstick-ignored"] == row.name
-
-
 def test_names_that_other_servers_use_for_supported_fields_are_supported(shared: httpx.Client) -> None:
     fields = {"n": 1, "logprobs": None, "stream_options": None, "user": "me", "top_k": -1, "min_p": 0.0, "ignore_eos": True}
     answer = shared.post("/v1/chat/completions", json=BODIES["chat"] | fields)
     assert answer.status_code == 200, answer.text
     assert "x-yardstick-ignored" not in answer.headers
-
-
-def test_best_of_may_equal_n(shared: httpx.Client) -> None:
-    body = BODIES["completions"]
-    assert shared.post("/v1/completions", json=body | {"best_of": 2, "n": 2}).status_code == 200
-    refused = shared.post("/v1/completions", json=body | {"best_of": 2})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "best_of")
 
 
 def test_nested_fields_are_named_once_with_their_path(shared: httpx.Client) -> None:

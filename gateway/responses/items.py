@@ -1,0 +1,140 @@
+"""Converts the items of a conversation to the messages of a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from gateway.context import new_id
+from gateway.errors import InvalidRequest
+from gateway.schemas.chat import ChatMessage, ChatRequest, TextPart
+from gateway.schemas.generation import TextRequest
+from gateway.schemas.responses import ChosenFunction, InputItem, ItemPart, ResponseRequest, TextFormat
+from gateway.schemas.structure import JsonSchema, ResponseFormat
+from gateway.schemas.tools import EarlierCall, FunctionCall, FunctionDefinition, NamedFunction, NamedTool, Tool
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+}
+"""Fields of a chat request, and the fields of a request for a response that they come from."""
+_SHARED = (*TextRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
+"""Fields that both have."""
+
+
+def items_of(request: ResponseRequest) -> list[InputItem]:
+    """Return the items of ``input``, each with an id. Raises :class:`InvalidRequest` for an incomplete one."""
+    if isinstance(request.input, str):
+        items = [InputItem(role="user", content=[ItemPart("input_text", request.input)])]
+    else:
+        items = request.input
+        for place, item in enumerate(items):
+            _check(item, f"input[{place}]")
+    return [item if item.id else msgspec.structs.replace(item, id=f"{_PREFIXES[item.type]}_{new_id()}") for item in items]
+
+
+def _check(item: InputItem, param: str) -> None:
+    needed = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }[item.type]
+    missing = next((name for name in needed if getattr(item, name) is None), None)
+    if missing is not None:
+        message = f"`{param}` is of type `{item.type}` and lacks `{missing}`."
+        raise InvalidRequest(message, param=f"{param}.{missing}")
+
+
+def messages_of(items: Iterable[InputItem]) -> list[ChatMessage]:
+    """Return the messages of a conversation. Function calls, and the reasoning before them, join the assistant's message."""
+    messages: list[ChatMessage] = []
+    reasoning: list[str] = []
+
+    def assistant() -> ChatMessage:
+        """Return the assistant's message that is open, or a new one."""
+        if not messages or messages[-1].role != "assistant" or reasoning:
+            messages.append(ChatMessage("assistant", reasoning_content="".join(reasoning) or None))
+            reasoning.clear()
+        return messages[-1]
+
+    for item in items:
+        if item.type == "reasoning":
+            reasoning.append(_text(item.content))
+        elif item.type == "function_call":
+            message = assistant()
+            function = FunctionCall(item.name or "", item.arguments)
+            if message.tool_calls is None:
+                message.tool_calls = []
+            message.tool_calls.append(EarlierCall(function, item.call_id))
+        elif item.type == "function_call_output":
+            messages.append(ChatMessage("tool", _text(item.output), tool_call_id=item.call_id))
+        elif item.role == "assistant":
+            thinking = "".join(reasoning) or None
+            reasoning.clear()
+            messages.append(ChatMessage("assistant", _content(item.content), reasoning_content=thinking))
+        else:
+            messages.append(ChatMessage(item.role or "user", _content(item.content)))
+    return messages
+
+
+def _content(content: str | list[ItemPart] | None) -> str | list[TextPart]:
+    if isinstance(content, list) and len(content) > 1:
+        return [TextPart("text", part.refusal or part.text) for part in content]
+    return _text(content)
+
+
+def _text(content: str | list[ItemPart] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.refusal or part.text for part in content)
+    return content or ""
+
+
+def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatRequest:
+    """Return the chat request that asks for the same answer to ``messages``."""
+    shared: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
+    told: dict[str, Any] = {
+        "messages": messages,
+        "max_completion_tokens": request.max_output_tokens,
+        "logprobs": request.includes_logprobs,
+        "top_logprobs": request.top_logprobs,
+        "reasoning_effort": request.reasoning and request.reasoning.effort,
+    }
+    tools = [
+        Tool("function", FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
+        for tool in request.tools or ()
+    ]
+    if request.text is not None and request.text.format is not None:
+        if request.response_format is not None:
+            message = "`text.format` and `response_format` both constrain the output; send one of them."
+            raise InvalidRequest(message, param="response_format")
+        shared["response_format"] = _response_format(request.text.format)
+    choice: Any = request.tool_choice
+    if isinstance(choice, ChosenFunction):
+        choice = NamedTool("function", NamedFunction(choice.name))
+    return ChatRequest(**shared, **told, tools=tools or None, tool_choice=choice)
+
+
+def _response_format(format: TextFormat) -> ResponseFormat:
+    if format.type != "json_schema":
+        return ResponseFormat(type=format.type)
+    if format.schema is None:
+        raise InvalidRequest("`text.format` is of type `json_schema` and lacks `schema`.", param="text.format.schema")
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=format.schema, name=format.name, strict=format.strict))
+
+
+def renamed(error: InvalidRequest) -> InvalidRequest:
+    """Return ``error`` of a chat request with the names of the fields of a request for a response."""
+    message, param = error.message, error.param
+    for chat, response in _NAMES.items():
+        message = message.replace(f"`{chat}`", f"`{response}`")
+        if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
+            param = response if chat == "messages" else response + param[len(chat) :]
+    return type(error)(message, param=param)

@@ -1,0 +1,229 @@
+"""Collects the items of an output from the parts of an answer, and makes the events that tell of them.
+
+Consecutive parts of one kind are one item: thinking is a reasoning item, text a message, each tool call a function call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from gateway.context import new_id
+from gateway.schemas.response_events import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    Event,
+    ItemEvent,
+    PartEvent,
+    ReasoningDelta,
+    ReasoningDone,
+    TextDelta,
+    TextDone,
+)
+from gateway.schemas.responses import OutputCall, OutputItem, OutputMessage, OutputReasoning, OutputText, ReasoningText, Status
+from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning
+
+_encoder = msgspec.json.Encoder()
+
+
+class Output:
+    """The items of one response. Events take their numbers from :meth:`number`, in the order in which they are sent."""
+
+    def __init__(self) -> None:
+        self.items: list[OutputItem] = []
+        """The items that are complete."""
+        self._numbers = 0
+        self._item: _Open | None = None
+
+    def number(self) -> int:
+        """Return the number of the next event."""
+        self._numbers += 1
+        return self._numbers - 1
+
+    def push(self, parts: list[Part], logprobs: list[Any]) -> Iterator[Event]:
+        """Add the parts of one piece. ``logprobs``: entries for the tokens of its text."""
+        for part in parts:
+            match part:
+                case Content():
+                    yield from self._turn(_Text)
+                    yield from self._grow(part.text, logprobs)
+                    logprobs = []
+                case Reasoning():
+                    yield from self._turn(_Thinking)
+                    yield from self._grow(part.text, [])
+                case CallBegin():
+                    yield from self._close("completed")
+                    yield from self._open(_Call(self, part.id, part.name))
+                case CallArguments():
+                    yield from self._grow(part.text, [])
+        if logprobs and isinstance(self._item, _Text):  # tokens whose text is held back, such as a part of a character
+            yield from self._grow("", logprobs)
+
+    def finish(self, status: Status) -> Iterator[Event]:
+        """End the output. ``status``: that of the last item. An output without items gets an empty message."""
+        if self._item is None and not self.items:
+            yield from self._open(_Text(self))
+        yield from self._close(status)
+
+    def _turn(self, kind: type[_Text | _Thinking]) -> Iterator[Event]:
+        """Open an item of ``kind``, unless the open one is."""
+        if not isinstance(self._item, kind):
+            yield from self._close("completed")
+            yield from self._open(kind(self))
+
+    def _open(self, item: _Open) -> Iterator[Event]:
+        self._item = item
+        yield from item.begin()
+
+    def _grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
+        if self._item is not None:
+            yield from self._item.grow(text, logprobs)
+
+    def _close(self, status: Status) -> Iterator[Event]:
+        if self._item is None:
+            return
+        yield from self._item.end(status)
+        self.items.append(self._item.item(status))
+        self._item = None
+
+
+class _Open:
+    """The item in progress."""
+
+    prefix = ""
+
+    def __init__(self, output: Output) -> None:
+        self.number = output.number
+        self.id = f"{self.prefix}_{new_id()}"
+        self.place = len(output.items)
+        self.texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.texts)
+
+    def item(self, status: Status) -> OutputItem:
+        """Return the item as it is now."""
+        raise NotImplementedError
+
+    def begin(self) -> Iterator[Event]:
+        """Return the events that introduce the item."""
+        item = self.item("in_progress")
+        yield ItemEvent(type="response.output_item.added", sequence_number=self.number(), output_index=self.place, item=item)
+
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
+        """Add text and return its event."""
+        raise NotImplementedError
+
+    def end(self, status: Status) -> Iterator[Event]:
+        """Return the events that complete the item."""
+        item = self.item(status)
+        yield ItemEvent(type="response.output_item.done", sequence_number=self.number(), output_index=self.place, item=item)
+
+
+class _Text(_Open):
+    """A message."""
+
+    prefix = "msg"
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(output)
+        self._logprobs: list[bytes] = []
+        self._whole: OutputText | None = None
+
+    @property
+    def part(self) -> OutputText:
+        """The message's only part."""
+        logprobs: Any = msgspec.Raw(b"[%b]" % b",".join(self._logprobs)) if self._logprobs else []
+        return OutputText(text=self.text, logprobs=logprobs)
+
+    def item(self, status: Status) -> OutputMessage:
+        return OutputMessage(id=self.id, status=status, content=[self._whole] if self._whole else [])
+
+    def begin(self) -> Iterator[Event]:
+        yield from super().begin()
+        yield PartEvent(
+            type="response.content_part.added",
+            sequence_number=self.number(),
+            item_id=self.id,
+            output_index=self.place,
+            part=self.part,
+        )
+
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
+        self.texts.append(text)
+        told: Any = []
+        if logprobs:
+            encoded = _encoder.encode(logprobs)
+            self._logprobs.append(encoded[1:-1])
+            told = msgspec.Raw(encoded)
+        yield TextDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text, logprobs=told)
+
+    def end(self, status: Status) -> Iterator[Event]:
+        self._whole = part = self.part
+        place: dict[str, Any] = {"item_id": self.id, "output_index": self.place}
+        yield TextDone(sequence_number=self.number(), text=part.text, logprobs=part.logprobs, **place)
+        yield PartEvent(type="response.content_part.done", sequence_number=self.number(), part=part, **place)
+        yield from super().end(status)
+
+
+class _Thinking(_Open):
+    """A reasoning item."""
+
+    prefix = "rs"
+
+    @property
+    def part(self) -> ReasoningText:
+        """The item's only part."""
+        return ReasoningText(text=self.text)
+
+    def item(self, status: Status) -> OutputReasoning:
+        return OutputReasoning(id=self.id, status=status, content=[] if status == "in_progress" else [self.part])
+
+    def begin(self) -> Iterator[Event]:
+        yield from super().begin()
+        yield PartEvent(
+            type="response.content_part.added",
+            sequence_number=self.number(),
+            item_id=self.id,
+            output_index=self.place,
+            part=self.part,
+        )
+
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
+        self.texts.append(text)
+        yield ReasoningDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text)
+
+    def end(self, status: Status) -> Iterator[Event]:
+        part = self.part
+        place: dict[str, Any] = {"item_id": self.id, "output_index": self.place}
+        yield ReasoningDone(sequence_number=self.number(), text=part.text, **place)
+        yield PartEvent(type="response.content_part.done", sequence_number=self.number(), part=part, **place)
+        yield from super().end(status)
+
+
+class _Call(_Open):
+    """A function call."""
+
+    prefix = "fc"
+
+    def __init__(self, output: Output, call_id: str, name: str) -> None:
+        super().__init__(output)
+        self._call_id = call_id
+        self._name = name
+
+    def item(self, status: Status) -> OutputCall:
+        return OutputCall(id=self.id, status=status, call_id=self._call_id, name=self._name, arguments=self.text)
+
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
+        self.texts.append(text)
+        yield ArgumentsDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text)
+
+    def end(self, status: Status) -> Iterator[Event]:
+        yield ArgumentsDone(
+            sequence_number=self.number(), item_id=self.id, output_index=self.place, name=self._name, arguments=self.text
+        )
+        yield from super().end(status)

@@ -1,0 +1,298 @@
+"""Bodies of ``/v1/responses``: requests, and the items of inputs and outputs, as in OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from gateway.schemas.chat import TokenLogprob
+from gateway.schemas.generation import MAX_LOGPROBS, TextRequest
+from gateway.schemas.parameters import Endpoint
+from gateway.schemas.tools import MAX_TOOLS, FunctionName
+
+MAX_ITEMS = 4096
+"""Most items of a request. The event loop decodes as many of a stored response, which takes 3 ms."""
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class ItemPart(msgspec.Struct, omit_defaults=True):
+    """A part of a message, of a tool's output or of a reasoning item. Only text is supported."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
+    text: str = ""
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    """Part of outputs; not used."""
+    logprobs: list[Any] | None = None
+    """Part of outputs; not used."""
+
+
+class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An item of a conversation. Items of earlier outputs can be sent as they are."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: Status | None = None
+    """Part of outputs; not used."""
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    """Author of a message."""
+    content: str | list[ItemPart] | None = None
+    """Text of a message, or parts of a message or of a reasoning item."""
+    call_id: str | None = None
+    """Connects a `function_call` and its `function_call_output`."""
+    name: str | None = None
+    """Function of a `function_call`."""
+    arguments: str | None = None
+    """Arguments of a `function_call`, as JSON text."""
+    output: str | list[ItemPart] | None = None
+    """Result in a `function_call_output`."""
+    summary: list[ItemPart] | None = None
+    """Part of reasoning items; not used."""
+    encrypted_content: str | None = None
+    """Part of reasoning items of other servers; not used. This server returns the reasoning itself in `content`."""
+    phase: str | None = None
+    """Part of messages of other servers; not used."""
+
+
+class FunctionTool(msgspec.Struct):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    """Up to 64 letters, digits, `_` and `-`."""
+    description: str | None = None
+    """What the function does, for the model."""
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object."""
+    strict: bool | None = None
+    """The arguments of every call match `parameters` exactly."""
+
+
+class ChosenFunction(msgspec.Struct):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, omit_defaults=True):
+    """The format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    """Name of the schema; only with `json_schema`."""
+    schema: dict[str, Any] | None = None
+    """The schema; only with `json_schema`."""
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(msgspec.Struct, omit_defaults=True):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+    """Only `medium`, which changes nothing; `length_guidance` steers the length."""
+
+
+class Reasoning(msgspec.Struct):
+    """Options of reasoning."""
+
+    effort: Effort | None = None
+    """How much the model thinks, where its chat template reads this; `none` switches thinking off."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Accepted and not used: reasoning items have the whole text in `content`."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The older name of `summary`."""
+
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=16)
+]
+
+
+class ResponseRequest(TextRequest, kw_only=True):
+    """Answer a conversation of items."""
+
+    endpoint: ClassVar[Endpoint] = "responses"
+    input: str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_ITEMS)]
+    """A text, or items: messages, function calls, their outputs, and reasoning. Images, audio and files are not supported."""
+    instructions: str | None = None
+    """A system message before the conversation. It is not part of what `previous_response_id` continues."""
+    previous_response_id: str | None = None
+    """Continue the conversation of a stored response: its items come before those of `input`."""
+    store: bool | None = False
+    """Keep the response for `previous_response_id` and for `GET /v1/responses/{id}`. Unlike OpenAI's, the default is false."""
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    """Most tokens of the answer, with reasoning; unless given, only the context limits it."""
+    include: list[Include] | None = None
+    """`message.output_text.logprobs` returns the log-probability of each token. `reasoning.encrypted_content` has no effect."""
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Number of most probable tokens to return at each position; only with `include`."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """`auto` leaves out the oldest items of a conversation that is too long; by default such a conversation is an error."""
+    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call; up to 128. Tools of other types are not supported."""
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name
+    of a function: it calls that one."""
+    parallel_tool_calls: bool | None = None
+    """Whether one answer may have several function calls; true by default."""
+    text: TextConfig | None = None
+    """Format of the text."""
+    reasoning: Reasoning | None = None
+    """Options of reasoning."""
+    metadata: Metadata | None = None
+    """Up to 16 texts by name, which the response repeats."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables for the model's chat template."""
+
+    @property
+    def includes_logprobs(self) -> bool:
+        """Whether log-probabilities were requested."""
+        return "message.output_text.logprobs" in (self.include or ())
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """Text of a message."""
+
+    text: str
+    annotations: list[Any] = []
+    """Always empty."""
+    logprobs: list[TokenLogprob] = []
+    """Log-probability of each token, as in chat completions, if requested."""
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """Text of a reasoning item."""
+
+    text: str
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """A message of the model."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """The thinking section of the answer."""
+
+    id: str
+    status: Status
+    summary: list[ReasoningText] = []
+    """Always empty."""
+    content: list[ReasoningText]
+
+
+class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A function call. The caller runs the function and sends a `function_call_output` with the same `call_id`."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+    """The arguments as JSON text. The model wrote it: without `strict`, it may be invalid."""
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """Details of the input tokens."""
+
+    cached_tokens: int
+    """Input tokens that were not computed, because their keys and values were cached."""
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """Details of the output tokens."""
+
+    reasoning_tokens: int
+    """Tokens of the thinking section."""
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """The answer to a conversation, and the parameters that it was made with."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """Seconds since 1970."""
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    """`incomplete`: the limit or the context was reached."""
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: Reasoning
+    store: bool
+    """Whether the response can be retrieved."""
+    temperature: float
+    text: TextConfig
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
+    tools: list[FunctionTool] = []
+    top_logprobs: int = 0
+    top_p: float
+    truncation: Literal["auto", "disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    metadata: dict[str, str] = {}
+    system_fingerprint: str
+    """Identifies the weights and the settings that affect numbers."""
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """A response was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """Input items of a stored response."""
+
+    object: Literal["list"] = "list"
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

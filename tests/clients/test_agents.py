@@ -1,0 +1,61 @@
+"""A tool loop of the OpenAI Agents SDK over ``/v1/responses``, whole and streamed.
+
+The demo model calls no tools, so an engine says what the test chooses: a call first, and then an answer. Gateway, sockets and SDK
+are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from engine import wire
+from tests import templates
+from tests.clients.environments import run_client
+from tests.fakes import FakeEngine, ids, library
+from tests.gateway.conftest import gateways
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+ANSWER = "It is warm in Zürich."
+KINDS = ["tool_call_item", "tool_call_output_item", "message_output_item"]
+
+
+def speaks(engine: FakeEngine) -> None:
+    """Let ``engine`` call the tool, and answer when the prompt has the tool's output."""
+
+    class Requests(list[wire.Generate]):
+        def append(self, request: wire.Generate) -> None:
+            super().append(request)
+            told = library().decode(request.prompt, skip_special_tokens=False)
+            engine.says = ids(ANSWER if "It is 22 degrees in Zürich." in told else CALL)
+
+    engine.generates = Requests()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    engine = FakeEngine(model="caller", template=templates.HERMES, capabilities=(*FakeEngine.capabilities, "grammar"))
+    speaks(engine)
+    with gateways() as start:
+        yield engine, start(engine)
+
+
+def url(client: httpx.Client) -> str:
+    return f"{client.base_url}".rstrip("/") + "/v1"
+
+
+def test_a_tool_loop(server: tuple[FakeEngine, httpx.Client]) -> None:
+    engine, client = server
+    told = run_client("agents_loop.py", url(client), engine.model)
+    assert told == {"answer": ANSWER, "kinds": KINDS, "requests": 2}
+    assert "Be brief." in library().decode(engine.generates[-1].prompt)
+
+
+def test_a_streamed_tool_loop_over_stored_responses(server: tuple[FakeEngine, httpx.Client]) -> None:
+    engine, client = server
+    told = run_client("agents_stream.py", url(client), engine.model)
+    assert told == {"answer": ANSWER, "streamed": ANSWER, "kinds": KINDS}

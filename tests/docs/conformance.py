@@ -1,0 +1,42 @@
+"""The conformance table of docs/api.md: what each endpoint does with each parameter, derived from the schemas and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint
+from gateway.text.reading.endpoints import ENDPOINTS
+
+Cell = Literal["works", "refused", "ignored"]
+
+KINDS = {endpoint.kind.endpoint: endpoint.kind for endpoint in ENDPOINTS.values()}
+"""Struct of the request body of each endpoint."""
+
+
+def declared(endpoint: Endpoint) -> dict[str, msgspec.structs.FieldInfo]:
+    """The fields of an endpoint's request."""
+    return {field.encode_name: field for field in msgspec.structs.fields(KINDS[endpoint])}
+
+
+def _cells() -> Iterator[tuple[str, Endpoint, Cell]]:
+    for endpoint in ALL:
+        for name in declared(endpoint):
+            yield name, endpoint, "works"
+    for cell, table in (("refused", REFUSED), ("ignored", IGNORED)):
+        for row in table:
+            for endpoint in row.endpoints:
+                if row.name not in declared(endpoint):
+                    yield row.name, endpoint, cell
+
+
+def table() -> dict[str, dict[Endpoint, Cell]]:
+    """What each endpoint does with each parameter, by its name. An endpoint is absent where the parameter has no meaning; there it
+    is ignored like every unknown field."""
+    found: dict[str, dict[Endpoint, Cell]] = {}
+    for name, endpoint, cell in _cells():
+        assert endpoint not in found.get(name, {}), f"{name} has one cell for {endpoint}"
+        found.setdefault(name, {})[endpoint] = cell
+    return found

@@ -1,0 +1,232 @@
+"""The conformance table of docs/api.md, tried cell by cell against a running server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint
+from tests import templates
+from tests.docs.conformance import Cell, declared, table
+from tests.docs.generate import PAGE
+from tests.fakes import FakeEngine
+from tests.gateway.conftest import gateways
+from tests.gateway.schemas.test_parameters import BODIES, PATHS
+
+TEXT = PAGE.read_text(encoding="utf-8")
+MESSAGES = [{"role": "user", "content": "a"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+VALUES: dict[str, Any] = {
+    "activation": "softmax",
+    "add_generation_prompt": True,
+    "apply_softmax": True,
+    "bad_words": ["bad"],
+    "allowed_token_ids": [5, 6],
+    "cache_salt": "x",
+    "chat_template_kwargs": {"a": 1},
+    "custom_params": {"value_scale": 1.0},
+    "dimensions": 2,
+    "documents": ["b"],
+    "echo": True,
+    "encoding_format": "base64",
+    "ebnf": 'root ::= "a"',
+    "frequency_penalty": 0.5,
+    "grammar": 'root ::= "a"',
+    "guided_choice": ["a", "b"],
+    "guided_grammar": 'root ::= "a"',
+    "guided_json": SCHEMA,
+    "guided_regex": "a+",
+    "json_schema": SCHEMA,
+    "gamma": 0.9,
+    "include": ["message.output_text.logprobs"],
+    "input_type": "query",
+    "instruct": "Find it.",
+    "instruction": "Find it.",
+    "instructions": "Be brief.",
+    "label_token_ids": [1],
+    "labels": [" Yes"],
+    "length_guidance": {"scale": 1.0},
+    "logit_bias": {"5": 1.0},
+    "max_completion_tokens": 1,
+    "max_output_tokens": 2,
+    "max_tokens": 1,
+    "max_tokens_per_doc": 5,
+    "max_tokens_per_query": 5,
+    "messages": MESSAGES,
+    "metadata": {"a": "b"},
+    "min_p": 0.1,
+    "min_tokens": 1,
+    "model": "fake",
+    "n": 1,
+    "presence_penalty": 0.5,
+    "priority": 1,
+    "prompt_logprobs": 1,
+    "prompt_name": "query",
+    "reasoning": {"effort": "low"},
+    "reasoning_effort": "low",
+    "regex": "a+",
+    "repetition_penalty": 1.1,
+    "response_format": {"type": "text"},
+    "seed": 1,
+    "stop": ["x"],
+    "stop_token_ids": [7],
+    "structured_outputs": {"regex": "a+"},
+    "stream_options": {"include_usage": True},
+    "temperature": 0.5,
+    "text": {"format": {"type": "text"}},
+    "thinking_budget": 5,
+    "thinking_token_budget": 5,
+    "tool_choice": "auto",
+    "tools": [TOOL],
+    "top_k": 5,
+    "top_n": 1,
+    "top_p": 0.5,
+    "truncate_prompt_tokens": 50,
+    "truncation": "auto",
+    "truncation_direction": "left",
+    "user": "me",
+}
+"""A valid value of each parameter that works and is no flag."""
+VALUES_AT: dict[tuple[str, Endpoint], Any] = {
+    ("best_of", "completions"): 2,
+    ("documents", "score"): ["b"],
+    ("input", "classify"): "a",
+    ("input", "embeddings"): "a",
+    ("input", "length"): "a",
+    ("input", "responses"): "a",
+    ("items", "score"): [[2]],
+    ("label_token_ids", "score"): [1],
+    ("logprobs", "completions"): 1,
+    ("model", "classify"): "head",
+    ("model", "embeddings"): "embedder",
+    ("prompt", "completions"): "a",
+    ("prompt", "length"): "a",
+    ("prompt", "tokenize"): "a",
+    ("query", "rerank"): "a",
+    ("query", "score"): [1],
+    ("tokens", "detokenize"): [5],
+    ("top_logprobs", "chat"): 2,
+    ("top_logprobs", "responses"): 2,
+    ("tools", "responses"): [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+}
+WITH: dict[tuple[str, Endpoint], dict[str, Any]] = {
+    ("stream_options", "completions"): {"stream": True},
+    ("stream_options", "chat"): {"stream": True},
+    ("top_logprobs", "chat"): {"logprobs": True},
+    ("top_logprobs", "responses"): {"include": ["message.output_text.logprobs"]},
+    ("previous_response_id", "responses"): {},
+    ("tool_choice", "chat"): {"tools": [TOOL]},
+}
+"""Other parameters that one needs."""
+LIKELIHOOD = {"model": "fake", "query": [1], "items": [[2]], "readout": "likelihood"}
+PAIR = {"model": "fake", "text_1": "a", "text_2": ["b"]}
+INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
+    **{
+        (name, "score"): PAIR
+        for name in (
+            *("text_1", "text_2", "truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query"),
+            *("truncation_direction", "instruction", "instruct", "raw_scores"),
+        )
+    },
+    ("readout", "score"): LIKELIHOOD,
+    ("return_token_logprobs", "score"): LIKELIHOOD,
+    ("queries", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
+    ("documents", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
+    ("labels", "score"): {"model": "fake", "query": "a", "items": ["b"]},
+    ("texts", "rerank"): {"model": "fake", "query": "a", "texts": ["b"]},
+    ("return_text", "rerank"): {"model": "fake", "query": "a", "texts": ["b"]},
+    ("inputs", "embeddings"): {"model": "embedder", "inputs": "a"},
+    ("prompt", "tokenize"): {"model": "fake", "prompt": "a"},
+    ("prompt", "length"): {"model": "fake", "prompt": "a"},
+    ("partial", "length"): {"model": "fake", "prompt": "a", "partial": "b"},
+    ("messages", "length"): {"model": "fake", "messages": MESSAGES},
+    ("chat_template_kwargs", "length"): {"model": "fake", "messages": MESSAGES},
+}
+"""Requests in another form, for parameters that the usual one does not have."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[httpx.Client]:
+    """A client of a gateway before three models, which serve all endpoints together."""
+    head = FakeEngine(model="head", fingerprint="head", capabilities=("classify",), classes=("a", "b"))
+    embedder = FakeEngine(model="embedder", fingerprint="embedder", capabilities=("embed",), embedding_size=4)
+    able = (*FakeEngine.capabilities, "grammar")
+    template = "{{ reasoning_effort }}" + templates.THINKING
+    with gateways() as start:
+        yield start(FakeEngine(template=template, capabilities=able, added=("<think>", "</think>")), head, embedder)
+
+
+def shown() -> dict[str, dict[Endpoint, Cell]]:
+    """The table as the page has it."""
+    (part,) = re.findall(r"<!-- conformance: .*?-->\n(.*?)<!-- end -->", TEXT, flags=re.DOTALL)
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in part.strip().splitlines())
+    assert tuple(head[1:]) == ALL
+    return {name.strip("`"): {at: cell for at, cell in zip(ALL, cells, strict=True) if cell != "–"} for name, *cells in rows}
+
+
+def ask(server: httpx.Client, name: str, endpoint: Endpoint, value: Any) -> httpx.Response:
+    body = INSTEAD.get((name, endpoint), BODIES[endpoint]) | WITH.get((name, endpoint), {})
+    return server.post(f"/v1/{PATHS[endpoint]}", json=body | {name: value})
+
+
+def ignored(answer: httpx.Response) -> list[str]:
+    return answer.headers.get("x-yardstick-ignored", "").split(", ")
+
+
+def works(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
+    """What is wrong with a cell that says so; empty if nothing is."""
+    given = INSTEAD.get((name, endpoint), BODIES[endpoint])
+    value = VALUES_AT.get((name, endpoint), VALUES.get(name, given.get(name, True)))
+    if name == "previous_response_id":
+        value = server.post("/v1/responses", json=BODIES["responses"] | {"store": True}).json()["id"]
+    answer = ask(server, name, endpoint, value)
+    if answer.status_code != 200:
+        return answer.text
+    return f"{value!r} is ignored" if name in ignored(answer) else ""
+
+
+def refused(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
+    (row,) = (row for row in REFUSED if row.name == name and endpoint in row.endpoints)
+    answer = ask(server, name, endpoint, ["other", "values"])
+    error = answer.json().get("error", {})
+    if answer.status_code != 400 or error["param"] != name or error["message"] != row.message:
+        return answer.text
+    for value in (None, *row.accepts):
+        accepted = ask(server, name, endpoint, value)
+        if accepted.status_code != 200 or name in ignored(accepted):
+            return f"{value!r}: {accepted.text}"
+    return ""
+
+
+def is_ignored(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
+    answer = ask(server, name, endpoint, {"any": ["value"]})
+    return "" if answer.status_code == 200 and name in ignored(answer) else answer.text
+
+
+@pytest.mark.parametrize("endpoint", ALL)
+def test_every_cell_is_true(server: httpx.Client, endpoint: Endpoint) -> None:
+    checks = {"works": works, "refused": refused, "ignored": is_ignored}
+    problems = {}
+    for name, cells in shown().items():
+        if endpoint in cells and (problem := checks[cells[endpoint]](server, name, endpoint)):
+            problems[name] = f"{cells[endpoint]}: {problem}"
+        elif endpoint not in cells and (problem := is_ignored(server, name, endpoint)):
+            problems[name] = f"–: {problem}"
+    assert not problems
+
+
+def test_the_table_has_every_parameter() -> None:
+    assert shown() == table()
+    names = {row.name for row in (*REFUSED, *IGNORED)}.union(*(declared(endpoint) for endpoint in ALL))
+    assert set(shown()) == names
+
+
+def test_the_samples_are_of_parameters() -> None:
+    names = set(shown())
+    assert set(VALUES) | {name for name, _ in (*VALUES_AT, *WITH, *INSTEAD)} <= names | {"activation"}

@@ -1,4 +1,4 @@
-"""Compares two ways to bound thinking: ``python -m examples.thinking_model.measure MODELS`` prints a table and, with ``--plot``, draws it.
+"""Compares two ways to bound thinking: ``python -m examples.thinking_model.measure MODELS`` prints a table.
 
 *Steered*: length guidance with the budget as target of the thinking section. *Cut off*: thinking stops after the budget and the
 section is closed by force, as servers do that only have a hard limit. Both answer the same held-out questions with the same seeds.
@@ -49,7 +49,12 @@ class Asker:
 
     def __init__(self, models: Path) -> None:
         settings = EngineSettings(
-            model=str(models / "base"), name="thinking", lenvm_model=str(models / "lenvm"), device="cpu", max_total_tokens=60_000
+            model=str(models / "base"),
+            name="thinking",
+            lenvm_model=str(models / "lenvm"),
+            device="cpu",
+            max_total_tokens=60_000,
+            max_wait_seconds=3600,
         )
         self._loop: Loop = build_loop(settings)
         self.tokenizer: Tokenizer = load_tokenizer(models / "base")

@@ -122,15 +122,33 @@ def measure(models: Path, count: int) -> list[Row]:
     return rows
 
 
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw the share of right answers against the tokens of thinking."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for way, style in (("steered", "o-"), ("cut off", "s--"), ("free", "D")):
+        points = sorted((row.thinking, 100 * row.right) for row in rows if row.way == way)
+        axes.plot([x for x, _ in points], [y for _, y in points], style, label=f"thinking is {way}")
+    axes.set(xlabel="mean tokens of thinking", ylabel="right answers, %", xlim=(0, None), ylim=(0, 102))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare steered thinking with thinking that is cut off.")
     parser.add_argument("models", type=Path, help="directory with base/ and lenvm/, from examples.thinking_model.train")
     parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--plot", type=Path, help="PNG file to draw")
     arguments = parser.parse_args()
     rows = measure(arguments.models, arguments.questions)
     print("| thinking | budget | mean tokens of thinking | within 1.2 × budget | right answers |\n| --- | --- | --- | --- | --- |")
     for row in rows:
         print(f"| {row.way} | {row.budget or '-'} | {row.thinking:.1f} | {row.within:.0%} | {row.right:.0%} |")
+    if arguments.plot is not None:
+        plot(rows, arguments.plot)
     print(json.dumps([asdict(row) for row in rows]))
 
 

@@ -12,7 +12,8 @@ from random import Random
 import pytest
 
 from examples.thinking_model import task
-from tests.processes import ROOT
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_every_thought_is_right_and_ends_with_the_answer() -> None:

@@ -23,8 +23,10 @@ BENCHMARKS = {
     "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
     "accuracy": Benchmark("benchmarks.engine.cli:accuracy", "accuracy of bfloat16 and FP8, on the demo models and random weights"),
     "gpu": Benchmark("benchmarks.engine.cli:gpu", "everything that needs a GPU machine, in at most 8 minutes"),
+    "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),
+    "tokenise": Benchmark("benchmarks.gateway.tokenise:main", "CPU time of tokenising a request, beside the tokenizers library"),
     "stream": Benchmark("benchmarks.gateway.stream:main", "CPU time of the gateway for each streamed token"),
     "rerank": Benchmark("benchmarks.gateway.peer_crossencoder:main", "reranking over HTTP, beside sentence-transformers"),
     "litellm": Benchmark("benchmarks.gateway.peer_litellm:main", "CPU time of the gateway for each chat, beside LiteLLM's proxy"),
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks",
         description="Benchmarks of engine, kernels and gateway on this machine.",
-        epilog="\n".join(["benchmarks:", *(f"  {name:<9} {benchmark.help}" for name, benchmark in BENCHMARKS.items())]),
+        epilog="\n".join(["benchmarks:", *(f"  {name:<10} {benchmark.help}" for name, benchmark in BENCHMARKS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

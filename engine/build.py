@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from llguidance import LLTokenizer
 
 from engine import wire
 from engine.attention.branches import FixedBranches
@@ -37,6 +38,8 @@ from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
 from engine.scheduling.scheduler import Budget, Scheduler
 from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
+from engine.structured.vocabulary import VocabularyError, load_vocabulary
+from engine.structured_requests import StructuredRequests
 from kernels.candidates import MOST
 
 logger = logging.getLogger(__name__)
@@ -62,12 +65,25 @@ def build_loop(settings: EngineSettings) -> Loop:
     else:
         decoder = load_model(directory, dtype, settings.quantize).to(device)
     digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel)
+    vocabulary = load_grammar_vocabulary(directory, decoder.config)
     if settings.lenvm_model is None:
-        return assemble(decoder, settings, digest)
+        return assemble(decoder, settings, digest, vocabulary=vocabulary)
     lenvm_directory = locate(settings.lenvm_model)
     paired = load_pair(lenvm_directory, directory, settings, dtype, device)
     both = hashlib.sha256(f"{digest} {fingerprint(lenvm_directory, dtype, settings.quantize)} {paired.gamma}".encode()).hexdigest()
-    return assemble(decoder, settings, both[: len(digest)], paired)
+    return assemble(decoder, settings, both[: len(digest)], paired, vocabulary)
+
+
+def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> LLTokenizer | None:
+    """Load what grammars need of a model; None where it does not write text, or where its tokeniser or end of text is unknown."""
+    path = directory / "tokenizer.json"
+    if not (config.lm_head and config.eos_token_ids and path.is_file()):
+        return None
+    try:
+        return load_vocabulary(path.read_bytes(), config.vocab_size, config.eos_token_ids)
+    except VocabularyError as error:
+        logger.warning("outputs cannot follow grammars: %s", error)
+        return None
 
 
 class PairedLenVM(NamedTuple):
@@ -92,8 +108,14 @@ def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torc
     return PairedLenVM(model, gamma_of(directory, settings.lenvm_gamma))
 
 
-def assemble(decoder: Decoder, settings: EngineSettings, digest: str, paired: PairedLenVM | None = None) -> Loop:
-    """Build the loop around a loaded model and, if there is one, the length model."""
+def assemble(
+    decoder: Decoder,
+    settings: EngineSettings,
+    digest: str,
+    paired: PairedLenVM | None = None,
+    vocabulary: LLTokenizer | None = None,
+) -> Loop:
+    """Build the loop around a loaded model and, if there are, the length model and the vocabulary for grammars."""
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
@@ -114,7 +136,7 @@ def assemble(decoder: Decoder, settings: EngineSettings, digest: str, paired: Pa
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
     lenvm_pool = None if paired is None else SlotPool(slots)
     scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool)
-    info = describe(config, settings, slots, digest, paired)
+    info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
     return Loop(
         runner,
         scheduler,
@@ -123,6 +145,7 @@ def assemble(decoder: Decoder, settings: EngineSettings, digest: str, paired: Pa
         max_wait_seconds=settings.max_wait_seconds,
         overlap=overlap,
         mean_pooling=config.pooling == "mean",
+        structured=None if vocabulary is None else StructuredRequests(vocabulary),
     )
 
 
@@ -185,7 +208,13 @@ def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
 
 
 def describe(
-    config: ModelConfig, settings: EngineSettings, slots: int, digest: str, paired: PairedLenVM | None = None
+    config: ModelConfig,
+    settings: EngineSettings,
+    slots: int,
+    digest: str,
+    paired: PairedLenVM | None = None,
+    *,
+    grammar: bool = False,
 ) -> wire.Info:
     """Return the description of the model and its limits for the gateway. Head rows that only one of two models has are padding."""
     vocab_size = config.vocab_size if paired is None else min(config.vocab_size, paired.model.config.vocab_size)
@@ -195,7 +224,7 @@ def describe(
         vocab_size=vocab_size,
         max_context=config.max_context,
         eos_token_ids=list(config.eos_token_ids),
-        capabilities=capabilities(config, paired),
+        capabilities=capabilities(config, paired, grammar=grammar),
         limits=wire.Limits(
             max_branches=10_000,
             max_slots=slots,
@@ -211,7 +240,7 @@ def describe(
     )
 
 
-def capabilities(config: ModelConfig, paired: PairedLenVM | None) -> list[str]:
+def capabilities(config: ModelConfig, paired: PairedLenVM | None, *, grammar: bool = False) -> list[str]:
     """:attr:`engine.wire.Info.capabilities`."""
     able = {
         "score": config.lm_head,
@@ -219,6 +248,7 @@ def capabilities(config: ModelConfig, paired: PairedLenVM | None) -> list[str]:
         "classify": bool(config.classes),
         "embed": config.pooling is not None,
         "length_guidance": paired is not None,
+        "grammar": grammar,
     }
     return [name for name, is_able in able.items() if is_able]
 

@@ -36,13 +36,16 @@ def check(message: wire.Score | wire.Generate, info: wire.Info) -> str | None:
     if problem is not None:
         return problem
     lacking = _lacking(message, info)
+    if lacking == "grammar":
+        return "The output of this model cannot follow a grammar."
     if lacking == "length_guidance":
         return "This engine has no length model."
     if lacking is not None:
-        able = [name for name in info.capabilities if name != "length_guidance"]
+        able = [name for name in info.capabilities if name not in {"length_guidance", "grammar"}]
         return f"This model cannot {lacking}; it can {' and '.join(able)}."
     if isinstance(message, wire.Generate):
-        return next(itertools.chain(_generate_problems(message, info), guidance_problems(message, info)), None)
+        problems = (_generate_problems(message, info), _constraint_problems(message, info), guidance_problems(message, info))
+        return next(itertools.chain(*problems), None)
     problems = (_readout_problems(message.readout, info), _branch_problems(message, info), _answer_problems(message, info))
     return next(itertools.chain(*problems), None)
 
@@ -52,7 +55,9 @@ def _lacking(message: wire.Score | wire.Generate, info: wire.Info) -> str | None
     if isinstance(message, wire.Score):
         needed = [NEEDED[type(message.readout)]]
     else:
-        needed = ["generate"] if message.length_guidance is None else ["generate", "length_guidance"]
+        needed = ["generate"]
+        needed += ["length_guidance"] if message.length_guidance is not None else []
+        needed += ["grammar"] if message.grammar else []
     return next((name for name in needed if name not in info.capabilities), None)
 
 
@@ -134,6 +139,21 @@ def _generate_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]
         yield "top_p and repetition_penalty must be greater than 0."
     if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
         yield "Values of logit_bias must be finite numbers."
+
+
+def _constraint_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
+    sampling = message.sampling
+    allowed, banned = sampling.allowed_token_ids, list(itertools.chain(*sampling.bad_words))
+    if len(message.grammar.encode()) > wire.MAX_GRAMMAR_BYTES:
+        yield f"The grammar has more than {wire.MAX_GRAMMAR_BYTES} bytes."
+    if message.grammar and sampling.ignore_eos:
+        yield "ignore_eos contradicts a grammar, whose output ends where it is complete."
+    if allowed is not None and not (allowed and _known(allowed, info)):
+        yield f"allowed_token_ids must be one or more token ids between 0 and {info.vocab_size - 1}."
+    if len(banned) > wire.MAX_BAD_TOKENS:
+        yield f"bad_words have {len(banned)} tokens; at most {wire.MAX_BAD_TOKENS} are allowed."
+    if not _known(banned, info) or not all(sampling.bad_words):
+        yield f"Each of bad_words must be one or more token ids between 0 and {info.vocab_size - 1}."
 
 
 _RANGES = (

@@ -22,10 +22,13 @@ import numpy.typing as npt
 
 from engine import wire
 from engine.ints import EMPTY, IntBuffer, Ints
-from engine.length_guidance import effective, top_k
+from engine.length_guidance import GuidedSection, effective, section_of, top_k
+from engine.structured.bits import bits_of, words_of
 
 if TYPE_CHECKING:
     from engine.kvcache.prefix_cache import Node
+    from engine.structured.bits import Bits
+    from engine.structured.constraint import Constraint
 
 NOBODY = wire.Caller()
 
@@ -62,6 +65,10 @@ class Branch:
     pending_steps: int = 0
     """Pending steps that compute the branch's last token."""
     done: bool = False
+    constraint: Constraint | None = None
+    """The state of the grammar that the output follows; None without a grammar."""
+    section: GuidedSection | None = None
+    """Section of the output whose draws are guided; None for all of it."""
     aux_branch: Branch | None = None
     """Branch of this sequence on the length model; None if the sequence is not guided. Both branches share one token buffer."""
     main_branch: Branch | None = None
@@ -81,6 +88,11 @@ class Branch:
             self.tokens.view[-1] = token
         else:
             self.tokens.extend([token])
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether it is known which tokens can be drawn next."""
+        return self.constraint is None or self.constraint.ready
 
     @property
     def remaining(self) -> int:
@@ -268,6 +280,8 @@ class GenerateRequest(Request):
     candidates: int = 0
     """Largest number of tokens that the length model evaluates for a draw."""
     aux_request: AuxRequest | None = None
+    allowed: Bits | None = None
+    """``Sampling.allowed_token_ids``."""
 
     @classmethod
     def of(cls, message: wire.Generate, now: float) -> GenerateRequest:
@@ -286,12 +300,14 @@ class GenerateRequest(Request):
             message=message,
             prompt=prompt,
             length_guidance=effective(message),
+            allowed=_allowed(message.sampling),
         )
         request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
         if request.length_guidance is not None:
             request.candidates = top_k(message)
             request.aux_request = AuxRequest(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
             for branch in request.branches:
+                branch.section = section_of(request.length_guidance)
                 branch.aux_branch = Branch(request.aux_request, branch.index, branch.tokens, main_branch=branch)
                 request.aux_request.branches.append(branch.aux_branch)
         return request
@@ -315,13 +331,31 @@ class GenerateRequest(Request):
         return self.offset(branch) < self.message.sampling.max_tokens
 
     @property
-    def penalised(self) -> bool:
-        """Whether a draw depends on the tokens drawn before it other than through the model."""
+    def depends_on_output(self) -> bool:
+        """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
         sampling = self.message.sampling
-        return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
+        penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+        return penalties != (0.0, 0.0, 1.0) or any(len(word) > 1 for word in sampling.bad_words)
 
     def may_run_ahead(self, branch: Branch) -> bool:
-        return not self.penalised and self.offset(branch) + 1 < self.message.sampling.max_tokens
+        if self.depends_on_output or self.message.grammar:
+            return False
+        if branch.section is not None:
+            self.guided_from(branch)  # reads the known tokens
+            if not branch.section.settled:
+                return False
+        return self.offset(branch) + 1 < self.message.sampling.max_tokens
+
+    def guided_from(self, branch: Branch) -> int | None:
+        """Return the number of output tokens before the section that is guided; None if the next draw of ``branch`` is not guided.
+        The newest token must be known, unless the section is settled."""
+        if self.length_guidance is None:
+            return None
+        if branch.section is None:
+            return 0
+        if not branch.section.settled:
+            branch.section.read(self.output(branch))
+        return branch.section.begin
 
     def offset(self, branch: Branch) -> int:
         """Output tokens of ``branch`` so far, those of an earlier attempt included."""
@@ -331,6 +365,12 @@ class GenerateRequest(Request):
         """Output tokens of ``branch`` so far, those of an earlier attempt included."""
         earlier = self.prompt[len(self.prompt) - self.message.resume_offset :]
         return np.concatenate([earlier, branch.outputs])
+
+
+def _allowed(sampling: wire.Sampling) -> Bits | None:
+    if sampling.allowed_token_ids is None:
+        return None
+    return bits_of(sampling.allowed_token_ids, words_of(max(sampling.allowed_token_ids) + 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
 
 from engine import wire
+from engine.ints import Ints
 
 
 def effective(message: wire.Generate) -> wire.LengthGuidance | None:
@@ -24,6 +28,49 @@ def is_neutral(guidance: wire.LengthGuidance) -> bool:
     return guidance.scale == wire.NEUTRAL_SCALE.get(guidance.mode, 1.0) or (guidance.mode == "mul" and guidance.scale <= 0)
 
 
+@dataclass(slots=True)
+class GuidedSection:
+    """The section of one output in which draws are guided, as far as the output is known."""
+
+    thinking: wire.Thinking
+    wanted: Literal["thinking", "answer"]
+    begin: int | None = None
+    """Output tokens before the section, if the next draw is in it; otherwise None."""
+    settled: bool = False
+    """Whether no further token changes this."""
+    _searched: int = 0
+
+    def read(self, output: Ints) -> None:
+        """Follow the output. ``output``: all of its tokens so far; the ones that were read before are not read again."""
+        if self.settled or not len(output):
+            self._begin_opened()
+            return
+        opened = self.thinking.open
+        if opened is not None and int(output[0]) != opened:  # no thinking section
+            self.begin, self.settled = (0 if self.wanted == "answer" else None), True
+            return
+        found = np.flatnonzero(output[self._searched :] == self.thinking.close)
+        if len(found):
+            end = self._searched + int(found[0]) + 1
+            self.begin, self.settled = (end if self.wanted == "answer" else None), True
+        elif self.wanted == "thinking":
+            self.begin = 0 if opened is None else 1
+        self._searched = len(output)
+
+    def _begin_opened(self) -> None:
+        """The first draw is in the thinking section, if the prompt has begun it."""
+        if not self.settled and self.wanted == "thinking" and self.thinking.open is None:
+            self.begin = 0
+
+
+def section_of(guidance: wire.LengthGuidance | None) -> GuidedSection | None:
+    """The section of an output that ``guidance`` is for; None for all of it."""
+    if guidance is None or guidance.applies_to == "both":
+        return None
+    assert guidance.thinking is not None
+    return GuidedSection(guidance.thinking, guidance.applies_to)
+
+
 def top_k(message: wire.Generate) -> int:
     """Largest number of candidates of a draw: the guidance's ``top_k``, or the sampling's where that is smaller."""
     guidance, own = message.length_guidance, message.sampling.top_k
@@ -32,7 +79,8 @@ def top_k(message: wire.Generate) -> int:
 
 
 def target(guidance: wire.LengthGuidance, drawn: int, gamma: float) -> float:
-    """Target of a constraint: tokens after the next draw, the end of sequence included. drawn: output tokens so far.
+    """Target of a constraint: tokens after the next draw, the end of sequence included. drawn: output tokens so far, of the guided
+    section.
 
     A text of N tokens without its end still has N − drawn − 1 tokens and its end to come after the next draw.
     """
@@ -62,6 +110,10 @@ def problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:
         yield f"entropy_threshold is {guidance.entropy_threshold}; it must be a finite number of 0 or more."
     if not 0 <= guidance.value_min <= 1:
         yield f"value_min is {guidance.value_min}; between 0 and 1 is allowed."
+    if guidance.applies_to not in ("both", "thinking", "answer"):
+        yield f"applies_to is {guidance.applies_to!r}; it must be both, thinking or answer."
+    if guidance.applies_to != "both" and guidance.thinking is None:
+        yield f"applies_to {guidance.applies_to} needs thinking."
     if guidance.return_values and message.logprobs is None:
         yield "return_values needs logprobs."
     yield from _constraint_problems(guidance)

@@ -26,11 +26,14 @@ from engine.readouts.logprobs import join_logprobs
 from engine.request_log import Ending, RequestLog
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
+from engine.structured_requests import StructuredRequests
 
 logger = logging.getLogger(__name__)
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
 """Errors of a step that are no fault of the program, above all out of memory."""
+WAIT_SECONDS = 0.001
+"""Pause between steps where every request waits for a grammar or a mask."""
 QUEUE_FULL = "The engine's queue is full."
 
 
@@ -60,9 +63,10 @@ class Loop:
         max_wait_seconds: float = math.inf,
         overlap: bool = False,
         mean_pooling: bool = False,
+        structured: StructuredRequests | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``mean_pooling``: see :meth:`ScoreRequest.of`."""
+        """``mean_pooling``: see :meth:`ScoreRequest.of`. ``structured``: None where the engine follows no grammars."""
         self._runner = runner
         self._scheduler = scheduler
         self.info = info
@@ -70,11 +74,14 @@ class Loop:
         self._max_wait_seconds = max_wait_seconds
         self._overlap = overlap
         self._mean_pooling = mean_pooling
+        self._structured = structured
         self._pending_step: PendingStep | None = None
         """The step whose results are not processed yet."""
         self._clock = clock
         self._log = RequestLog(clock)
         self._refused = Refused()
+        self._step_seconds = 0.0
+        """Time of the last step, without its wait for masks."""
         self._ended: list[wire.Reply] = []
         """Terminal replies that the next step returns."""
         self._steps = 0
@@ -92,6 +99,8 @@ class Loop:
             self._ended.append(failure)
         elif isinstance(message, wire.Score):
             self._submit_score(message)
+        elif self._structured is not None and message.grammar:
+            self._structured.begin(GenerateRequest.of(message, self._clock()))
         else:
             self._scheduler.add(GenerateRequest.of(message, self._clock()))
 
@@ -104,15 +113,18 @@ class Loop:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute, to wait for or to reply."""
-        return self._scheduler.idle and self._pending_step is None and not self._ended
+        compiling = self._structured is not None and self._structured.compiling
+        return self._scheduler.idle and self._pending_step is None and not self._ended and not compiling
 
     def step(self) -> list[wire.Reply]:
         """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
+        replies += self._settle_structured()
         late = self._scheduler.expire()
         for request in late:
             replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
+        began = time.perf_counter()
         batch = self._scheduler.schedule()
         pending = self._pending_step
         try:
@@ -125,7 +137,32 @@ class Loop:
         if not self._overlap and self._pending_step is not None:
             pending, self._pending_step = self._pending_step, None
             replies += self._wait(pending)
+        self._step_seconds = time.perf_counter() - began
+        if batch.empty and pending is None and not replies and not self.idle:
+            time.sleep(WAIT_SECONDS)
         return replies
+
+    def _settle_structured(self) -> list[wire.Reply]:
+        """Queue the requests whose grammar is compiled, and end those that cannot follow theirs."""
+        if self._structured is None:
+            return []
+        settled = self._structured.settle(self._step_seconds)
+        for request in settled.compiled:
+            self._scheduler.add(request)
+        replies: list[wire.Reply] = []
+        for request, problem in settled.failed:
+            queued = self._scheduler.get(request.id) is request
+            if queued:
+                self._scheduler.remove(request)
+            if queued or request.first_computed is None:
+                self._note("failed", request, code="invalid")
+                replies.append(wire.Failed(request.id, "invalid", problem))
+        return replies
+
+    def close(self) -> None:
+        """End the loop's threads."""
+        if self._structured is not None:
+            self._structured.close()
 
     @property
     def stats(self) -> wire.Stats:
@@ -151,6 +188,7 @@ class Loop:
             refused_queue=self._refused.queue,
             refused_wait=self._refused.wait,
             displaced=self._refused.displaced,
+            **self._structured.counts if self._structured is not None else {},
         )
 
     def _submit_score(self, message: wire.Score) -> None:
@@ -161,7 +199,7 @@ class Loop:
 
     def _refusal(self, message: wire.Score | wire.Generate) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
-        if self._scheduler.get(message.id) is not None:
+        if self._request(message.id) is not None:
             return self._invalid(message, "A request of this id is still running; ids must be unique.")
         problem = check(message, self.info)
         if problem is not None:
@@ -170,10 +208,16 @@ class Loop:
         if wait > self._max_wait_seconds:
             self._refused.wait += 1
             return self._overloaded(message, "wait", wait)
-        if self._scheduler.waiting >= self._max_waiting and not self._displace(message.caller):
+        compiling = 0 if self._structured is None else self._structured.compiling
+        if self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
             self._refused.queue += 1
             return self._overloaded(message, "queue_full", wait)
         return None
+
+    def _request(self, request_id: str) -> Request | None:
+        """The request with this id, or None if it has ended."""
+        compiling = None if self._structured is None else self._structured.get(request_id)
+        return compiling or self._scheduler.get(request_id)
 
     def _invalid(self, message: wire.Score | wire.Generate, problem: str) -> wire.Failed:
         """The refusal of a faulty message. Its strings may be of any length, so that the log gets their beginnings."""
@@ -207,7 +251,7 @@ class Loop:
         self._log.write(ending, request.caller, request.id, **fields, **times)
 
     def _abort(self, request_id: str) -> None:
-        request = self._scheduler.get(request_id)
+        request = self._request(request_id)
         if request is None:
             return
         if isinstance(request, GenerateRequest):
@@ -217,7 +261,12 @@ class Loop:
             self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
         else:
             self._ended.append(wire.Failed(request.id, "aborted", "The caller ended the request."))
-        self._scheduler.remove(request)
+        if self._scheduler.get(request_id) is None:
+            assert isinstance(request, GenerateRequest)
+            assert self._structured is not None
+            self._structured.remove(request)
+        else:
+            self._scheduler.remove(request)
         self._note("aborted", request)
 
     def _launch(self, batch: Batch) -> PendingStep:
@@ -258,6 +307,8 @@ class Loop:
         for drawn in result.drawn:
             if self._open(drawn.branch):
                 yield from self._tell(drawn.branch, self._delta(drawn.branch, drawn, None))
+        if self._structured is not None:
+            self._structured.start_masks()
         self._lenvm.tokens += result.lenvm.tokens
         self._lenvm.guided += result.lenvm.guided
         self._lenvm.alone += result.lenvm.alone
@@ -291,6 +342,8 @@ class Loop:
             self._scheduler.finish(branch)
             if not request.branches:
                 self._note("finished", request)
+        elif drawn is not None and self._structured is not None:
+            self._structured.advance(branch, drawn.token)
         pieces, branch.prompt_logprobs = branch.prompt_logprobs, []
         return wire.Delta(
             id=request.id,

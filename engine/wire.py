@@ -24,9 +24,10 @@ Every accepted request ends with exactly one terminal message: ``Scored``, ``Fai
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -49,6 +50,31 @@ STATUS_OF_CODE: dict[str, int] = {
     "out_of_memory": 503,
     "internal": 500,
 }
+
+
+MAX_GRAMMAR_BYTES = 1 << 18
+"""Most UTF-8 bytes of ``Generate.grammar``."""
+MAX_BAD_TOKENS = 4096
+"""Most tokens of all of ``Sampling.bad_words``."""
+
+
+class GrammarLimits(NamedTuple):
+    """Limits of llguidance for every grammar, in the gateway and in engines. A generation that exceeds one of them fails."""
+
+    step_lexer_fuel: int = 100_000
+    """Work of the lexer for one token."""
+    step_max_items: int = 20_000
+    """Items of the parser for one token."""
+    max_lexer_states: int = 50_000
+    max_grammar_size: int = 250_000
+    """Symbols of the grammar."""
+
+
+GRAMMAR_LIMITS = GrammarLimits()
+
+
+CONTROL_TOKEN = re.compile(r"<.+>|[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
+"""Spelling of the added tokens that only a name in a grammar matches, besides those that ``tokenizer.json`` marks as special."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,6 +109,10 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Do not end at the model's end-of-sequence tokens (``stop_token_ids`` still end it)."""
     n: int = 1
     """Sequences drawn from the one prompt."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens can be drawn; None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that cannot be drawn: the last token of each is excluded where the output ends with those before it."""
 
 
 GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul"]
@@ -99,6 +129,15 @@ NEUTRAL_SCALE: dict[GuidanceMode, float] = {
 """The scale of each mode that changes no probability."""
 SMALLEST_VALUE = 1e-9
 """Length values are clamped to this and 1 - this where they become numbers of tokens."""
+
+
+class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The thinking section, with which an output may begin."""
+
+    close: int
+    """Token that ends it."""
+    open: int | None = None
+    """Token that begins it, where it is the first of the output; None: the prompt has begun it."""
 
 
 class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,6 +172,11 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """Draws whose candidates' mean value is below this are left alone; in [0, 1]."""
     return_values: bool = False
     """Send ``Logprobs.values``; needs ``Generate.logprobs``."""
+    applies_to: Literal["both", "thinking", "answer"] = "both"
+    """Guide only the draws of this section. ``target_length`` counts its tokens alone, and the token that ends the thinking section
+    counts as an end there. An output without a thinking section is all answer."""
+    thinking: Thinking | None = None
+    """Needed where ``applies_to`` names one section."""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -223,6 +267,10 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     resume_offset: int = 0
     """The last so many tokens of ``prompt`` are output of an earlier attempt; ``Delta.offset`` and noise go on from there, and they
     count against ``max_tokens``. Only with ``n`` = 1."""
+    grammar: str = ""
+    """A grammar of llguidance that the output follows: Lark, which may contain ``%json {...}``, or a grammar as JSON. Empty: none.
+    Only where ``Info.capabilities`` has ``grammar``, and not with ``Sampling.ignore_eos``. An end-of-sequence token can be drawn
+    only where the output is complete, and must be drawn where nothing else may follow, whatever ``Sampling.min_tokens`` says."""
     index: int = 0
     """The sequence index that the noise of the first of the ``n`` sequences is drawn with, so that each can be resumed by itself.
     ``Delta.index`` counts from 0 all the same."""
@@ -335,7 +383,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     eos_token_ids: list[int]
     capabilities: list[str]
     """``score`` (:class:`Labels` and :class:`Likelihood`), ``generate``, ``classify`` (:class:`Classes`), ``embed``
-    (:class:`Embedding`), and ``length_guidance`` (:class:`LengthGuidance` and :class:`LengthValue`)."""
+    (:class:`Embedding`), ``length_guidance`` (:class:`LengthGuidance` and :class:`LengthValue`), and ``grammar``
+    (``Generate.grammar``)."""
     limits: Limits
     lenvm_gamma: float | None = None
     """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""
@@ -381,6 +430,16 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Requests refused because they would have waited too long."""
     displaced: int = 0
     """Waiting requests that lost their place in a full queue to a tenant with fewer requests in it."""
+    structured_requests: int = 0
+    """Generations with a grammar."""
+    compiled_grammars: int = 0
+    """Grammars compiled; one that is in use or was used lately is compiled once."""
+    compile_seconds: float = 0.0
+    """Time spent in compiling them."""
+    masks: int = 0
+    """Sets of tokens that grammars allowed, one for each token drawn."""
+    mask_seconds: float = 0.0
+    """Time spent in computing them, of all threads together."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

@@ -55,6 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MODEL=PRESET",
         help="how a model is prompted and read: a name from `yardstick presets` or a .toml file; repeat for more",
     )
+    parser.add_argument(
+        "--tool-parser",
+        action="append",
+        dest="tool_parsers",
+        metavar="MODEL=FORMAT",
+        help="how a model calls tools, where its chat template does not show it, such as hermes; repeat for more",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        action="append",
+        dest="reasoning_parsers",
+        metavar="MODEL=FORMAT",
+        help="how a model marks its thinking, where its chat template does not show it, such as think; repeat for more",
+    )
     parser.add_argument("--redis-url", metavar="URL", help="Redis for results and limits, such as redis://127.0.0.1:6379/0")
     try:
         settings = load_settings(os.environ, vars(parser.parse_args(arguments)))

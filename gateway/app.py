@@ -80,7 +80,14 @@ def create_app(
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
     watchdog = Watchdog(telemetry)
     workers = Workers(_text_capacity(settings), telemetry)
-    reader = Reader(workers, _bounds(settings), telemetry, text_seconds=settings.text_seconds, job_mib=settings.text_job_mib)
+    reader = Reader(
+        workers,
+        _bounds(settings),
+        telemetry,
+        text_seconds=settings.text_seconds,
+        job_mib=settings.text_job_mib,
+        formats=settings.chosen_formats,
+    )
     pool = Pool(
         sources,
         _connector(settings, connections),

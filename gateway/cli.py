@@ -70,13 +70,20 @@ def serve(
     max_total_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
     preset: Annotated[str | None, typer.Option(help="How the model is prompted and read, see `yardstick presets`.")] = None,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="How the model calls tools, such as hermes; by default, what its chat template asks for.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model marks its thinking, such as think; by default, as in its chat template.")
+    ] = None,
 ) -> None:
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
     options override them."""
     from gateway.commands.serve import ServeOptions, serve
 
     formats = (dtype.value if dtype else None, quantize.value if quantize else None)
-    serve(ServeOptions(model, lenvm_model, lenvm_gamma, host, port, *formats, max_total_tokens, api_keys_file, preset))
+    read = (preset, tool_parser, reasoning_parser)
+    serve(ServeOptions(model, lenvm_model, lenvm_gamma, host, port, *formats, max_total_tokens, api_keys_file, *read))
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 from urllib.parse import urlsplit
@@ -14,6 +14,9 @@ from gateway.logs.access import Format
 from gateway.pool.discovery.address import parse_address
 from gateway.presets.preset import PresetError, parse_preset
 from gateway.presets.select import NO_PRESET, named
+from gateway.tools.families.registry import FAMILIES
+from gateway.tools.formats import NO_FORMAT, Formats
+from gateway.tools.thinking import THINKING
 
 PREFIX = "YARDSTICK_"
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
@@ -169,6 +172,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How models are prompted and read: ``MODEL=PRESET`` for each model that should not have the preset that fits its name,
     separated by commas in the environment. PRESET is a name from ``yardstick presets``, a file that ends with ``.toml``, or
     ``none``."""
+    tool_parsers: tuple[str, ...] = ()
+    """Format in which models call tools: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by commas
+    in the environment. FORMAT is ``hermes``, ``qwen3_coder``, ``llama_json``, ``pythonic``, ``mistral``, ``mistral_named`` or
+    ``none``."""
+    reasoning_parsers: tuple[str, ...] = ()
+    """Format of models' thinking sections: ``MODEL=FORMAT`` for each model whose chat template does not show it, separated by
+    commas in the environment. FORMAT is ``think``, ``mistral``, ``seed`` or ``none``."""
     parse_special_tokens_in_messages: bool = False
     """Whether text such as ``<|im_end|>`` in chat messages becomes a control token if the request does not say."""
 
@@ -189,6 +199,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             problem = f"{self.max_bytes_in_flight} bytes are less than one body of {self.max_body_bytes}"
             raise SettingsError(_remedy("max_bytes_in_flight", problem, f"make it larger, or {PREFIX}MAX_BODY_BYTES smaller"))
         self.chosen_presets  # noqa: B018  raises for an invalid one
+        self.chosen_formats  # noqa: B018  as above
         for origin in self.cors_origins:
             _check_origin(origin)
         if self.drain_seconds >= self.grace_seconds:
@@ -199,10 +210,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def chosen_presets(self) -> dict[str, str]:
         """Name or file of the preset of each model in ``presets``. Raises :class:`SettingsError`."""
         chosen = {}
-        for entry in self.presets:
-            model, _, preset = entry.rpartition("=")
-            if not model or not preset:
-                raise SettingsError(_remedy("presets", f"{entry!r} names no model and preset", "write MODEL=PRESET"))
+        for entry, model, preset in _pairs("presets", self.presets, "PRESET"):
             if preset != NO_PRESET:
                 try:
                     parse_preset(named(preset).encode())
@@ -210,6 +218,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     raise SettingsError(_remedy("presets", f"{entry!r}: {error}", "correct it")) from None
             chosen[model] = preset
         return chosen
+
+    @property
+    def chosen_formats(self) -> dict[str, Formats]:
+        """Formats of the answers of each model in ``tool_parsers`` and ``reasoning_parsers``. Raises :class:`SettingsError`."""
+        formats: dict[str, Formats] = {}
+        known: Collection[str]
+        for setting, known in (("tool_parsers", FAMILIES), ("reasoning_parsers", THINKING)):
+            field = setting.removesuffix("s")
+            for entry, model, name in _pairs(setting, getattr(self, setting), "FORMAT"):
+                if name != NO_FORMAT and name not in known:
+                    choices = ", ".join([*known, NO_FORMAT])
+                    raise SettingsError(_remedy(setting, f"{entry!r} names no format", f"write one of {choices}"))
+                formats[model] = msgspec.structs.replace(formats.get(model, Formats()), **{field: name})
+        return formats
+
+
+def _pairs(setting: str, entries: tuple[str, ...], kind: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each entry ``MODEL=NAME`` with its model and its name. Raises :class:`SettingsError`."""
+    for entry in entries:
+        model, _, name = entry.rpartition("=")
+        if not model or not name:
+            raise SettingsError(_remedy(setting, f"{entry!r} names no model and {kind.lower()}", f"write MODEL={kind}"))
+        yield entry, model, name
 
 
 def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
@@ -285,7 +316,7 @@ def _remedy(name: str, problem: str, remedy: str) -> str:
     return f"{PREFIX}{name.upper()}{f' ({flag})' if flag else ''}: {problem}; {remedy}"
 
 
-_LISTS = ("engines", "allowed_hosts", "cors_origins", "presets")
+_LISTS = ("engines", "allowed_hosts", "cors_origins", "presets", "tool_parsers", "reasoning_parsers")
 _FLAGS = {
     "engines": "--engine",
     "host": "--host",
@@ -293,4 +324,6 @@ _FLAGS = {
     "api_keys_file": "--api-keys-file",
     "redis_url": "--redis-url",
     "presets": "--preset",
+    "tool_parsers": "--tool-parser",
+    "reasoning_parsers": "--reasoning-parser",
 }

@@ -58,6 +58,10 @@ class Telemetry:
         self._guided = self._counter(
             "length_guided_prompts", "Prompts continued with length guidance, by mode or constraint.", "model", "mode"
         )
+        self._structured = self._counter("structured_prompts", "Prompts whose output followed a grammar.", "model")
+        self._tool_calls = self._counter(
+            "tool_calls", "Tool calls in answers, by format, and whether they could be read.", "format", "result"
+        )
         self._lenvm_values = self._counter("lenvm_values", "Texts that the length model evaluated for /v1/length.", "model")
         self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "code")
         self._lookups = self._counter("cache_lookups", "Results looked up in the cache.", "result")
@@ -162,6 +166,17 @@ class Telemetry:
     def guided(self, model: str, mode: str, prompts: int) -> None:
         """Count ``prompts`` that were continued with ``mode``, a guidance mode or constraint."""
         self._guided.labels(model, mode).inc(prompts)
+
+    def structured(self, model: str, prompts: int) -> None:
+        """Count ``prompts`` whose output followed a grammar."""
+        self._structured.labels(model).inc(prompts)
+
+    def tools_called(self, format: str, calls: int, malformed: int) -> None:
+        """Count the tool calls of a prompt's answers: those that have begun, and those that broke off or were passed on as text."""
+        if calls:
+            self._tool_calls.labels(format, "called").inc(calls)
+        if malformed:
+            self._tool_calls.labels(format, "malformed").inc(malformed)
 
     def valued(self, account: Account) -> None:
         """Count an answered length request."""

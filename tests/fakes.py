@@ -114,7 +114,7 @@ class FakeEngine:
     max_context: int = 2048
     padding: int = 12
     """Rows of the head beyond the tokeniser's vocabulary."""
-    capabilities: tuple[str, ...] = ("score", "generate", "length_guidance")
+    capabilities: tuple[str, ...] = ("score", "generate", "length_guidance", "grammar")
     lenvm_gamma: float | None = 0.985
     classes: tuple[str, ...] = ()
     multi_label: bool = False
@@ -250,7 +250,7 @@ class _Call:
 
     async def _score(self, request: wire.Score) -> None:
         if await self._behaves(request):
-            rows = [_row(self.engine, request.prefix + branch, request.readout) for branch in request.branches]
+            rows = [_row(self.engine, request.prefix, branch, request.readout) for branch in request.branches]
             cached = await self._cached(request.caller, request.prefix)
             scored = wire.Scored(request.id, rows, cached, _tokens(request), self.engine.queue_seconds)
             await self._reply(200, wire.encode(scored))
@@ -319,11 +319,15 @@ def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Fa
     return None
 
 
-def _row(engine: FakeEngine, prompt: list[int], readout: wire.Readout) -> list[float]:
+def _row(engine: FakeEngine, prefix: list[int], branch: list[int], readout: wire.Readout) -> list[float]:
     """The row of one prompt."""
+    prompt = prefix + branch
+    if isinstance(readout, wire.Likelihood):
+        rows = [logprobs_after(prompt[:end], engine.vocab_size) for end in range(len(prefix), len(prompt))]
+        chosen = [row[token] for row, token in zip(rows, branch, strict=True)]
+        return [*chosen, float(all(value >= max(row) for row, value in zip(rows, chosen, strict=True)))]
     if isinstance(readout, wire.LengthValue):
         return [value_logit(prompt)]
-    assert not isinstance(readout, wire.Likelihood), "the fake engine has no such readout"
     logprobs = logprobs_after(prompt, engine.vocab_size)
     if isinstance(readout, wire.Labels):
         return [logprobs[label] + (RAW_OFFSET if readout.raw else 0) for label in readout.tokens]

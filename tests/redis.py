@@ -171,6 +171,11 @@ class Certificates:
         _run(*new, "-subj", "/CN=redis", *signed, *extensions, "-keyout", str(self._key), "-out", str(self._certificate))
 
     @property
+    def chain(self) -> tuple[Path, Path]:
+        """Certificate and key of the server."""
+        return self._certificate, self._key
+
+    @property
     def arguments(self) -> list[str]:
         files = ["--tls-cert-file", str(self._certificate), "--tls-key-file", str(self._key), "--tls-ca-cert-file", str(self.ca)]
         return [*files, "--tls-auth-clients", "no"]

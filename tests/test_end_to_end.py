@@ -80,6 +80,33 @@ def test_scores_are_those_of_each_concatenated_prompt(gateway: Program, referenc
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == tokens
 
 
+@torch.inference_mode()
+def test_likelihoods_of_items(gateway: Program, reference):
+    decoder, tokenizer = reference
+    query = "Is the red"
+    items = [" shoes blue?", " Yes", " Yes the red shoes", " d", " Yés 👟\nand more", "\n"]
+    fields = {"query": query, "items": items, "readout": "likelihood", "return_token_logprobs": True}
+    answer = post(gateway, "/v1/score", **fields)
+    given = len(tokenizer(query).input_ids)
+    for item, found in zip(items, answer["data"], strict=True):
+        ids = tokenizer(query + item).input_ids
+        rows = decoder(torch.tensor([ids])).logits[0].log_softmax(-1)[given - 1 : -1]
+        own = torch.tensor(ids[given:])
+        expected = rows.gather(1, own.unsqueeze(1)).squeeze(1)
+        assert found["token_logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert found["logprob"] == pytest.approx(float(expected.sum()), abs=1e-5 * len(own))
+        assert found["mean_logprob"] == pytest.approx(float(expected.mean()), abs=1e-5)
+        assert found["tokens"] == len(own)
+        assert found["is_greedy"] == bool((rows.argmax(1) == own).all())
+    greedy = decoder.generate(torch.tensor([tokenizer(query).input_ids]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0]
+    fields = {"query": greedy[:given].tolist(), "items": [greedy[given:].tolist(), [5, 6]], "readout": "likelihood"}
+    answer = post(gateway, "/v1/score", **fields)
+    assert [item["is_greedy"] for item in answer["data"]] == [True, False]
+    again = gateway.client.post("/v1/score", json={"model": "tiny"} | fields)
+    assert again.headers["x-yardstick-cache"] == "2/2"
+    assert again.json()["data"] == answer["data"]
+
+
 def test_ten_thousand_items(gateway: Program, reference):
     items = [f"item {number}" for number in range(10_000)]
     answer = post(gateway, "/v1/score", query="the query ", items=items, labels=["Yes"])
@@ -197,6 +224,7 @@ def test_a_client_that_leaves_ends_the_work_in_the_engine(gateway: Program, pod:
     wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
 
 
+@pytest.mark.slow
 def test_a_lost_engine_is_a_503_with_retry_after(model: Path):
     pod = Pod(model).wait_ready()
     gateway = Program("gateway", "--engine", pod.url).wait_ready()

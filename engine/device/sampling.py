@@ -3,7 +3,8 @@
 In this order, as Hugging Face transformers and vLLM apply them:
 
 1. repetition penalty over prompt and output, then presence and frequency penalties over the output, then ``logit_bias``;
-   before ``min_tokens``, end-of-sequence and stop tokens are excluded;
+   ``bad_words`` are excluded, and before ``min_tokens`` end-of-sequence and stop tokens; then all tokens that the grammar or
+   ``allowed_token_ids`` do not allow;
 2. temperature (0 takes the largest logit, the lowest id among equals, and ends here);
 3. top-k; top-p over what top-k kept, renormalised; min-p relative to the most probable token;
 4. a draw from what is left.
@@ -22,7 +23,7 @@ So the first can run while the step before is computed, and the second joins the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,11 +32,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.structured.bits import Bits, bits_of, words_of
 from engine.wire import Sampling
 from kernels.candidates import SMALLEST_TEMPERATURE
 from kernels.keep_thresholds import keep_thresholds
 from kernels.row_chunks import row_chunks
 from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
+from kernels.token_bits import exclude_
 
 __all__ = [
     "SamplingBatch",
@@ -74,6 +77,10 @@ class SamplingRow:
     output_tokens: Tokens
     eos_ids: tuple[int, ...]
     """The model's end-of-sequence tokens."""
+    bits: Bits | None = None
+    """The only tokens that the grammar and ``allowed_token_ids`` allow; None for all."""
+    complete: bool = False
+    """Whether the grammar allows nothing but the end of the output, so that ``min_tokens`` cannot hold."""
 
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -96,6 +103,8 @@ class SamplingBatch:
     """float32, the logarithm of min-p; -inf keeps all."""
     edits: tuple[tuple[Change, Tensor, Tensor, Tensor], ...]
     """In order: a change, and the rows, token ids and values it is for; no token of a row twice."""
+    allowed: tuple[Tensor, Tensor] | None
+    """Rows of which only some tokens may be drawn, [rows] int64, and those tokens as bits, [rows, words] int32."""
     greedy: bool
     """No row is drawn."""
     filtered: bool
@@ -122,20 +131,25 @@ def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
             integers.append(np.repeat([at for at, _ in found], [len(ids) for _, (ids, _) in found]))
             integers.append(np.concatenate([ids for _, (ids, _) in found]))
             floats.append(np.concatenate([values for _, (_, values) in found]))
-    (keys, top_k, *places), (temperatures, top_p, floors, *values) = _send(integers, floats, device)
+    held = [(at, _left(row)) for at, row in enumerate(rows) if row.bits is not None]
+    words = max((len(bits) for _, bits in held), default=0)
+    integers.append(np.array([at for at, _ in held], np.int64))
+    integers.append(_stacked([bits for _, bits in held], words))
+    (keys, top_k, *places, held_rows, held_bits), (temperatures, top_p, floors, *values) = _send(integers, floats, device)
     edits = tuple(zip(changes, places[::2], places[1::2], values, strict=True))
+    allowed = (held_rows, held_bits.view(torch.int32).view(len(held), words)) if held else None
     drawn = [some for some in params if some.temperature > 0]
     filtered = any(some.top_k > 0 or some.top_p < 1 or some.min_p for some in drawn)
-    return SamplingBatch(temperatures, keys, top_k, top_p, floors, edits, not drawn, filtered)
+    return SamplingBatch(temperatures, keys, top_k, top_p, floors, edits, allowed, not drawn, filtered)
 
 
-def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
     """The next token of every row, [rows] int64, on the device of ``logits``.
 
-    logits: [rows, vocab], float32, left as they are. All token ids of the rows must be below vocab. Where everything is
+    logits: [rows, vocab], float32, left as they are unless ``in_place``. Token ids of the rows must be below vocab. Where all is
     excluded, some valid id comes back. Does not wait for a GPU.
     """
-    logits = edited(logits, batch)
+    logits = edited(logits, batch, in_place=in_place)
     if batch.greedy:
         return logits.argmax(-1)
     thresholds = None
@@ -144,11 +158,14 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return seeded_draw(logits, batch.temperatures, batch.keys, thresholds)
 
 
-def edited(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """``logits``, [rows, vocab] float32, after penalties, bias and exclusions; a copy where there are any."""
-    for place, (change, rows, ids, values) in enumerate(batch.edits):
-        logits = logits.clone() if place == 0 else logits
+def edited(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
+    """``logits``, [rows, vocab] float32, after penalties, bias and exclusions; a copy where there are any, unless ``in_place``."""
+    if (batch.edits or batch.allowed is not None) and not in_place:
+        logits = logits.clone()
+    for change, rows, ids, values in batch.edits:
         logits[rows, ids] = change(logits[rows, ids], values)
+    if batch.allowed is not None:
+        exclude_(logits, *batch.allowed)
     return logits
 
 
@@ -239,10 +256,42 @@ def _bias(row: SamplingRow) -> Entries | None:
 
 
 def _exclusions(row: SamplingRow) -> Entries | None:
-    if row.position >= row.params.min_tokens:
+    if row.bits is not None or not (banned := _banned(row)):
         return None
-    ends = np.unique(np.asarray([*row.eos_ids, *row.params.stop_token_ids], np.int64))
-    return ends, np.full(len(ends), -np.inf, np.float32)
+    excluded = np.unique(np.asarray(banned, np.int64))
+    return excluded, np.full(len(excluded), -np.inf, np.float32)
+
+
+def _banned(row: SamplingRow) -> list[int]:
+    """Tokens that ``bad_words`` and ``min_tokens`` exclude from the next draw."""
+    banned = list(_last_of_bad_words(row.params.bad_words, row.output_tokens)) if row.params.bad_words else []
+    if row.position < row.params.min_tokens and not row.complete:
+        banned += [*row.eos_ids, *row.params.stop_token_ids]
+    return banned
+
+
+def _last_of_bad_words(words: Sequence[tuple[int, ...]], output: Tokens) -> Iterator[int]:
+    for *before, last in words:
+        if not before or (len(before) <= len(output) and list(output[len(output) - len(before) :]) == before):
+            yield last
+
+
+def _left(row: SamplingRow) -> Bits:
+    """Tokens of a row with bits that may be drawn. Where nothing is left, the sequence ends: end-of-sequence tokens, if any."""
+    assert row.bits is not None
+    banned = [token for token in _banned(row) if token < 32 * len(row.bits)]
+    left = row.bits & ~bits_of(banned, len(row.bits)) if banned else row.bits
+    if left.any() or not row.eos_ids:
+        return left
+    return bits_of(row.eos_ids, words_of(max(row.eos_ids) + 1))
+
+
+def _stacked(rows: Sequence[Bits], words: int) -> Integers:
+    """Bits of all rows, each padded to an even number of ``words``, as int64."""
+    stacked = np.zeros((len(rows), words), np.uint32)
+    for row, bits in zip(stacked, rows, strict=True):
+        row[: len(bits)] = bits
+    return stacked.view(np.int64).reshape(-1)
 
 
 def _repel(logits: Tensor, penalty: Tensor) -> Tensor:

@@ -48,10 +48,13 @@ class Upload:
 class Download:
     """Results that travel to the host in one copy.
 
-    Each tensor is float32, or int64 with values that fit into 32 bits, so that all travel as one array of 32-bit words.
+    Each tensor is float32, or int64 with values that fit into 32 bits, so that all travel as one array of 32-bit words. On a GPU,
+    :meth:`wait` blocks until the step is done even if it has no results, such as a part of a long prompt: buffers of the host that
+    copies to the device still read are used again two steps later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._sources: list[Tensor] = []
         self._copies: list[Copy] = []
         self._host = torch.empty(0, dtype=torch.int32)
@@ -69,18 +72,19 @@ class Download:
         self._shapes = [tensor.shape for tensor in self._sources]
         self._dtypes = [tensor.dtype for tensor in self._sources]
         self._sources = []
-        if not words:
-            return
-        self._host = torch.cat(words)
-        if self._host.is_cuda:
-            pinned = torch.empty(self._host.shape, dtype=torch.int32, pin_memory=True)
-            self._device_words = self._host  # must live until the copy is done
-            self._host = pinned.copy_(self._host, non_blocking=True)
+        if words:
+            self._host = torch.cat(words)
+        if self._device.type == "cuda":
+            if words:
+                pinned = torch.empty(self._host.shape, dtype=torch.int32, pin_memory=True)
+                self._device_words = self._host  # must live until the copy is done
+                self._host = pinned.copy_(self._host, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
     def wait(self) -> None:
-        """Block until the copy has arrived, and give each :class:`Copy` its tensor. Raises what the device raised."""
+        """Block until the work queued before :meth:`send` is done and the copy has arrived, and give each :class:`Copy` its tensor.
+        Raises what the device raised."""
         if self._arrived is not None:
             self._arrived.synchronize()
         parts = torch.split(self._host, [shape.numel() for shape in self._shapes])

@@ -47,6 +47,15 @@ class GuidedRow:
     length_guidance: wire.LengthGuidance
     top_k: int
     candidate_pass: CandidatePass
+    begin: int = 0
+    """Output tokens before the section that is guided."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens, beside the end of sequence, that end the section."""
+        guidance = self.length_guidance
+        closing = (guidance.thinking.close,) if guidance.applies_to == "thinking" and guidance.thinking else ()
+        return (*self.sampling.params.stop_token_ids, *closing)
 
 
 class Parameters(NamedTuple):
@@ -177,7 +186,8 @@ class LenVMRunner:
         """Copy the parameters to the device in one copy that the host does not wait for."""
         gammas = [row.length_guidance.gamma or self._gamma for row in rows]
         guidances = [row.length_guidance for row in rows]
-        aims = [target(row.length_guidance, row.sampling.position, gamma) for row, gamma in zip(rows, gammas, strict=True)]
+        drawn = [row.sampling.position - row.begin for row in rows]
+        aims = [target(*each) for each in zip(guidances, drawn, gammas, strict=True)]
         floats = np.array(
             [
                 [guidance.scale for guidance in guidances],
@@ -187,7 +197,7 @@ class LenVMRunner:
                 [guidance.entropy_threshold for guidance in guidances],
             ]
         )
-        ends = [(*self._eos, *row.sampling.params.stop_token_ids) for row in rows]
+        ends = [(*self._eos, *row.ends) for row in rows]
         table = np.full((len(rows), max(1, *map(len, ends))), -1, np.int64)
         for place, ids in enumerate(ends):
             table[place, : len(ids)] = ids

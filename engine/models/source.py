@@ -19,6 +19,7 @@ FILES = [
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    "lenvm.json",
     "modules.json",
     "*_Pooling/config.json",
     "yardstick.toml",

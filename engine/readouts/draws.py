@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from engine import wire
 from engine.core import Batch, Branch, ExtendSegment, GenerateRequest
 from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
@@ -9,6 +11,7 @@ from engine.device.transfer import Download, Upload
 from engine.ints import EMPTY
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows
 from engine.readouts.logprobs import LogprobsCopy
+from engine.structured.bits import Bits
 
 
 class DrawReadout(Readout):
@@ -42,22 +45,30 @@ class DrawReadout(Readout):
         if not self.branches:
             return
         logits = step.logits[self]
-        self.tokens = draw(logits, prepare(self._sampling_rows, logits.device))
+        wanted = logits.index_select(0, self._wanted_copy.tensor) if self._wanted else None
+        self.tokens = draw(logits, prepare(self._sampling_rows, logits.device), in_place=True)
         self._token_copy = download.add(self.tokens)
-        if self._wanted:
-            rows = self._wanted_copy.tensor
+        if wanted is not None:
             self._counts = [self._messages[place].logprobs or 0 for place in self._wanted]
-            chosen = self.tokens.index_select(0, rows)
-            logprobs = token_logprobs(logits.index_select(0, rows), chosen, max(self._counts))
-            self._logprobs = LogprobsCopy(download, logprobs)
+            chosen = self.tokens.index_select(0, self._wanted_copy.tensor)
+            self._logprobs = LogprobsCopy(download, token_logprobs(wanted, chosen, max(self._counts)))
 
     def read(self, result: StepResult) -> None:
         result.ended += self.ended
         if not self.branches:
             return
-        logprobs = dict(zip(self._wanted, self._logprobs.read(self._counts), strict=True)) if self._wanted else {}
+        read = zip(self._wanted, self._logprobs.read(self._counts), strict=True) if self._wanted else ()
+        logprobs = {place: _with_values(told, self._messages[place]) for place, told in read}
         tokens = enumerate(zip(self.branches, self._token_copy.tensor.tolist(), strict=True))
         result.drawn += [Drawn(branch, token, logprobs.get(place)) for place, (branch, token) in tokens]
+
+
+def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
+    """Add the values that a guided draw of ``message`` would have, where another section of its output is guided."""
+    guidance = message.length_guidance
+    if guidance is None or not guidance.return_values or guidance.applies_to == "both":
+        return told
+    return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
 
 
 def sampling_row(branch: Branch, request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> SamplingRow:
@@ -67,6 +78,20 @@ def sampling_row(branch: Branch, request: GenerateRequest, eos_token_ids: tuple[
         index=request.message.index + branch.index,
         position=request.offset(branch),
         prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
-        output_tokens=request.output(branch) if request.penalised else EMPTY,
+        output_tokens=request.output(branch) if request.depends_on_output else EMPTY,
         eos_ids=eos_token_ids,
+        bits=_bits(branch, request),
+        complete=branch.constraint is not None and branch.constraint.complete,
     )
+
+
+def _bits(branch: Branch, request: GenerateRequest) -> Bits | None:
+    """Tokens that the grammar and ``allowed_token_ids`` allow next; None for all. Empty where they have no token in common."""
+    if branch.constraint is None:
+        return request.allowed
+    bits = branch.constraint.mask
+    if request.allowed is not None:
+        common = min(len(bits), len(request.allowed))
+        bits[:common] &= request.allowed[:common]
+        bits[common:] = 0
+    return bits

@@ -51,7 +51,9 @@ class GuidedDrawReadout(Readout):
         self.branches.append(branch)
         self.logit_rows.append(row + len(segment.tokens) - 1)
         self._messages.append(request.message)
-        self.rows.append(GuidedRow(sampling, request.length_guidance, request.candidates, candidate_pass))
+        begin = request.guided_from(branch)
+        assert begin is not None
+        self.rows.append(GuidedRow(sampling, request.length_guidance, request.candidates, candidate_pass, begin))
 
     def upload(self, upload: Upload) -> None:
         self._wanted = wanted_rows(self._messages)

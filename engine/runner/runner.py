@@ -88,7 +88,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
         """Queue all segments of ``batch``, and the outputs that they ask for, on the device."""
-        plan, step, download = OutputPlan(batch, self._context), StepTensors(), Download()
+        plan, step, download = OutputPlan(batch, self._context), StepTensors(), Download(self._device)
         upload = Upload()
         for readout in plan.readouts:
             readout.upload(upload)

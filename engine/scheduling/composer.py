@@ -86,6 +86,8 @@ class StepComposer:
 
     def _can_go_on(self, request: Request, branch: Branch) -> bool:
         """Whether ``branch`` has tokens to compute now. A token that a pending step draws is added as :data:`PENDING`."""
+        if not branch.may_draw:
+            return False
         if branch.pending_steps and not branch.pending:
             if not (self._run_ahead and request.may_run_ahead(branch)):
                 return False
@@ -115,4 +117,5 @@ class StepComposer:
 
 def _draws_guided(branch: Branch) -> bool:
     """Whether a guided draw follows the last token of ``branch``."""
-    return branch.aux_branch is not None and isinstance(branch.request, GenerateRequest) and branch.request.draws(branch)
+    request = branch.request
+    return isinstance(request, GenerateRequest) and request.guided_from(branch) is not None and request.draws(branch)

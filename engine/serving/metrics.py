@@ -31,6 +31,11 @@ COUNTERS = {
         "Passes of the length model over candidates, replayed from a CUDA graph.",
         "replayed_lenvm_passes",
     ),
+    "yardstick_engine_structured_requests": ("Generations whose output follows a grammar.", "structured_requests"),
+    "yardstick_engine_compiled_grammars": ("Grammars compiled.", "compiled_grammars"),
+    "yardstick_engine_grammar_compile_seconds": ("Time spent in compiling grammars.", "compile_seconds"),
+    "yardstick_engine_grammar_masks": ("Sets of allowed tokens computed from grammars.", "masks"),
+    "yardstick_engine_grammar_mask_seconds": ("Time spent in computing them, of all threads together.", "mask_seconds"),
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,6 +30,8 @@ from gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_
 _DEMO_NAME = "yardstick-demo"
 _ENGINE_OPTIONS = ("lenvm_gamma", "dtype", "quantize", "max_total_tokens")
 """Options that are passed to the engine unchanged; :mod:`engine.settings` defines them."""
+_OF_THE_MODEL = {"presets": "preset", "tool_parsers": "tool_parser", "reasoning_parsers": "reasoning_parser"}
+"""The gateway's settings with an entry ``MODEL=NAME`` for each model, and the options with the name for the one model."""
 _POLL_SECONDS = 0.1
 _ENGINE_SECONDS = 10.0
 """Time that the engine has to end after the gateway, and with it every request, has ended."""
@@ -52,6 +54,8 @@ class ServeOptions:
     max_total_tokens: int | None
     api_keys_file: Path | None
     preset: str | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
     @property
     def name(self) -> str:
@@ -94,8 +98,9 @@ def gateway_settings(options: ServeOptions, environment: Mapping[str, str]) -> S
             f"{PREFIX}ENGINES is set, but `yardstick serve` starts the engine itself; unset it, or run `yardstick gateway` to"
             " serve other engines"
         )
-    presets = None if options.preset is None else [f"{options.name}={options.preset}"]
-    flags = {"host": options.host, "port": options.port, "api_keys_file": options.api_keys_file, "presets": presets}
+    flags: dict[str, Any] = {"host": options.host, "port": options.port, "api_keys_file": options.api_keys_file}
+    for setting, chosen in _OF_THE_MODEL.items():
+        flags[setting] = None if getattr(options, chosen) is None else [f"{options.name}={getattr(options, chosen)}"]
     host = options.host or environment.get(f"{PREFIX}HOST", "127.0.0.1")
     with_keys = options.api_keys_file is not None or f"{PREFIX}API_KEYS_FILE" in environment
     if not with_keys and not is_loopback(host):
@@ -224,7 +229,9 @@ def _gateway_arguments(settings: Settings) -> list[str]:
     arguments = ["gateway", "--engine", settings.engines[0], "--host", settings.host, "--port", str(settings.port)]
     if settings.api_keys_file is not None:
         arguments += ["--api-keys-file", str(settings.api_keys_file)]
-    arguments += [argument for preset in settings.presets for argument in ("--preset", preset)]
+    for setting, option in _OF_THE_MODEL.items():
+        flag = "--" + option.replace("_", "-")
+        arguments += [argument for chosen in getattr(settings, setting) for argument in (flag, chosen)]
     return arguments
 
 

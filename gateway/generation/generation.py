@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import NamedTuple
 
 from engine import wire
 from gateway.breathing import Breath
@@ -16,6 +17,16 @@ from gateway.pool.replica import ServedModel
 
 CONCURRENT_PROMPTS = 64
 """Prompts of one request that are generated at a time; the others wait here and not in the engine's queue."""
+
+
+class ToolCalls(NamedTuple):
+    """Tool calls of a generation."""
+
+    family: str
+    """Format of the calls."""
+    calls: int
+    malformed: int
+    """Calls that broke off, or were passed on as text."""
 
 
 class Generation:
@@ -42,6 +53,7 @@ class Generation:
         """Expected tokens of the prompt and all sequences."""
         self._relay: Relay | None = None
         self._logprobs = options.logprobs
+        self._format = options.format
         self._prompt = None if echo is None else PromptTokens(model.tokenizer, request.prompt, echo)
         """Tokens of the prompt, if it is echoed."""
         prompt = request.prompt
@@ -54,6 +66,22 @@ class Generation:
     def completion_tokens(self) -> int:
         """Output tokens of all sequences so far."""
         return sum([sequence.completion_tokens for sequence in self.sequences])
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the thinking sections of all sequences so far; None if the answers have none."""
+        if self._format is None or self._format.thinking is None:
+            return None
+        return sum([sequence.reasoning_tokens for sequence in self.sequences])
+
+    @property
+    def tool_calls(self) -> ToolCalls | None:
+        """Tool calls of all sequences so far; None if there are no tools."""
+        if self._format is None or self._format.tools is None:
+            return None
+        readers = [sequence.reader for sequence in self.sequences if sequence.reader is not None]
+        calls, malformed = (sum(getattr(reader, name) for reader in readers) for name in ("calls", "malformed"))
+        return ToolCalls(self._format.tools.family, calls, malformed)
 
     @property
     def used_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -15,6 +15,7 @@ from gateway.generation.sequence import TextOptions
 from gateway.lenvm.length_guidance import CONSTRAINT_MIN_P
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
+from gateway.tools.answer import AnswerFormat
 
 UNSTATED_TOKENS = 1024
 """Output tokens charged in advance to a key's limits if the request states no maximum. Charging the whole context would exceed
@@ -46,12 +47,21 @@ def check(model: ServedModel, fields: GenerationRequest, *, logprobs: int | None
             raise InvalidRequest(message, param=f"stop[{index}]")
     _check_tokens(model, fields.logit_bias or (), "logit_bias")
     _check_tokens(model, fields.stop_token_ids or (), "stop_token_ids")
+    _check_tokens(model, fields.allowed_token_ids or (), "allowed_token_ids")
 
 
 def _check_tokens(model: ServedModel, ids: Iterable[int], param: str) -> None:
     unknown = next((id for id in ids if not model.tokenizer.has_token(id)), None)
     if unknown is not None:
         raise InvalidRequest(f"`{param}`: {unknown} is not a token of {model.name!r}.", param=param)
+
+
+def _check_grammar(model: ServedModel, fields: GenerationRequest) -> None:
+    if "grammar" not in model.info.capabilities:
+        raise InvalidRequest(f"The output of {model.name!r} cannot be constrained; name another model.", param="model")
+    if fields.ignore_eos:
+        message = "`ignore_eos` contradicts a constrained output, which ends where it is complete; leave one of them out."
+        raise InvalidRequest(message, param="ignore_eos")
 
 
 def plan(
@@ -62,22 +72,30 @@ def plan(
     max_tokens: int | None,
     logprobs: int | None,
     guidance: wire.LengthGuidance | None,
+    grammar: str = "",
+    bad_words: Sequence[Sequence[int]] = (),
     first_index: int = 0,
     echo: str | None = None,
+    format: AnswerFormat | None = None,
     param: str,
     priority: int,
     caller: wire.Caller,
 ) -> Generation:
-    """``max_tokens``: None for as many as the context holds, which limits it in any case. ``param``: the field of the prompt."""
+    """``max_tokens``: None for as many as the context holds, which limits it in any case. ``grammar`` and ``bad_words``: see
+    :mod:`engine.wire`. ``format``: how answers are divided into parts. ``param``: the field of the prompt."""
     if not prompt:
         raise InvalidRequest(f"`{param}` is empty; send at least one token.", param=param)
     model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
+    if grammar:
+        _check_grammar(model, fields)
     room = model.context - len(prompt)
     limit = room if max_tokens is None else min(max_tokens, room)
     if (fields.min_tokens or 0) > limit:
         raise InvalidRequest(f"`min_tokens` is more than the {limit} tokens that may be generated.", param="min_tokens")
     seed = random.getrandbits(63) if fields.seed is None else fields.seed & (2**63 - 1)
     sampling = fields.sampling(max_tokens=limit, seed=seed)
+    if bad_words:
+        sampling = msgspec.structs.replace(sampling, bad_words=tuple(map(tuple, bad_words)))
     if guidance is not None and guidance.constraint is not None and fields.min_p is None:
         sampling = msgspec.structs.replace(sampling, min_p=CONSTRAINT_MIN_P)
     request = wire.Generate(
@@ -86,10 +104,11 @@ def plan(
         sampling=sampling,
         logprobs=logprobs,
         length_guidance=guidance,
+        grammar=grammar,
         # a request without output tokens must ask the engine for prompt log-probabilities, or there is nothing to compute
         prompt_logprobs=None if echo is None else logprobs if logprobs is not None else 0 if limit == 0 else None,
         # stop strings need every token at once, because the gateway ends the sequence at one
-        tokens_per_delta=1 if fields.stream or fields.stops else WHOLE_TOKENS,
+        tokens_per_delta=1 if fields.stream or fields.stops or not (format is None or format.counts_tokens) else WHOLE_TOKENS,
         priority=priority,
         caller=caller,
     )
@@ -100,6 +119,7 @@ def plan(
         skip_special_tokens=fields.skip_special_tokens is not False,
         keeps_stop=bool(fields.include_stop_str_in_output),
         end_logprob=echo is not None,
+        format=format,
     )
     most_expected = UNSTATED_TOKENS if max_tokens is None else limit
     return Generation(model, request, options, first_index=first_index, echo=echo, most_expected=most_expected)

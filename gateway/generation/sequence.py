@@ -16,6 +16,8 @@ from gateway.errors import EngineLost
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopStrings
 from gateway.text.vocabulary import Vocabulary
+from gateway.tools.answer import AnswerFormat, AnswerReader
+from gateway.tools.parts import Part
 
 Finish = Literal["stop", "length"]
 
@@ -49,6 +51,10 @@ class Piece(msgspec.Struct):
     finish: Finish | None = None
     completion_tokens: int = 0
     """Tokens of the sequence up to this piece, including those whose text is held back."""
+    parts: list[Part] | None = None
+    """``text`` divided into parts; None if the answer is all text. Text that may still become a call is held back."""
+    calls: int = 0
+    """Tool calls of the sequence up to this piece."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class TextOptions:
     end_logprob: bool = False
     """Whether a token that ends the sequence, such as EOS, has log-probabilities even if its text is left out. Clients that echo a
     prompt count entries from the end: lm-eval reads ``token_logprobs[:-1]`` with ``max_tokens`` 1."""
+    format: AnswerFormat | None = None
+    """How the text is divided into parts; None for text that is not."""
 
 
 class Sequence:
@@ -77,7 +85,10 @@ class Sequence:
         self.completion_tokens = 0
         """Tokens up to and including the one that ended the sequence."""
         self._options = options
-        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens)
+        shown = options.format.shown if options.format else ()
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown=shown)
+        self.reader = AnswerReader(options.format) if options.format else None
+        """Divides the text into parts; None if the answer is all text."""
         self._stops = StopStrings(options.stops)
         self._received = 0
         self._read = offset  # end of the text read so far, in characters
@@ -103,8 +114,24 @@ class Sequence:
             text += self._end(delta.finish)
             if hidden and delta.tokens and self._options.logprobs and self._options.end_logprob:
                 self._waiting.append(_token(delta.tokens[-1], len(tokens), delta.logprobs, self._read))
+        parts = None if self.reader is None else self._parts(self.reader, text, tokens)
         told = self._tokens_told() if self._waiting else []
-        return Piece(self.index, text, told, self.finish, self.completion_tokens)
+        calls = 0 if self.reader is None else self.reader.calls
+        return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, calls)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the thinking section so far."""
+        return min(self.reader.reasoning_tokens, self.completion_tokens) if self.reader else 0
+
+    def _parts(self, reader: AnswerReader, text: str, tokens: list[int]) -> list[Part]:
+        """Divide new text into parts. Ends the sequence after the last tool call that it may have."""
+        parts = reader.push(text, tokens)
+        if self.finish is None and reader.done:
+            self.finish = "stop"
+        if self.finish is not None:
+            parts += reader.finish()
+        return parts
 
     def _read_tokens(self, tokens: list[int], logprobs: wire.Logprobs | None) -> str:
         """Return the certain text of ``tokens``. Tokens are processed singly only for log-probabilities and stop strings."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.length_guidance import CustomParams, LengthGuidance
+from gateway.tools.answer import AnswerFormat
 
 CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01
 """Default ``min_p`` of requests with a constraint. A constraint considers lengths only and may choose implausible candidates of the
 right length; with the demo models the text became meaningless without this bound."""
+
+
+_SECTION = "length_guidance.applies_to"
 
 
 def require_lenvm(model: ServedModel, param: str) -> float:
@@ -99,7 +105,33 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
         entropy_threshold=asked.entropy_threshold or 0.0,
         value_min=asked.value_min or 0.0,
         return_values=bool(asked.return_values),
+        applies_to=asked.applies_to or "both",
     )
+
+
+def with_section(guidance: wire.LengthGuidance | None, format: AnswerFormat | None) -> wire.LengthGuidance | None:
+    """Return ``guidance`` with the tokens that tell its section apart. ``format``: of the answer, None if it is all text.
+
+    Raises :class:`InvalidRequest` for the thinking section of a model that does not think, and if the tags are several tokens.
+    """
+    if guidance is None or guidance.applies_to == "both":
+        return guidance
+    thinking = None if format is None else format.thinking
+    if thinking is None:
+        if guidance.applies_to == "answer":
+            return msgspec.structs.replace(guidance, applies_to="both")
+        raise InvalidRequest("The model does not think in this answer, so its thinking has no length.", param=_SECTION)
+    if thinking.close_id is None or (thinking.open_id is None and not thinking.opened):
+        message = "The model's tags around its thinking are no tokens of their own, so one section cannot be guided."
+        raise InvalidRequest(message, param=_SECTION)
+    section = wire.Thinking(thinking.close_id, None if thinking.opened else thinking.open_id)
+    return msgspec.structs.replace(guidance, thinking=section)
+
+
+def refuse_sections(guidance: wire.LengthGuidance | None) -> None:
+    """Raise :class:`InvalidRequest` for guidance of one section, where text has no sections."""
+    if guidance is not None and guidance.applies_to != "both":
+        raise InvalidRequest(f"`{_SECTION}` is only for /v1/chat/completions.", param=_SECTION)
 
 
 def gamma_of_values(model: ServedModel, guidance: wire.LengthGuidance | None) -> float | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
@@ -14,7 +15,7 @@ from litestar.params import JSONBody
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece, Token
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of
+from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, with_section
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -34,9 +35,12 @@ from gateway.schemas.chat import (
     TokenLogprob,
     TopLogprob,
 )
+from gateway.schemas.length_guidance import LengthGuidance
+from gateway.schemas.tools import CalledFunction, ToolCall, ToolCallDelta
 from gateway.schemas.usage import Usage
 from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import as_list
+from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
 
 
 def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
@@ -53,9 +57,10 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             model = requested_model(request, pool, fields.model)
             logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
             _check(model, fields, logprobs)
-            guidance = guidance_of(model, fields, logprobs=logprobs)
+            guidance = guidance_of(model, _with_budget(model, fields), logprobs=logprobs)
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
+        guidance = with_section(guidance, prepared.format)
         generation = plan(
             model,
             fields,
@@ -63,8 +68,11 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
+            grammar=prepared.grammar,
+            bad_words=prepared.bad_words,
             param="messages",
             priority=priority,
+            format=prepared.format,
             caller=caller_of(request, cache_salt=fields.cache_salt),
         )
         answer = ChatAnswer(model, logprobs=logprobs is not None, gamma=gamma_of_values(model, guidance))
@@ -79,11 +87,70 @@ def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
         raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
 
 
+def _with_budget(model: ServedModel, data: ChatRequest) -> ChatRequest:
+    """Return the request with its budget of thinking as length guidance. Raises :class:`InvalidRequest`."""
+    names = [name for name in ("thinking_budget", "thinking_token_budget") if getattr(data, name) is not None]
+    if not names:
+        return data
+    require_lenvm(model, names[0])
+    if len(names) > 1 or data.length_guidance is not None or data.custom_params is not None:
+        message = f"`{names[-1]}` is one of several fields that set the length of the text; send one of them."
+        raise InvalidRequest(message, param=names[-1])
+    guidance = LengthGuidance(target_length=getattr(data, names[0]), applies_to="thinking")
+    return msgspec.structs.replace(data, length_guidance=guidance)
+
+
 def _max_tokens(data: ChatRequest) -> int | None:
     limit = data.max_tokens if data.max_completion_tokens is None else data.max_completion_tokens
     if limit == 0:
         raise InvalidRequest("`max_completion_tokens` is 0; ask for at least one token.", param="max_completion_tokens")
     return limit
+
+
+def _finish_reason(piece: Piece) -> Literal["stop", "length", "tool_calls"] | None:
+    return "tool_calls" if piece.calls and piece.finish == "stop" else piece.finish
+
+
+def _message(piece: Piece) -> AssistantMessage:
+    """Return the message of a whole answer."""
+    if piece.parts is None:
+        return AssistantMessage(content=piece.text)
+    told = joined(piece.parts)
+    message = AssistantMessage(content=told.content if told.content or not told.calls else None)
+    if told.reasoning:
+        message.reasoning_content = message.reasoning = told.reasoning
+    if told.calls:
+        message.tool_calls = [
+            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)) for call in told.calls
+        ]
+    return message
+
+
+def _delta(parts: list[Part]) -> ChatDelta | None:
+    """Return what is new in a chunk; None if there is nothing."""
+    if not parts:
+        return None
+    content, reasoning = "", ""
+    calls: dict[int, ToolCallDelta] = {}
+    for part in parts:
+        match part:
+            case Content():
+                content += part.text
+            case Reasoning():
+                reasoning += part.text
+            case CallBegin():
+                function = CalledFunction(name=part.name, arguments="")
+                calls[part.call] = ToolCallDelta(index=part.call, id=part.id, type="function", function=function)
+            case CallArguments():
+                delta = calls.setdefault(part.call, ToolCallDelta(index=part.call, function=CalledFunction(arguments="")))
+                assert delta.function is not None
+                delta.function.arguments = (delta.function.arguments or "") + part.text
+    return ChatDelta(
+        content=content or None,
+        reasoning_content=reasoning or None,
+        reasoning=reasoning or None,
+        tool_calls=[*calls.values()] or None,
+    )
 
 
 class ChatAnswer(Answer):
@@ -112,19 +179,25 @@ class ChatAnswer(Answer):
             choices=[
                 ChatChoice(
                     index=piece.index,
-                    message=AssistantMessage(content=piece.text),
+                    message=_message(piece),
                     logprobs=told,
-                    finish_reason=piece.finish or "stop",
+                    finish_reason=_finish_reason(piece) or "stop",
                 )
                 for piece, told in zip(choices, logprobs, strict=True)
             ],
             usage=usage,
         )
 
-    def chunk(self, piece: Piece, usage: Usage | None) -> ChatChunk:
-        delta = ChatDelta(content=piece.text or None)
+    def chunk(self, piece: Piece, usage: Usage | None) -> ChatChunk | None:
+        """The chunk has the log-probabilities of all tokens that were read with it, of thinking and tool calls too, and it is sent
+        for them even if their text is held back."""
+        delta = ChatDelta(content=piece.text or None) if piece.parts is None else _delta(piece.parts)
         logprobs = self.logprobs(piece.tokens) if self._logprobs else None
-        choice = ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=piece.finish)
+        if delta is None:
+            if not piece.tokens and piece.finish is None:
+                return None
+            delta = ChatDelta()
+        choice = ChatChunkChoice(index=piece.index, delta=delta, logprobs=logprobs, finish_reason=_finish_reason(piece))
         return self._chunk([choice], usage)
 
     def opening(self, index: int, usage: Usage | None, /) -> ChatChunk:

@@ -15,7 +15,7 @@ from gateway.breathing import Breath
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.sequence import Piece, Token
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of
+from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, refuse_sections
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -46,6 +46,7 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
             model = requested_model(request, pool, fields.model)
             _check(model, fields)
             guidance = guidance_of(model, fields, logprobs=fields.logprobs)
+            refuse_sections(guidance)
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
         caller = caller_of(request, cache_salt=fields.cache_salt)
@@ -58,6 +59,8 @@ def completion_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRo
                 max_tokens=_default_max_tokens(guidance) if fields.max_tokens is None else fields.max_tokens,
                 logprobs=fields.logprobs,
                 guidance=guidance,
+                grammar=prepared.grammar,
+                bad_words=prepared.bad_words,
                 first_index=index * fields.sequences,
                 echo=prepared.texts[index] if prepared.texts else None,
                 param=prepared.param_of(index),

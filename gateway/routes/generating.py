@@ -21,7 +21,7 @@ from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
-from gateway.schemas.usage import PromptTokensDetails, Usage
+from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from gateway.streams import DONE, Streams, sse, while_connected
 from gateway.telemetry import Telemetry
 
@@ -44,8 +44,9 @@ class Answer(ABC):
         lists may be JSON-encoded already."""
 
     @abstractmethod
-    def chunk(self, piece: Piece, usage: Usage | None) -> msgspec.Struct:
-        """Return the event for new output of one choice. ``usage``: the choice's token counts so far, if they were requested."""
+    def chunk(self, piece: Piece, usage: Usage | None) -> msgspec.Struct | None:
+        """Return the event for new output of one choice; None if the client has nothing to learn yet. ``usage``: the choice's token
+        counts so far, if they were requested."""
 
     @abstractmethod
     def opening(self, index: int, usage: Usage | None, /) -> msgspec.Struct | None:
@@ -85,7 +86,12 @@ class Generator:
             choices = joined(pieces)
             choices.sort(key=lambda piece: piece.index)
             await asyncio.sleep(0)
-            logprobs = [await _encoded(answer, choice.tokens) for choice in choices]
+            logprobs, breath = [], Breath()
+            for choice in choices:
+                logprobs.append(await _encoded(answer, choice.tokens))
+                if breath.due:
+                    await breath.take()
+            await asyncio.sleep(0)
             usage = usage_of(generations)
             await asyncio.sleep(0)
         return Response(answer.whole(choices, logprobs, usage))
@@ -105,9 +111,9 @@ class Generator:
         with self._counted(generations, lease, account):
             async with aclosing(run_all(generations, self.dispatcher)) as batches:
                 async for batch in batches:
-                    if opened and len(batch) == 1 and len(batch[0].tokens) <= TOKENS_AT_ONCE:  # nearly every token
-                        piece = batch[0]
-                        yield sse(answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens)))
+                    if opened and len(batch) == 1 and _is_small(piece := batch[0]):  # nearly every token
+                        if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
+                            yield sse(chunk)
                         continue
                     breath = Breath()
                     chunks: list[bytes] = []
@@ -115,7 +121,8 @@ class Generator:
                         opened = True
                         chunks = [sse(opening) for index in choices if (opening := answer.opening(index, usage_so_far(index)))]
                     for piece in _small(joined(batch)):
-                        chunks.append(sse(answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))))
+                        if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
+                            chunks.append(sse(chunk))
                         if breath.due:
                             yield b"".join(chunks)
                             chunks.clear()
@@ -136,9 +143,14 @@ class Generator:
             account.completion_tokens = sum(generation.completion_tokens for generation in generations)
             account.queue_seconds = max(generation.queue_seconds for generation in generations)
             self.telemetry.generated(account)
+            for generation in generations:
+                if calls := generation.tool_calls:
+                    self.telemetry.tools_called(calls.family, calls.calls, calls.malformed)
             if lease is not None:
                 lease.used_tokens = sum(generation.used_tokens for generation in generations)
                 lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
+            if generations[0].request.grammar:
+                self.telemetry.structured(generations[0].model.name, len(generations))
             if guidance := generations[0].request.length_guidance:
                 self.telemetry.guided(generations[0].model.name, guidance.constraint or guidance.mode, len(generations))
 
@@ -160,23 +172,38 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
             [token for part in of_one for token in part.tokens],
             of_one[-1].finish,
             of_one[-1].completion_tokens,
+            None if of_one[-1].parts is None else [part for piece in of_one for part in piece.parts or ()],
+            of_one[-1].calls,
         )
         for index, of_one in parts.items()
     ]
 
 
+def _is_small(piece: Piece) -> bool:
+    """Whether ``piece`` is one chunk. The end of an answer with tool calls is a chunk of its own: OpenAI's SDK takes a call to be
+    complete when the chunk with the finish reason comes, and misses one that begins in it."""
+    return len(piece.tokens) <= TOKENS_AT_ONCE and not (piece.calls and piece.finish)
+
+
 def _small(pieces: list[Piece]) -> Iterator[Piece]:
-    """Divide ``pieces`` into parts of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
+    """Divide ``pieces`` into chunks of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
     for piece in pieces:
         tokens = piece.tokens
-        if len(tokens) <= TOKENS_AT_ONCE:
+        if _is_small(piece):
             yield piece
+            continue
+        if piece.calls and piece.finish:
+            yield from _small([Piece(piece.index, piece.text, tokens, None, piece.completion_tokens, piece.parts, piece.calls)])
+            yield Piece(piece.index, "", [], piece.finish, piece.completion_tokens, [], piece.calls)
             continue
         last = len(tokens) - TOKENS_AT_ONCE
         for begin in range(0, len(tokens), TOKENS_AT_ONCE):
             text = piece.text if begin == 0 else ""
             finish = piece.finish if begin >= last else None
-            yield Piece(piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens)
+            parts = piece.parts if begin == 0 else None if piece.parts is None else []
+            yield Piece(
+                piece.index, text, tokens[begin : begin + TOKENS_AT_ONCE], finish, piece.completion_tokens, parts, piece.calls
+            )
 
 
 async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:
@@ -205,4 +232,6 @@ def usage_of(generations: list[Generation]) -> Usage:
     prompt = sum(len(generation.request.prompt) for generation in generations)
     completion = sum(generation.completion_tokens for generation in generations)
     cached = sum(generation.cached_tokens for generation in generations)
-    return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached))
+    reasoning = generations[0].reasoning_tokens
+    details = None if reasoning is None else CompletionTokensDetails(reasoning)
+    return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached), details)

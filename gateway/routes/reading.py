@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -23,6 +23,7 @@ from gateway.pool.replica import ServedModel
 from gateway.routes.body import Body
 from gateway.schemas.parameters import Parameters
 from gateway.streams import while_connected
+from gateway.structure.compile import COMPILE_SECONDS
 from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.channel import Channel, Loss, WorkerLostError
@@ -31,6 +32,7 @@ from gateway.text.prepared import Packed, Prepared, unpack
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.endpoints import ENDPOINTS, NAMES
 from gateway.text.workers import BULK, Workers
+from gateway.tools.formats import Formats
 
 INLINE_BYTES = 32 << 10
 """Largest body that is decoded on the event loop, which takes at most 0.3 ms."""
@@ -62,6 +64,8 @@ class Reader:
     """Longest time of one step in a worker; the worker is killed after it."""
     job_mib: int
     """Memory limit of one job in a worker, in MiB."""
+    formats: Mapping[str, Formats] = field(default_factory=dict)
+    """Formats of answers that the settings choose, by model."""
 
     def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AbstractAsyncContextManager[Reading[T]]:
         """Decode the request in ``body``. The block may hold a worker; leave it once the prompts are read.
@@ -107,7 +111,7 @@ class Reader:
 
     def order(self, served: ServedModel) -> Read:
         """Return the message that asks a worker to read a request for ``served``."""
-        return Read(served.text, served.facts, self.bounds)
+        return Read(served.text, served.facts, self.bounds, self.formats.get(served.name, Formats()))
 
     def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
         """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
@@ -144,6 +148,8 @@ class Reader:
         if loss == "template":
             limit = f"{self.bounds.template_seconds:g} s"
             return InvalidRequest(f"The chat template took longer than {limit} with these messages; send fewer.", param="messages")
+        if loss == "grammar":
+            return InvalidRequest(f"Compiling the constraint of the output takes longer than {COMPILE_SECONDS:g} s; simplify it.")
         if loss == "memory":
             return InvalidRequest(f"Reading this request needs more than {self.job_mib} MiB of memory; send less at once.")
         return NotReady("The process that read the request has ended; try again.", retry_after=1)

@@ -18,6 +18,7 @@ from engine import wire
 from gateway.cache.base import Row
 from gateway.context import new_id
 from gateway.errors import InvalidRequest
+from gateway.generation.sequence import LEAST_LOGPROB
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, softmax
@@ -26,12 +27,24 @@ from gateway.routes.body import Body, post_json
 from gateway.routes.large import with_rows
 from gateway.routes.reading import Reader
 from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of
-from gateway.schemas.score import ItemScores, PairChunk, PairScore, PairScores, ScoreChunk, ScoreRequest, ScoreResponse
+from gateway.schemas.score import (
+    ItemLikelihood,
+    ItemScores,
+    LikelihoodChunk,
+    Likelihoods,
+    PairChunk,
+    PairScore,
+    PairScores,
+    ScoreChunk,
+    ScoreRequest,
+    ScoreResponse,
+)
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.scoring.scorer import Scores
 from gateway.tenancy import priority_of
 from gateway.text.prepared import Prepared
 
+ScoreAnswer = ScoreResponse | PairScores | Likelihoods
 LARGE_SCORES = 2000
 """Number of scores above which the response is built in slices; this many take about a millisecond."""
 
@@ -40,14 +53,15 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandle
     """Create the route."""
 
     @post_json(["/v1/score", "/score"], ScoreRequest, "scoring")
-    async def score(request: Request[Any, Any, Any], data: JSONBody[Body[ScoreRequest]]) -> Response[ScoreResponse | PairScores]:
+    async def score(request: Request[Any, Any, Any], data: JSONBody[Body[ScoreRequest]]) -> Response[ScoreAnswer]:
         """Score items against a query.
 
         Each item's prompt is the query and the item, tokenised exactly as the joined text. A score is the probability of a label as
         the next token: over the whole vocabulary, or with `apply_softmax` over the labels. An item's scores do not depend on the
-        other items. With `text_1` and `text_2` (vLLM's form) pairs of texts are scored as the model's preset prescribes, and the
-        answer is a list of `data` with a `score` for each. `Cache-Control: no-cache` computes all scores again, and `no-store` also
-        stores none; the response header `x-yardstick-cache` gives the number of items whose scores were reused.
+        other items. With the readout `likelihood`, the answer is a list of `data` with the log-probability of each item's own
+        tokens after the query. With `text_1` and `text_2` (vLLM's form) pairs of texts are scored as the model's preset prescribes,
+        and the answer is a list of `data` with a `score` for each. `Cache-Control: no-cache` computes all scores again, and
+        `no-store` also stores none; the response header `x-yardstick-cache` gives the number of items whose scores were reused.
         """
         async with reader.open(request, ScoreRequest, data) as body:
             fields = body.fields
@@ -56,10 +70,10 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandle
             _check(model, fields)
             priority = priority_of(request, fields.priority)
             prepared = await body.read(model)
-        form: _Form = _PairForm(fitted) if fitted else _LabelForm(prepared.labels, softmax=bool(fields.apply_softmax))
+        form = _form_of(fields, prepared, fitted)
         id = f"score-{new_id()}"
 
-        def closing(scores: Scores) -> ScoreResponse | PairScores:
+        def closing(scores: Scores) -> ScoreAnswer:
             return form.answer(id, model, prepared, scores)
 
         job = ScoringJob(
@@ -74,7 +88,7 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandle
         if fields.stream:
             return await scoring.stream(job, functools.partial(form.chunk, id), closing)
         scores = await scoring.score(job)
-        large = len(scores.rows) * form.row_length > LARGE_SCORES
+        large = form.numbers(scores) > LARGE_SCORES
         rows = form.rows(prepared, scores)
         return await with_rows(closing(scores), form.field, rows, large=large, headers=headers_of(prepared, scores))
 
@@ -82,16 +96,18 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandle
 
 
 class _Form(ABC):
-    """One of the two forms of request and answer."""
+    """One of the forms of request and answer."""
 
     field: ClassVar[str]
     """Field of the answer that holds the results."""
     readout: wire.Readout
-    row_length: int
-    """Numbers of a result, for deciding whether an answer is large."""
 
     @abstractmethod
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreResponse | PairScores:
+    def numbers(self, scores: Scores) -> int:
+        """Return the amount of numbers in the results. A struct takes as much time as four."""
+
+    @abstractmethod
+    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreAnswer:
         """Return the answer without results."""
 
     @abstractmethod
@@ -110,8 +126,11 @@ class _LabelForm(_Form):
 
     def __init__(self, labels: list[int], *, softmax: bool) -> None:
         self.readout = wire.Labels(labels)
-        self.row_length = len(labels)
+        self._labels = len(labels)
         self._softmax = softmax
+
+    def numbers(self, scores: Scores) -> int:
+        return len(scores.rows) * self._labels
 
     def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreResponse:
         created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
@@ -135,12 +154,13 @@ class _PairForm(_Form):
     """One score for each pair, as the preset prescribes."""
 
     field = "data"
-    row_length = 4
-    """A struct takes as much time as this many numbers."""
 
     def __init__(self, fitted: Fitted) -> None:
         self.readout = fitted.readout
         self._fitted = fitted
+
+    def numbers(self, scores: Scores) -> int:
+        return 4 * len(scores.rows)
 
     def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> PairScores:
         created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
@@ -153,6 +173,52 @@ class _PairForm(_Form):
 
     def chunk(self, id: str, results: list[tuple[int, Row]]) -> PairChunk:
         return PairChunk(id=id, data=[PairScore(index=index, score=self._fitted.score(row)) for index, row in results])
+
+
+class _LikelihoodForm(_Form):
+    """Log-probability of each item's own tokens."""
+
+    field = "data"
+    readout = wire.Likelihood()
+
+    def __init__(self, *, each_token: bool) -> None:
+        self._each_token = each_token
+
+    def numbers(self, scores: Scores) -> int:
+        return 4 * len(scores.rows) + sum(map(len, scores.rows))
+
+    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> Likelihoods:
+        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
+        return Likelihoods(id=id, object="likelihood", created=created, model=model.name, data=[], usage=usage, errors=errors)
+
+    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[ItemLikelihood]:
+        return (self._item(index, row) for index, row in zip(prepared.places, scores.rows, strict=True) if row)
+
+    def chunk(self, id: str, results: list[tuple[int, Row]]) -> LikelihoodChunk:
+        return LikelihoodChunk(id=id, data=[self._item(index, row) for index, row in results])
+
+    def _item(self, index: int, row: Row) -> ItemLikelihood:
+        *logprobs, greedy = row
+        total, count = sum(logprobs), len(logprobs)
+        if total == -math.inf:  # JSON has no infinity
+            logprobs = [max(logprob, LEAST_LOGPROB) for logprob in logprobs]
+            total = sum(logprobs)
+        return ItemLikelihood(
+            index=index,
+            logprob=total,
+            mean_logprob=total / count,
+            tokens=count,
+            is_greedy=greedy == 1,
+            token_logprobs=logprobs if self._each_token else None,
+        )
+
+
+def _form_of(fields: ScoreRequest, prepared: Prepared, fitted: Fitted | None) -> _Form:
+    if fitted:
+        return _PairForm(fitted)
+    if fields.readout == "likelihood":
+        return _LikelihoodForm(each_token=bool(fields.return_token_logprobs))
+    return _LabelForm(prepared.labels, softmax=bool(fields.apply_softmax))
 
 
 def _usage(prepared: Prepared, scores: Scores) -> Usage:

@@ -8,6 +8,7 @@ import msgspec
 
 from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest
 from gateway.schemas.parameters import Endpoint
+from gateway.schemas.tools import EarlierCall, ToolCall, ToolCallDelta, ToolChoice, Tools
 from gateway.schemas.usage import Usage
 
 
@@ -26,9 +27,14 @@ class ChatMessage(msgspec.Struct):
     """Author of the message; `developer` is treated as `system`."""
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    """Tool calls of an earlier answer; passed to the model's chat template."""
+    tool_calls: list[EarlierCall] | None = None
+    """Tool calls of an earlier answer."""
     tool_call_id: str | None = None
+    """The call that a message of the role `tool` answers."""
+    reasoning_content: str | None = None
+    """The thinking section of an earlier answer, for the model's chat template."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
     function_call: None = None
     """Not supported; send `tool_calls`."""
 
@@ -36,8 +42,17 @@ class ChatMessage(msgspec.Struct):
         """Return the message for chat templates, without absent fields."""
         content = msgspec.to_builtins(self.content) if self.content is not None else ""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        extras = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        thinking = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        extras = {
+            "name": self.name,
+            "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": thinking,
+        }
         return message | {key: value for key, value in extras.items() if value is not None}
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -55,6 +70,24 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Number of most probable tokens to return at each position, with their log-probabilities; only with `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the model's chat template."""
+    tools: Tools | None = None
+    """Functions that the model may call; up to 128."""
+    tool_choice: ToolChoice | None = None
+    """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name
+    of a function: it calls that one."""
+    parallel_tool_calls: bool | None = None
+    """Whether one answer may have several tool calls; true by default."""
+    reasoning_effort: ReasoningEffort | None = None
+    """How much the model thinks, where its chat template reads this; `none` switches thinking off."""
+    enable_thinking: bool | None = None
+    """Whether the model thinks before it answers, where its chat template reads this."""
+    thinking_budget: Count | None = None
+    """Tokens of the thinking section, about; only with a model that has a length model. Short for `length_guidance` with
+    `target_length` and `applies_to` "thinking"."""
+    thinking_token_budget: Count | None = None
+    """Another name of `thinking_budget`."""
+    include_reasoning: bool | None = True
+    """Return the thinking section."""
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +123,14 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     """The answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """Null if the answer consists of tool calls only."""
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """The thinking section, if there is one."""
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """The same as `reasoning_content`."""
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -100,6 +139,11 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     """Only in the first chunk of an answer."""
     content: str | None = None
+    reasoning_content: str | None = None
+    """New text of the thinking section."""
+    reasoning: str | None = None
+    """The same as `reasoning_content`."""
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -108,8 +152,9 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"]
-    """`stop`: the model or a stop text ended the answer; `length`: the limit or the context was reached."""
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    """`stop`: the model or a stop text ended the answer; `tool_calls`: the same, and it has tool calls; `length`: the limit or the
+    context was reached."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -133,7 +178,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):

@@ -8,8 +8,8 @@ import msgspec
 
 from engine import wire
 from gateway.schemas.length_guidance import CustomParams, LengthGuidance
-from gateway.schemas.parameters import Parameters
 from gateway.schemas.score import CacheSalt, Priority
+from gateway.schemas.structure import StructuredRequest
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -30,7 +30,7 @@ class StreamOptions(msgspec.Struct):
     """Every chunk carries the token counts of its own prompt and completion so far; only with `include_usage`."""
 
 
-class GenerationRequest(Parameters, kw_only=True):
+class GenerationRequest(StructuredRequest, kw_only=True):
     """Fields of both generating endpoints. Null always means the default."""
 
     model: str | None = None
@@ -116,6 +116,7 @@ class GenerationRequest(Parameters, kw_only=True):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self.logit_bias,
             "min_tokens": self.min_tokens,
+            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
         }
         return wire.Sampling(
             max_tokens=max_tokens,

@@ -46,6 +46,8 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Do not guide tokens whose candidates have less entropy than this, in nats; 0 by default."""
     value_min: Value | None = None
     """Do not guide tokens whose candidates' mean value is below this; 0 by default."""
+    applies_to: Literal["both", "thinking", "answer"] | None = None
+    """Guide only this section of a chat answer; `both` by default. `target_length` counts the tokens of this section."""
     return_values: bool | None = False
     """Return the value of each of the most probable tokens with its log-probability."""
 

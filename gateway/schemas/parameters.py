@@ -21,11 +21,9 @@ UNCUT: tuple[Endpoint, ...] = ("completions", "chat", "length", "tokenize", "det
 """Endpoints whose texts are never cut."""
 TEMPLATED: tuple[Endpoint, ...] = ("chat", "length")
 
-FORMAT = "the output cannot be constrained to a schema, a pattern or a grammar"
-TOOLS = "this server has no tools"
+ON_CHAT = "use /v1/chat/completions"
 BEAMS = "there is no beam search; ask for `n` completions and choose"
 TEXT = "input and output are text"
-REASONING = 'pass what the model\'s chat template reads in `chat_template_kwargs`, such as `{"enable_thinking": false}`'
 SAMPLERS = "use `temperature`, `top_k`, `top_p` or `min_p`"
 TOKENS = "use `logit_bias`"
 NEVER_CUT = "prompts are not truncated; shorten the prompt"
@@ -70,23 +68,13 @@ class Ignored:
 
 
 REFUSED: tuple[Refused, ...] = (
-    Refused("guided_json", GENERATING, FORMAT),
-    Refused("guided_regex", GENERATING, FORMAT),
-    Refused("guided_choice", GENERATING, "/v1/score gives the probability of each choice"),
-    Refused("guided_grammar", GENERATING, FORMAT),
-    Refused("structured_outputs", GENERATING, FORMAT),
-    Refused("structural_tag", GENERATING, FORMAT),
-    Refused("response_format", GENERATING, FORMAT, ({"type": "text"},)),
-    Refused("json_schema", GENERATING, FORMAT),
-    Refused("regex", GENERATING, FORMAT),
-    Refused("ebnf", GENERATING, FORMAT),
-    Refused("grammar", GENERATING, FORMAT),
+    Refused("structural_tag", GENERATING, "write its tags as `structured_outputs.grammar`"),
     Refused("stop_regex", GENERATING, "use `stop`, with fixed texts", ([],)),
-    Refused("tools", GENERATING, TOOLS, ([],)),
-    Refused("tool_choice", GENERATING, TOOLS, ("none", "auto")),
-    Refused("functions", GENERATING, TOOLS, ([],)),
-    Refused("function_call", GENERATING, TOOLS, ("none", "auto")),
-    Refused("web_search_options", GENERATING, TOOLS),
+    Refused("tools", ("completions",), ON_CHAT, ([],)),
+    Refused("tool_choice", ("completions",), ON_CHAT, ("none", "auto")),
+    Refused("functions", GENERATING, "use `tools` of /v1/chat/completions", ([],)),
+    Refused("function_call", GENERATING, "use `tool_choice` of /v1/chat/completions", ("none", "auto")),
+    Refused("web_search_options", GENERATING, "this server does not search the web"),
     Refused("moderation", GENERATING, "answers are not moderated"),
     Refused("best_of", GENERATING, "ask for `n` completions and choose", (1,)),
     Refused("use_beam_search", GENERATING, BEAMS, (False,)),
@@ -99,12 +87,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused("image_data", GENERATING, TEXT, ([],)),
     Refused("mm_processor_kwargs", GENERATING, TEXT, ({},)),
     Refused("verbosity", GENERATING, "steer the length with `length_guidance`", ("medium",)),
-    Refused("reasoning", ("chat",), REASONING),
-    Refused("reasoning_effort", ("chat",), REASONING),
-    Refused("thinking", ("chat",), REASONING),
-    Refused("enable_thinking", ("chat",), REASONING),
-    Refused("thinking_budget", ("chat",), REASONING),
-    Refused("thinking_token_budget", ("chat",), REASONING),
+    Refused("reasoning", ("chat",), "use `reasoning_effort`"),
+    Refused("thinking", ("chat",), "use `enable_thinking`"),
     Refused("typical_p", GENERATING, SAMPLERS, (1,)),
     Refused("top_a", GENERATING, SAMPLERS, (0,)),
     Refused("tfs", GENERATING, SAMPLERS, (1,)),
@@ -119,8 +103,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("dry_multiplier", GENERATING, "use `repetition_penalty`", (0,)),
     Refused("no_repeat_ngram_size", GENERATING, "use `repetition_penalty`", (0,)),
     Refused("max_repetition_pattern_size", GENERATING, "use `repetition_penalty`", (0,)),
-    Refused("allowed_token_ids", GENERATING, TOKENS),
-    Refused("bad_words", GENERATING, TOKENS, ([],)),
     Refused("logits_processors", GENERATING, TOKENS, ([],)),
     Refused("custom_logit_processor", GENERATING, TOKENS),
     Refused("vllm_xargs", GENERATING, "it has no meaning here", ({},)),
@@ -171,7 +153,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("return_text", ("score",), "scores are in the order of the items", (False,)),
     Refused("return_pooled_hidden_states", ("score",), "an answer holds scores", (False,)),
     Refused("chat_template", ("tokenize",), TEMPLATE),
-    Refused("tools", ("tokenize",), TOOLS, ([],)),
     Refused("mm_processor_kwargs", ("tokenize",), TEXT, ({},)),
     Refused("media_io_kwargs", ("tokenize",), TEXT, ({},)),
     Refused("continue_final_message", ("tokenize",), "send the rendered text as `prompt`", (False,)),
@@ -185,13 +166,13 @@ IGNORED: tuple[Ignored, ...] = (
     Ignored("safety_identifier", ALL),
     Ignored("store", GENERATING),
     Ignored("prediction", GENERATING),
-    Ignored("parallel_tool_calls", GENERATING),
+    Ignored("parallel_tool_calls", ("completions",)),
     Ignored("prompt_cache_key", GENERATING),
     Ignored("prompt_cache_options", GENERATING),
     Ignored("prompt_cache_retention", GENERATING),
     Ignored("request_id", ALL),
     Ignored("rid", ALL),
-    Ignored("include_reasoning", GENERATING),
+    Ignored("include_reasoning", ("completions",)),
     Ignored("separate_reasoning", GENERATING),
     Ignored("stream_reasoning", GENERATING),
     Ignored("spaces_between_special_tokens", GENERATING),

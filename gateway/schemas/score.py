@@ -41,6 +41,11 @@ class ScoreRequest(Truncation, kw_only=True):
     """Token ids to score. Give either these or `labels`."""
     labels: list[str] | None = None
     """Texts to score; each must be one token of the model."""
+    readout: Literal["labels", "likelihood"] | None = "labels"
+    """What is read: the probability of each label as the next token, or the log-probability of the item's own tokens after the
+    query (`likelihood`), which needs no labels."""
+    return_token_logprobs: bool | None = False
+    """With `likelihood`: also return the log-probability of each token of an item."""
     apply_softmax: bool | None = False
     """Scale the scores of an item so that they sum to 1 over the labels, instead of over the whole vocabulary."""
     item_first: bool | None = False
@@ -94,6 +99,44 @@ class ScoreChunk(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["scoring.chunk"] = "scoring.chunk"
     data: list[ItemScores]
+
+
+class ItemLikelihood(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The log-probability of one item after the query."""
+
+    index: int
+    logprob: float
+    """Sum over the item's tokens. -9999 or less represents a probability of zero."""
+    mean_logprob: float
+    """Mean over the item's tokens."""
+    tokens: int
+    """Number of the item's tokens."""
+    is_greedy: bool
+    """Whether each token is the most probable one at its place: greedy decoding would write this item."""
+    token_logprobs: list[float] | None = None
+    """The log-probability of each token, with `return_token_logprobs`."""
+
+
+class LikelihoodChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream: likelihoods of some items, in no order."""
+
+    id: str
+    object: Literal["likelihood.chunk"] = "likelihood.chunk"
+    data: list[ItemLikelihood]
+
+
+class Likelihoods(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Likelihoods in the order of the items."""
+
+    id: str
+    object: Literal["likelihood"]
+    created: int
+    """Seconds since 1970."""
+    model: str
+    data: list[ItemLikelihood]
+    usage: Usage
+    errors: list[ItemError] = []
+    """Items without a likelihood, with `partial_results`."""
 
 
 class PairScore(msgspec.Struct, frozen=True, kw_only=True):

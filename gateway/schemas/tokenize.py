@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.parameters import Endpoint, Parameters
+from gateway.schemas.tools import Tools
 
 MAX_TOKENS = 1 << 20
 
@@ -35,6 +36,8 @@ class TokenizeRequest(Parameters, kw_only=True):
     """With `messages`: end the prompt with the beginning of the answer; true by default."""
     chat_template_kwargs: dict[str, Any] | None = None
     """With `messages`: further variables for the model's chat template."""
+    tools: Tools | None = None
+    """With `messages`: functions that the model may call."""
     parse_special_tokens: bool | None = None
     """Whether text such as `<|im_end|>` becomes a control token. The default is true in `prompt` and false in `messages`."""
     user: str | None = None

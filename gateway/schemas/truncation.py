@@ -12,7 +12,7 @@ MAX_ITEMS = 10_000
 """Most items, documents or texts of a request."""
 
 MaxTokens = Annotated[int, msgspec.Meta(ge=1)]
-Side = Literal["left", "right", "Left", "Right"]
+Side = Literal["left", "right", "middle", "Left", "Right"]
 
 
 class ItemError(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,4 +38,4 @@ class Truncation(Parameters, kw_only=True):
     max_tokens_per_query: MaxTokens | None = None
     """Cut the query to this many tokens."""
     truncation_direction: Side = "right"
-    """The end at which texts are cut."""
+    """The end at which texts are cut; with `middle`, a text keeps its beginning and its end."""

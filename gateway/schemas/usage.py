@@ -12,6 +12,13 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     """Prompt tokens that were not computed, because their result or their keys and values were cached."""
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Details of the generated tokens."""
+
+    reasoning_tokens: int
+    """Tokens of the thinking section, with its tags."""
+
+
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token counts of a request."""
 
@@ -23,3 +30,5 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Generated tokens, including the one that ends a completion."""
     prompt_tokens_details: PromptTokensDetails | None = None
     """Number of cached prompt tokens."""
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Number of tokens of thinking sections, for models that think."""

@@ -16,12 +16,12 @@ from gateway.text.messages import HEADER, Answer, Decode, Drop, Job, frame
 GRACE_SECONDS = 0.3
 """Time that a worker has to finish a job whose caller has left."""
 
-Loss = Literal["slow", "template", "memory", "crash"]
-"""Reason why a worker ended: the gateway killed it at the time limit, the kernel killed it while it rendered a template, it
-exceeded its memory limit, or something else."""
+Loss = Literal["slow", "template", "grammar", "memory", "crash"]
+"""Reason why a worker ended: the gateway killed it at the time limit, the kernel killed it while it rendered a template or
+compiled a grammar, it exceeded its memory limit, or something else."""
 
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_LOSS_OF_SIGNAL: dict[int, Loss] = {signal.SIGVTALRM: "template", signal.SIGABRT: "memory"}
+_LOSS_OF_SIGNAL: dict[int, Loss] = {signal.SIGVTALRM: "template", signal.SIGPROF: "grammar", signal.SIGABRT: "memory"}
 
 
 class WorkerLostError(Exception):
@@ -206,6 +206,10 @@ class Channel(asyncio.Protocol):
 async def connect(generation: int, closed: Callable[[Channel], None]) -> tuple[Channel, socket.socket]:
     """Create a channel, and the worker's end of its socket."""
     ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    _, channel = await loop.create_connection(lambda: Channel(generation, closed), sock=ours)
+    try:
+        _, channel = await asyncio.get_running_loop().create_connection(lambda: Channel(generation, closed), sock=ours)
+    except BaseException:  # cancelled while the gateway stops
+        ours.close()
+        theirs.close()
+        raise
     return channel, theirs

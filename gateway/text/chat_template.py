@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -25,6 +25,7 @@ MAX_PROMPT_CHARACTERS = 1 << 26
 """Most characters of a prompt. This is far beyond any context and stops a template that repeats itself."""
 _MAX_POWER = 1024
 _PROBE = "probe"
+_PROBE_SCHEMA = {"type": "object", "properties": {}, "required": []}
 
 
 class ChatTemplateError(ValueError):
@@ -54,7 +55,23 @@ class ChatTemplate:
         """
         if not self._understands_parts:
             messages = [_with_plain_content(message) for message in messages]
+        if not self._takes_argument_objects:
+            messages = [_with_argument_texts(message) for message in messages]
         return self._run(messages, {"add_generation_prompt": add_generation_prompt, "tools": tools, **extra})
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether a prompt has the tools that are given."""
+        tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": _PROBE_SCHEMA}}
+        try:
+            return _PROBE in self._run([{"role": "user", "content": ""}], {"add_generation_prompt": True, "tools": [tool]})
+        except ChatTemplateError:
+            return False
+
+    def reads(self, name: str) -> bool:
+        """Whether the template reads the variable ``name``. Raises :class:`ChatTemplateError`."""
+        self._template  # noqa: B018  raises for a template that is missing or broken
+        return name in self._variables
 
     def _run(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         template = self._template
@@ -90,6 +107,45 @@ class ChatTemplate:
             return self._run([plain], variables) == self._run([in_parts], variables)
         except ChatTemplateError:
             return False
+
+    @cached_property
+    def _variables(self) -> set[str]:
+        """Names of the variables that the template does not set itself."""
+        return meta.find_undeclared_variables(_environment().parse(self.source or ""))
+
+    @cached_property
+    def _takes_argument_objects(self) -> bool:
+        """Whether the arguments of tool calls are written as JSON if they are given as objects, and not only as text."""
+        if not self.source or "arguments" not in self.source:
+            return True
+        given = [self._with_call(arguments) for arguments in ({_PROBE: _PROBE}, json.dumps({_PROBE: _PROBE}))]
+        return given[1] is None or (given[0] is not None and f"{{'{_PROBE}'" not in given[0])
+
+    def _with_call(self, arguments: Any) -> str | None:
+        """Return a conversation with a tool call; None if the template refuses it."""
+        call = {"id": "probe0000", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+        messages: list[Message] = [
+            {"role": "user", "content": _PROBE},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": _PROBE, "tool_call_id": "probe0000", "name": _PROBE},
+        ]
+        try:
+            return self._run(messages, {"add_generation_prompt": True, "tools": None})
+        except ChatTemplateError:
+            return None
+
+
+def _with_argument_texts(message: Message) -> Message:
+    """Return ``message`` with the arguments of its tool calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        if isinstance(call["function"]["arguments"], dict)
+        else call
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _with_plain_content(message: Message) -> Message:

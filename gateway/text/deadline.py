@@ -34,5 +34,15 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+@contextmanager
+def killed_after(seconds: float) -> Iterator[None]:
+    """Let the kernel end the process with SIGPROF if the block uses this much CPU time, for code that cannot be interrupted."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def _raise(_signal: int, _frame: FrameType | None) -> NoReturn:
     raise TimeIsUp

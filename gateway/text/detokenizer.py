@@ -22,8 +22,16 @@ class Detokenizer:
     costs the same.
     """
 
-    def __init__(self, tokenizer: Vocabulary, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        self._spelling = tokenizer.spellings(skip_special_tokens=skip_special_tokens).__getitem__
+    def __init__(
+        self,
+        tokenizer: Vocabulary,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown: Sequence[int] = (),
+    ) -> None:
+        """``shown``: special tokens that are not skipped."""
+        self._spelling = tokenizer.spellings(skip_special_tokens=skip_special_tokens, shown=shown).__getitem__
         context = self._last_bytes(prompt_ids)
         _, used = codecs.utf_8_decode(context, "replace", False)
         self._unfinished = context[used:]

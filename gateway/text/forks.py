@@ -54,7 +54,8 @@ class Forks(asyncio.Protocol):
             command = [sys.executable, "-m", "gateway.text.forkserver", str(theirs.fileno())]
             process = subprocess.Popen(  # noqa: S603, ASYNC220 - runs at start and after a crash; takes 1 to 2 ms
                 command,
-                env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+                # A worker without memory could not print a backtrace: it would hang.
+                env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

@@ -75,7 +75,8 @@ class ForkServer:
             return Loaded(f"the preset cannot be used: {error}")
         except Exception as error:  # the library raises bare Exception
             return Loaded(f"tokenizer.json cannot be used: {error}")
-        self._texts[order.text] = TextSide(tokenizer, ChatTemplate(files.chat_template, files.special_tokens), preset)
+        template = ChatTemplate(files.chat_template, files.special_tokens)
+        self._texts[order.text] = TextSide(tokenizer, template, preset, tokenizer.grammar_compiler())
         with open(table, "wb", closefd=False) as file:
             file.write(msgspec.msgpack.encode(msgspec.structs.replace(tokenizer.table, fitted=preset and preset.fitted)))
         gc.collect()

@@ -14,6 +14,7 @@ import msgspec
 from gateway.text.bounds import Bounds
 from gateway.text.facts import Facts
 from gateway.text.prepared import Packed
+from gateway.tools.formats import Formats
 
 HEADER = struct.Struct("<II?")
 """Length of the message, length of the body (both in bytes), and whether the sender ends after this frame."""
@@ -32,6 +33,7 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     """Key of the model's tokeniser and template."""
     facts: Facts
     bounds: Bounds
+    formats: Formats = Formats()
 
 
 class Whole(msgspec.Struct, tag="whole", frozen=True):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gateway.tools.answer import AnswerFormat
+
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
 
@@ -40,8 +42,14 @@ class Prepared:
     """Items without a row, in a request that accepts partial results."""
     response: bytes = b""
     """Response body as JSON, if no engine takes part in the request."""
+    grammar: str = ""
+    """Grammar of llguidance that the output follows; empty if there is none."""
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Tokens of each text that must not be generated."""
     converted: int = 0
     """Number of tokens in ``response``; they are not in ``rows``, because the event loop does not need them."""
+    format: AnswerFormat | None = None
+    """How the answer is divided into parts; None for an answer that is all text."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -76,7 +84,10 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     query_truncated: bool = False
     refused: list[Refusal] = []
     response: bytes = b""
+    grammar: str = ""
+    bad_words: list[list[int]] = []
     converted: int = 0
+    format: AnswerFormat | None = None
 
 
 def as_list(ids: Ids) -> list[int]:
@@ -102,7 +113,10 @@ def pack(prepared: Prepared) -> Packed:
         prepared.query_truncated,
         prepared.refused,
         prepared.response,
+        prepared.grammar,
+        prepared.bad_words,
         prepared.converted,
+        prepared.format,
     )
 
 
@@ -119,7 +133,10 @@ def unpack(packed: Packed) -> Prepared:
         packed.query_truncated,
         packed.refused,
         packed.response,
+        packed.grammar,
+        packed.bad_words,
         packed.converted,
+        packed.format,
     )
 
 

@@ -1,21 +1,25 @@
 """A model's tokeniser: converts text to exact token ids. Only the fork server and worker processes have one.
 
-The ``tokenizers`` library encodes one text at a time. Long texts are encoded in slices at safe cuts, so that a text that is too
-long for a model is refused early, with memory and time bounded by the model's context.
+Common texts are encoded piece by piece (``pieces.py``), others by the ``tokenizers`` library, one text at a time. Long texts are
+encoded in slices at safe cuts, so that a text that is too long for a model is refused early, with memory and time bounded by the
+model's context.
 """
 
 from __future__ import annotations
 
 import secrets
 from array import array
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import tokenizers
 
-from engine.wire import TokenizerFiles
+from engine.wire import CONTROL_TOKEN, TokenizerFiles
+from gateway.structure.compile import GrammarCompiler
 from gateway.text.bounds import TooManyTokens
 from gateway.text.cuts import cuts_of
+from gateway.text.pieces import Pieces, expression_of
 from gateway.text.sizes import characters_per_token
 from gateway.text.special import ControlTokens, Marked
 from gateway.text.spelling import Spelling, TokenizerError, spelling_of
@@ -45,17 +49,23 @@ class Tokenizer(Vocabulary):
         spelling = spelling_of(document.get("decoder"))
         super().__init__(_table(library, added, spelling))
         self._library = library
+        self._named = [token["id"] for token in added if token["special"] or CONTROL_TOKEN.fullmatch(token["content"])]
         self.controls = ControlTokens(added)
         """The control tokens, for texts that must not contain any."""
+        self._added = {token["content"]: token["id"] for token in added}
         self.characters_per_token = characters_per_token(document, spelling)
         """Most characters that one token represents; None if there is no bound."""
         self._sentinels = {flags: _sentinel(*flags) for flags in self.controls.flags}
+        self._pieces: Pieces | None = None
         self._sentinel_ids = self._add_beyond(list(self._sentinels.values()))
         affixes = self._find_affixes()
         self.affixes = affixes or ([], [])
         """Special tokens that are added before and after every text."""
         self._cuts = cuts_of(document, [*added, *map(_described, self._sentinels.values())]) if affixes else None
         self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
+        expression = expression_of(document) if self._cuts else None
+        contents = [*(token["content"] for token in added), *(token.content for token in self._sentinels.values())]
+        self._pieces = Pieces(expression, contents, self._by_library) if expression else None
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:
@@ -66,6 +76,19 @@ class Tokenizer(Vocabulary):
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
         return cls(library, document)
+
+    def grammar_compiler(self) -> GrammarCompiler | None:
+        """Return a compiler of grammars for this vocabulary; making it for 150,000 tokens takes a third of a second. None if the
+        library cannot use the vocabulary."""
+        tokens = [self.table.spelled[begin:end] for begin, end in pairwise([0, *self._ends])]
+
+        def encode(text: str) -> list[int]:
+            return self._encode(text, UNBOUNDED, add_special_tokens=False, parse_special_tokens=False)
+
+        try:
+            return GrammarCompiler(tokens, self._named, encode)
+        except ValueError:
+            return None
 
     def least_tokens(self, characters: int) -> int:
         """Return a lower bound on the tokens of a text of ``characters``."""
@@ -95,6 +118,16 @@ class Tokenizer(Vocabulary):
         known: dict[int, str] = {id: self._library.id_to_token(id) or "" for id in set(ids)}
         return [known[id] for id in ids]
 
+    def token_of(self, text: str) -> int | None:
+        """Return the id of the added token with exactly the spelling ``text``, such as ``<think>``; None if there is none."""
+        return self._added.get(text)
+
+    def grammar_token_of(self, text: str) -> int | None:
+        """Return the id of ``text`` if it is a control token in grammars: an added token that is special, or in angle brackets. It
+        never matches text there."""
+        id = self._added.get(text)
+        return id if id in self.special_ids or (text.startswith("<") and text.endswith(">")) else None
+
     def lift(self, text: Marked) -> tuple[str, list[int]]:
         """Return a text to encode with ``parse_special_tokens`` False, and the ids for :meth:`restore`."""
         return self.controls.lift(text, {flags: token.content for flags, token in self._sentinels.items()})
@@ -122,6 +155,9 @@ class Tokenizer(Vocabulary):
         """
         self._library.encode_special_tokens = True
         size = (most + 1) * CHARACTERS_PER_TOKEN
+        ids = self._pieces.encode(text) if self._pieces and len(text) <= size else None
+        if ids is not None and len(ids) <= most:
+            return text, False
         while True:
             near = text[max(0, len(text) - size) :] if left else text[:size]
             offsets = self._library.encode(near, add_special_tokens=False).offsets
@@ -139,6 +175,25 @@ class Tokenizer(Vocabulary):
         end = offsets[most - 1][1]
         return near[: min(end, offsets[most][0])], True
 
+    def cut_middle(self, text: str, most: int) -> tuple[str, bool]:
+        """Return ``text`` without its middle, so that at most ``most`` tokens are left, and whether it was cut.
+
+        Both ends keep about half of the tokens, and are joined without anything between. They are cut as :meth:`shorten` cuts.
+        """
+        begin, cut = self.shorten(text, most)
+        if not cut:
+            return text, False
+        room = most
+        while room > 0:
+            begin, _ = self.shorten(text, room - room // 2)
+            end, _ = self.shorten(text[len(begin) :], room // 2, left=True)
+            joined = begin + end
+            self._library.encode_special_tokens = True
+            if (excess := len(self._whole(joined, False)) - most) <= 0:
+                return joined, True
+            room -= excess  # tokens at the seam, and of ends that are divided otherwise than in the text
+        return "", True
+
     def _check_length(self, text: str, limit: int) -> None:
         if self.least_tokens(len(text)) > limit:
             raise TooManyTokens(limit, exact=False)
@@ -154,8 +209,15 @@ class Tokenizer(Vocabulary):
         return ids
 
     def _whole(self, text: str, add_special_tokens: bool) -> list[int]:
-        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        ids = self._pieces.encode(text) if self._pieces and len(text) <= 2 * SLICE_CHARACTERS else None
+        if ids is None:
+            (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
+        begin, end = self.affixes if add_special_tokens else ([], [])
+        return [*begin, *ids, *end] if begin or end else ids
+
+    def _by_library(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _sliced(self, text: str, limit: int, add_special_tokens: bool) -> list[int]:
         """Encode a long text in slices; see :meth:`encode`."""

@@ -7,7 +7,7 @@ loading a large ``tokenizer.json`` holds the interpreter's lock for seconds.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -49,7 +49,9 @@ class Vocabulary:
         self.vocab_size = len(self._ends)
         """Highest id with a token, plus 1; the model's head may have more rows (padding)."""
         self._spellings = _Table(self.vocab_size, self._spelling, {})
-        self._shown = _Table(self.vocab_size, self._spellings.__getitem__, dict.fromkeys(table.special, b""))
+        self._without: dict[frozenset[int], Mapping[int, bytes]] = {}
+        """Bytes of the tokens by id, by the special tokens among them that have bytes."""
+        self._shown = self._hiding(frozenset())
         self.texts: Mapping[int, str] = _Table(self.vocab_size, self._text, {})
         """The result of :meth:`token_text` for every id."""
 
@@ -58,9 +60,12 @@ class Vocabulary:
         text = b"".join(map(self.spellings(skip_special_tokens=skip_special_tokens).__getitem__, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
-    def spellings(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        """Return a mapping from every id to the bytes that it adds to a text: none for special tokens that are skipped."""
-        return self._shown if skip_special_tokens else self._spellings
+    def spellings(self, *, skip_special_tokens: bool, shown: Sequence[int] = ()) -> Mapping[int, bytes]:
+        """Return a mapping from every id to the bytes that it adds to a text: none for special tokens that are skipped. Those in
+        ``shown`` are not."""
+        if not skip_special_tokens:
+            return self._spellings
+        return self._hiding(frozenset(shown)) if shown else self._shown
 
     def has_token(self, id: int) -> bool:
         """Return True for vocabulary and added tokens, False for the padding of the model's head."""
@@ -73,6 +78,13 @@ class Vocabulary:
     def token_text(self, id: int) -> str:
         """Return one token as text, for log-probabilities. A part of a character becomes U+FFFD."""
         return self.texts[id]
+
+    def _hiding(self, shown: frozenset[int]) -> Mapping[int, bytes]:
+        """Return bytes by id, none for special tokens but ``shown``. Models have one or two formats, so few mappings are kept."""
+        if shown not in self._without:
+            hidden = dict.fromkeys(self.special_ids - shown, b"")
+            self._without[shown] = _Table(self.vocab_size, self._spellings.__getitem__, hidden)
+        return self._without[shown]
 
     def _spelling(self, id: int) -> bytes:
         if not 0 <= id < self.vocab_size:

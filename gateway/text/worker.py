@@ -79,7 +79,7 @@ class Worker:
         return self._request is None
 
     def answer(self, job: Job, body: bytearray) -> Answer:
-        """Carry out one step and return the answer. Raises nothing."""
+        """Carry out one step and return the answer. Raises no :class:`Exception`; a panic in the library ends the process."""
         try:
             if isinstance(job, Read):
                 return self._read(job)
@@ -98,6 +98,10 @@ class Worker:
         except Exception:
             logger.exception("a request could not be read")
             answer = Broken("fault")
+        except BaseException as error:  # a panic in the tokenizers library, whose locks may stay taken
+            if "memory" in str(error):
+                os.abort()  # as the library does where it cannot allocate; channel.py tells it from other crashes by the signal
+            raise
         self._request = None
         return answer
 
@@ -107,7 +111,7 @@ class Worker:
             return Broken("fault")
         if (text := self._texts.get(job.text)) is None:
             return Broken("unknown_text")
-        return pack(self._endpoint.read(request, Model(job.facts, text.tokenizer, job.bounds, text)))
+        return pack(self._endpoint.read(request, Model(job.facts, text.tokenizer, job.bounds, text, job.formats)))
 
 
 def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:

@@ -92,10 +92,11 @@ class Workers:
 
     async def stop(self) -> None:
         """End all processes."""
+        self._files = {}  # a worker that ends from here on is not replaced
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        channels, self._files = list(self._open), {}
+        channels = list(self._open)
         for channel in channels:
             channel.kill()
         await asyncio.gather(*[channel.gone for channel in channels])

@@ -177,6 +177,7 @@ def test_a_refused_upload_gets_its_answer(gateway: Program) -> None:
         assert parse(read_to_end(late)).status == 429
 
 
+@pytest.mark.slow
 def test_without_keys_all_room_is_used(start_gateway: StartGateway, engine: FakeEngine) -> None:
     gateway = start_gateway(max_in_flight=PLACES, max_uploads=PLACES)
     with uploads(gateway, "", [head("x", 100) + b"{"] * 12) as connections:

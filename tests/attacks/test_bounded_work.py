@@ -214,6 +214,7 @@ def _post_and_leave(site: Site) -> None:
         site.post("score", HEAVY, timeout=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeats", [1, 3500], ids=["short", "long"])
 def test_workers_that_are_killed_cost_no_request(site: Site, repeats: int) -> None:
     statuses: list[int] = []

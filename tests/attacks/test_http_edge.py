@@ -484,6 +484,7 @@ def test_a_stream_that_is_not_read_ends_with_its_work(gateway: Program, engine: 
         wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 2, 3)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_not_read_ends_with_its_connection(gateway: Program, engine: FakeEngine) -> None:
     body = json.dumps({**ENDLESS, "prompt": [[index] for index in range(8)], "max_tokens": 250, "logprobs": 20}).encode()
     route = 'yardstick_requests_total{route="/v1/completions",status="200"}'
@@ -497,6 +498,7 @@ def test_an_answer_that_is_not_read_ends_with_its_connection(gateway: Program, e
 # --- connections
 
 
+@pytest.mark.slow
 def test_idle_connections_cost_little(start_gateway: StartGateway) -> None:
     gateway = start_gateway(header_seconds=60)
     before = settled_mib(gateway.process.pid)
@@ -511,6 +513,7 @@ def test_idle_connections_cost_little(start_gateway: StartGateway) -> None:
     wait_until(lambda: metric_of(gateway, "yardstick_open_connections") <= 2)
 
 
+@pytest.mark.slow
 def test_many_connections_lock_nobody_out(start_gateway: StartGateway, engine: FakeEngine) -> None:
     gateway = start_gateway(max_connections=8)
     with ExitStack() as stack:

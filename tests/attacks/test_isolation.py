@@ -173,6 +173,7 @@ def test_a_flight_serves_its_own_group_only(server: Server, slow: FakeEngine) ->
     assert len(slow.scores) == before + 3
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 def test_redis_shares_within_a_group_only(engine: FakeEngine, keys: Path) -> None:
     body = BODIES["score"](next(prompts))
@@ -186,6 +187,7 @@ def test_redis_shares_within_a_group_only(engine: FakeEngine, keys: Path) -> Non
             wait_until(lambda: len(store.keys("yardstick:score:*")) == 6)
 
 
+@pytest.mark.slow
 def test_isolation_can_be_turned_off(shared_by_all: Server) -> None:
     body = BODIES["score"](next(prompts))
     assert shared_by_all.ask("a", "score", body).hits == "0/2"

@@ -171,6 +171,7 @@ def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
         wait_until(lambda: not any(pod.read("/stats", wire.Stats).running for pod in pods))
 
 
+@pytest.mark.slow
 def test_work_that_was_given_up_is_aborted(pods: list[Pod]) -> None:
     """The loop hears of it as soon as it goes on."""
     pod = pods[0]
@@ -187,6 +188,7 @@ def test_work_that_was_given_up_is_aborted(pods: list[Pod]) -> None:
         assert pod.read("/stats", wire.Stats).computed_tokens < computed + 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["loop", *[pytest.param(which, marks=pytest.mark.slow) for which in ("http", "both")]])
 def test_the_only_engine_is_stopped(pods: list[Pod], which: str) -> None:
     """Clients are told so within a bounded time, and it works again when it goes on."""

@@ -22,3 +22,16 @@ def test_every_request_is_measured(demo: Program, cache: dict[str, str], tmp_pat
     assert (len(requests["successful"]), requests["incomplete"], requests["errored"]) == (5, [], [])
     for request in requests["successful"]:
         assert request["output_metrics"]["text_tokens"] == 8
+
+
+def test_a_sweep_runs_to_its_end(demo: Program, cache: dict[str, str], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    run_shell("guidellm_sweep.sh", demo.url, str(MODELS / "base"), str(report), environment="evaluation", seconds=300, **cache)
+    benchmarks = json.loads(report.read_text())["benchmarks"]
+    kinds = [benchmark["config"]["strategy"]["type_"] for benchmark in benchmarks]
+    assert (kinds[:2], set(kinds[2:])) == (["synchronous", "throughput"], {"constant"})
+    for benchmark in benchmarks:
+        requests = benchmark["requests"]
+        assert requests["errored"] == []
+        assert requests["successful"]
+        assert all(request["output_metrics"]["text_tokens"] == 8 for request in requests["successful"])

@@ -131,6 +131,7 @@ def test_two_processes_in_fp8_are_as_near_as_one(qwen3: Path, start):
     assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, "fp8", 2)
 
 
+@pytest.mark.slow
 def test_two_processes_classify_as_one(tmp_path: Path, start):
     model = make_checkpoint(tmp_path, "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=3)
     message = wire.Score("s", list(range(5, 30)), [[7, 8], list(range(60, 130))], wire.Classes())
@@ -144,6 +145,7 @@ def test_two_processes_classify_as_one(tmp_path: Path, start):
     torch.testing.assert_close(found.rows, replies[0].rows, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_loop_takes_its_worker_along(qwen3: Path, start):
     pod = start(qwen3)
     (worker,) = children(pod.loop_pid)
@@ -152,6 +154,7 @@ def test_a_killed_loop_takes_its_worker_along(qwen3: Path, start):
     assert pod.process.wait(40) == 1
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_a_step_ends_the_pod(qwen3: Path, start):
     pod = start(qwen3)
     (worker,) = children(pod.loop_pid)

@@ -245,6 +245,7 @@ def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build, "BUCKETS", (1, 4, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")])
 def test_the_whole_engine_answers_the_same(
     checkpoint: Path, overlap: bool, captured_anywhere, small_work, caplog: pytest.LogCaptureFixture

@@ -55,6 +55,7 @@ class Stream(threading.Thread):
                 self.replies += reader.feed(chunk)
 
 
+@pytest.mark.slow
 def test_a_token_is_asked_for_and_followed(tmp_path: Path, start: Callable[..., Pod]):
     file = tmp_path / "token"
     file.write_text("first\n")
@@ -116,6 +117,7 @@ def test_told_to_end_it_finishes_what_runs_and_refuses_the_rest(start: Callable[
     assert sum(len(reply.tokens) for reply in stream.replies) == 400
 
 
+@pytest.mark.slow
 def test_when_its_time_is_over_what_runs_gets_its_last_word(start: Callable[..., Pod]):
     pod = start("--grace-seconds", "0.3")
     stream = Stream(pod, ENDLESS)

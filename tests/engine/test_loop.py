@@ -29,7 +29,9 @@ SHAPES = {
 LABELS = [5, 17, 300]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name == "qwen3" else pytest.mark.slow) for name in SHAPES], ids=SHAPES
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **SHAPES[request.param])
 
@@ -144,6 +146,7 @@ def greedy(reference: PreTrainedModel, prompt: list[int], count: int) -> list[in
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_greedy_generation_of_200_tokens(build, reference):
     rng = random.Random(3)
     prompts = [random_tokens(rng, 1, 90) for _ in range(3)]

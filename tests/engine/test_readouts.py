@@ -37,7 +37,7 @@ def batch_of(*requests: Request) -> Batch:
 
 def run(plan: OutputPlan, context: ReadoutContext, batch: Batch) -> StepResult:
     """The results of the main model's readouts, from random hidden rows."""
-    upload, download = Upload(), Download()
+    upload, download = Upload(), Download(torch.device("cpu"))
     for readout in plan.main:
         readout.upload(upload)
     upload.send(torch.device("cpu"))

@@ -84,7 +84,7 @@ def test_uploads_and_downloads_bring_back_what_they_took():
     upload.send(torch.device("cpu"))
     assert [copy.tensor.tolist() for copy in copies] == [[3, 1], [], [4, 5, 6, 7]]
     tensors = [torch.randn(2, 3), torch.tensor([5, 1 << 20]), torch.empty(0, 4)]
-    download = Download()
+    download = Download(torch.device("cpu"))
     copies = [download.add(tensor) for tensor in tensors]
     download.send()
     download.wait()
@@ -95,6 +95,25 @@ def test_uploads_and_downloads_bring_back_what_they_took():
 
 def test_nothing_to_copy() -> None:
     Upload().send(torch.device("cpu"))
-    download = Download()
+    download = Download(torch.device("cpu"))
     download.send()
     download.wait()
+
+
+def test_on_a_gpu_a_step_without_results_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of a long prompt has no results. If the host did not wait for it, a later step would fill buffers that copies to the
+    device still read."""
+    calls: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    download = Download(torch.device("cuda"))
+    download.send()
+    download.wait()
+    assert calls == ["record", "synchronize"]

@@ -61,6 +61,7 @@ def chi_square(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
     return float((statistic - degrees) / math.sqrt(2 * degrees))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_distribution(temperature: float) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))

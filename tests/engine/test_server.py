@@ -137,6 +137,7 @@ def test_sigterm_ends_both_processes(own_pod: Pod):
     wait_until(lambda: not alive(loop_pid))
 
 
+@pytest.mark.slow
 def test_a_killed_server_takes_its_loop_along(own_pod: Pod):
     loop_pid = own_pod.loop_pid
     own_pod.process.kill()
@@ -156,6 +157,7 @@ def test_a_lost_loop_ends_the_pod(own_pod: Pod):
     assert own_pod.process.stderr.read().splitlines()[-1] == "engine: The engine's loop ended with exit code -9."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["absent", pytest.param("acme/absent", marks=pytest.mark.slow)])
 def test_a_missing_model_is_one_line(name: str, tmp_path: Path):
     command = [sys.executable, "-m", "engine", "--model", name, "--port", str(free_port())]

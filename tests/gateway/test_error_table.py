@@ -106,7 +106,7 @@ def told(answer: httpx.Response) -> dict[str, Any]:
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "image_url"),
         ("chat/completions", {**CHAT, "tools": [{}]}, 400, "tools", "not supported"),
         ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "not supported"),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "needs"),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
         ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_completion_tokens", "at least one"),
         ("chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "must not set"),

@@ -55,6 +55,7 @@ def reading(gateway: Program, lines: list[str], body: dict[str, Any] = STREAM) -
     return thread
 
 
+@pytest.mark.slow
 def test_not_ready_at_once_but_serving_until_the_drain_is_over(start: Callable[..., Program]):
     gateway = start(drain_seconds="4", grace_seconds="20")
     assert "connection" not in gateway.client.get("/livez").headers
@@ -83,6 +84,7 @@ def test_a_stream_is_finished(engine: FakeEngine, start: Callable[..., Program])
     assert gateway.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_a_stream_that_takes_too_long_is_cut_off(engine: FakeEngine, start: Callable[..., Program]):
     gateway = start(drain_seconds="0.1", grace_seconds="1")
     engine.faults.delay = 60
@@ -92,6 +94,7 @@ def test_a_stream_that_takes_too_long_is_cut_off(engine: FakeEngine, start: Call
     gateway.process.wait(30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keepalive", ["15", "0.2"])
 def test_open_requests_are_told_at_the_end_of_the_grace_period(engine: FakeEngine, start: Callable[..., Program], keepalive: str):
     """A stream that has begun gets a last event; what has not begun gets a 503. With comments, a stream that waits has begun."""

@@ -225,6 +225,7 @@ def compile_rows(rows: int) -> Tensor:
     return length_tilt_triton(p, p, p > 0, column > 0, tilts)
 
 
+@pytest.mark.slow
 def test_it_compiles_for_hopper() -> None:
     ((kernel,),) = compiled("from tests.kernels.test_length_tilt import compile_rows", "compile_rows(16)")
     assert kernel["local"] == 0

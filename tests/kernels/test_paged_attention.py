@@ -287,6 +287,7 @@ def test_what_the_kernel_cannot_take(device: torch.device) -> None:
 OTHER_SHAPES = ["(14, 2, 64), torch.bfloat16", "(28, 4, 128), torch.bfloat16", "(16, 8, 128), torch.float16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launches",
     [pytest.param(["(16, 8, 128), torch.bfloat16"], id="one"), pytest.param(OTHER_SHAPES, marks=pytest.mark.slow, id="others")],

@@ -133,6 +133,7 @@ def test_no_server_and_no_such_name() -> None:
     assert {record.failure for record in done.records} == {"connect"}
 
 
+@pytest.mark.slow
 def test_running_out_of_descriptors_is_the_generators_fault() -> None:
     program = """
 import resource, sys
@@ -241,6 +242,7 @@ def test_a_closed_loop_waits_and_its_clients_are_bounded() -> None:
     assert all(record.scheduled < 1 for record in done.records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_alive", ["true", "false"])
 def test_connections_are_kept_or_not(keep_alive: str) -> None:
     peers: Counter[Any] = Counter()
@@ -301,6 +303,7 @@ def test_a_record_of_one_token_has_no_tpot() -> None:
     assert (one.ttft, one.tpot) == (0.5, None)
 
 
+@pytest.mark.slow
 def test_descriptors_are_given_back() -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))

@@ -140,12 +140,14 @@ def test_an_objective_that_is_not_met_is_exit_code_1(tmp_path: Path) -> None:
     assert "FAIL  items_per_s >= 100000" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_key_every_request_is_a_401(gateway: Any) -> None:
     done = yardstick("run", "--url", gateway[0], "--rate", "10", "--duration", "0.5")
     assert done.returncode == 1
     assert json.loads(done.stdout.splitlines()[-1])["failures_by_kind"].keys() == {"status 401"}
 
 
+@pytest.mark.slow
 def test_a_key_comes_from_a_flag_or_a_file_and_is_not_recorded(gateway: Any, tmp_path: Path) -> None:
     url, key = gateway
     file = tmp_path / "key"
@@ -182,6 +184,7 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
     assert says in line
 
 
+@pytest.mark.slow
 def test_workers_share_a_run(tmp_path: Path) -> None:
     scenario = ("--rate", "20", "--duration", "1", "--set", "workloads[0].items=2", "--objective", "requests >= 10")
     with serving(good) as url:

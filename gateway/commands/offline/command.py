@@ -80,6 +80,7 @@ def execute(options: OfflineOptions, task_for: Callable[[Sequence[str]], Task], 
     if found is not None and found.finished is not None:
         _print_finished(files, found.finished, "was finished before")
         return int(found.finished.failed > 0)
+    task.check(source)
     started = time.monotonic()
     journal = Journal(files.journal, files.failures, task.row_of, failure_row_of)
     try:

@@ -65,11 +65,16 @@ def _cell(value: Any) -> Any:
 
 def _write_parquet(journal: Path, draft: Path, columns: Columns) -> None:
     arrow, parquet = import_arrow(), import_parquet()
+    likelihood = arrow.struct(
+        {"logprob": arrow.float64(), "mean_logprob": arrow.float64(), "tokens": arrow.int64(), "is_greedy": arrow.bool_()}
+    )
     results = {
         "number": arrow.float64(),
         "numbers": arrow.list_(arrow.float64()),
         "lists": arrow.list_(arrow.list_(arrow.float64())),
         "float32s": arrow.list_(arrow.float32()),
+        "likelihood": likelihood,
+        "likelihoods": arrow.list_(likelihood),
     }
     kinds = _kinds(journal, columns)
     plain = {"bool": arrow.bool_(), "int": arrow.int64(), "float": arrow.float64(), "str": arrow.string()}

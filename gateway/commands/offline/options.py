@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _TABLES = (".jsonl", ".csv", ".parquet")
 _LOCAL = "http://127.0.0.1:8000"
 _ITEMS_A_REQUEST, _ROWS_A_REQUEST = 200, 32
-_ROW_OPTIONS = ("query_column", "items_column", "item_column", "keep", "concurrency", "retry_seconds")
+_ROW_OPTIONS = ("readout", "query_column", "items_column", "item_column", "keep", "concurrency", "retry_seconds")
 _LIST_OPTIONS = ("sort", "format")
 """Options of ``yardstick score`` that work only with --input or only with --items."""
 
@@ -27,6 +27,13 @@ class Format(StrEnum):
     TABLE = "table"
     JSON = "json"
     CSV = "csv"
+
+
+class Readout(StrEnum):
+    """What ``yardstick score`` reads."""
+
+    LABELS = "labels"
+    LIKELIHOOD = "likelihood"
 
 
 class InputType(StrEnum):
@@ -131,7 +138,7 @@ def batch(
 
 def score(
     context: typer.Context,
-    labels: Annotated[str, typer.Option(help="Tokens to score, separated by commas: Yes,No")],
+    labels: Annotated[str | None, typer.Option(help="Tokens to score, separated by commas: Yes,No")] = None,
     query: Annotated[str | None, typer.Option(help="Text that all prompts share; with --input, a column may have it.")] = None,
     items: Annotated[
         typer.FileText | None, typer.Option(encoding="utf-8", help="File with one item per line; - reads standard input.")
@@ -143,6 +150,9 @@ def score(
     ] = None,
     api_key: ApiKey = None,
     model: Model = None,
+    readout: Annotated[
+        Readout, typer.Option(help="With --input: probabilities of labels, or the log-probability of each item's own tokens.")
+    ] = Readout.LABELS,
     apply_softmax: Annotated[bool, typer.Option("--apply-softmax", help="Scale the scores of an item to a sum of 1.")] = False,
     item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
     suffix: Annotated[str, typer.Option(help="Text added to each item, such as the question to answer about it.")] = "",
@@ -159,9 +169,13 @@ def score(
     concurrency: Concurrency = 16,
     retry_seconds: RetrySeconds = 600,
 ) -> None:
-    """Score items against a query: a list of items on a running server, or a file of rows. An item's prompt is query, item and
-    suffix, joined without separators."""
-    named = tuple(labels.split(","))
+    """Score items against a query: a list of items on a running server, or a file of rows.
+
+    An item's prompt is query, item and suffix, joined without separators.
+    """
+    if (labels is None) == (readout is Readout.LABELS):
+        raise WrongUsage("--readout likelihood goes without --labels" if labels is not None else "give --labels, such as Yes,No")
+    named = () if labels is None else tuple(labels.split(","))
     if (items is None) == (input is None):
         raise WrongUsage("give either --items, a list of items, or --input, a file of rows")
     _check_form(context, _ROW_OPTIONS if input is None else _LIST_OPTIONS, "--input" if input is None else "--items")
@@ -190,6 +204,7 @@ def score(
         apply_softmax=apply_softmax,
         item_first=item_first,
         suffix=suffix,
+        likelihood=readout is Readout.LIKELIHOOD,
         keep=tuple(keep or ()),
         batch=batch or _ROWS_A_REQUEST,
     )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from gateway.schemas.completions import MAX_PROMPTS, CompletionRequest
+from gateway.schemas.structure import BULK
 from gateway.text.prepared import Prepared
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.prompts import characters_of, is_text, read_prompts
+from gateway.text.reading.structure import is_constrained, read_bad_words, read_grammar
 
 LIGHT_PROMPTS = 128
 
 
 def _read(request: CompletionRequest, model: Model) -> Prepared:
-    return read_prompts(
+    prepared = read_prompts(
         model,
         request.prompt,
         "prompt",
@@ -20,15 +22,20 @@ def _read(request: CompletionRequest, model: Model) -> Prepared:
         echo=bool(request.echo),
         parse_special_tokens=request.parse_special_tokens is not False,
     )
+    prepared.grammar = read_grammar(request, model)
+    prepared.bad_words = read_bad_words(request, model)
+    return prepared
 
 
 def _is_light(request: CompletionRequest) -> bool:
+    if is_constrained(request):
+        return False
     return not is_text(request.prompt) and (isinstance(request.prompt[0], int) or len(request.prompt) <= LIGHT_PROMPTS)
 
 
 COMPLETIONS = Endpoint(
     kind=CompletionRequest,
-    bulk={"prompt": "", "user": ""},
+    bulk={"prompt": "", "user": "", **BULK},
     read=_read,
     is_light=_is_light,
     characters=lambda request, _: characters_of(request.prompt),

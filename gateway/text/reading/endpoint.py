@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +12,7 @@ import msgspec
 from gateway.errors import InvalidRequest
 from gateway.schemas.decoding import BodyDecoder
 from gateway.schemas.parameters import Parameters
+from gateway.structure.compile import GrammarCompiler
 from gateway.text.bounds import Bounds
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
@@ -19,6 +20,7 @@ from gateway.text.prepared import Prepared
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.vocabulary import Vocabulary
+from gateway.tools.formats import Formats
 
 T = TypeVar("T", bound=Parameters)
 
@@ -28,11 +30,13 @@ MAX_FIELDS_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class TextSide:
-    """Tokeniser, chat template and preset of one model."""
+    """Tokeniser, chat template, compiler of grammars and preset of one model."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     preset: PresetTemplate | None = None
+    grammars: GrammarCompiler | None = None
+    """None for a tokeniser that cannot be used for grammars. Engines check every grammar in any case."""
 
 
 @dataclass(slots=True)
@@ -44,6 +48,7 @@ class Model:
     bounds: Bounds
     text: TextSide | None = None
     """None on the event loop, which reads token ids only."""
+    formats: Formats = field(default_factory=Formats)
 
     @property
     def texts(self) -> TextSide:

@@ -77,7 +77,7 @@ class Pairs:
         most = self.cuts.max_tokens_per_query or self.preset.preset.max_tokens_per_query
         if most is None or self.query is None:
             return False
-        self.query, cut = self.model.texts.tokenizer.shorten(self.query, most, left=self._left)
+        self.query, cut = self._shortened(self.query, most)
         return cut
 
     def _cut(self, documents: list[str]) -> list[str]:
@@ -86,10 +86,17 @@ class Pairs:
         if most is None:
             return documents
         for index, document in enumerate(documents):
-            documents[index], cut = self.model.texts.tokenizer.shorten(document, most, left=self._left)
+            documents[index], cut = self._shortened(document, most)
             if cut:
                 self._truncated.append(index)
         return documents
+
+    def _shortened(self, text: str, most: int) -> tuple[str, bool]:
+        """Return ``text`` cut to ``most`` tokens where the request says, and whether it was cut."""
+        side = self.cuts.truncation_direction.lower()
+        if side == "middle":
+            return self.model.texts.tokenizer.cut_middle(text, most)
+        return self.model.texts.tokenizer.shorten(text, most, left=side == "left")
 
     def _most_tokens(self) -> int | None:
         """Return the most tokens of a document; None if documents must not be cut."""
@@ -184,10 +191,6 @@ class Pairs:
     @property
     def _frame_param(self) -> str:
         return self.query_param if self.query is not None else "instruction"
-
-    @property
-    def _left(self) -> bool:
-        return self.cuts.truncation_direction.lower() == "left"
 
     def _too_long(self, tokens: TooManyTokens, index: int) -> ContextExceeded:
         remedy = "Shorten it, or allow cutting it with `truncate`."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared, Refusal
 from gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, share_prefix, tokenise_pairs
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.likelihood import check_fields, likelihood_prompts, own_tokens
 from gateway.text.reading.pairs import SEAM_TOKENS, Pairs, preset_of
 
 ONLY_PAIRED = ("instruction", "truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query")
@@ -23,7 +24,11 @@ SHOWN_TOKENS = 16
 
 
 def _read(request: ScoreRequest, model: Model) -> Prepared:
+    if request.return_token_logprobs and request.readout != "likelihood":
+        raise InvalidRequest("`return_token_logprobs` goes with the readout `likelihood`.", param="return_token_logprobs")
     if request.paired:
+        if request.readout == "likelihood":
+            raise InvalidRequest("The readout `likelihood` goes with `query` and `items`.", param="readout")
         return _pairs(request, model)
     if request.query is None or request.items is None:
         missing = "query" if request.query is None else "items"
@@ -33,8 +38,10 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
         raise InvalidRequest(
             f"`{cut}` goes with `text_1` and `text_2`; a prompt of `query` and `items` is never changed.", param=cut
         )
-    labels = _labels(request, model)
     items = [request.items] if isinstance(request.items, str) else request.items
+    if request.readout == "likelihood":
+        return _likelihoods(request, model, request.query, items)
+    labels = _labels(request, model)
     model.bounds.check("max_scores", len(items) * len(labels), "scores (items and labels)", "items")
     _check_kinds(request.query, items)
     refused: list[Refusal] = []
@@ -50,6 +57,34 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
     tokens = len(prefix) + sum(map(len, branches))
     model.bounds.check("max_request_tokens", tokens, "tokens", "items")
     return Prepared(branches, prefix, labels, param="items[]", refused=refused)
+
+
+def _likelihoods(request: ScoreRequest, model: Model, query: str | list[int], items: Sequence[str | list[int]]) -> Prepared:
+    check_fields(request)
+    _check_kinds(query, items)
+    partial, refused = bool(request.partial_results), list[Refusal]()
+    if partial:
+        items, refused = _fitting(query, model, items)
+    left_out = {refusal.index for refusal in refused}
+    places = [place for place in range(len(items) + len(left_out)) if place not in left_out]
+    rows: Iterator[list[int] | None]
+    if isinstance(query, list):
+        if query:
+            _ids(model, query, items, item_first=False)  # checks ids and lengths
+        ids, rows = query, (item if isinstance(item, list) else None for item in items)
+    else:
+        tokenizer, plain = model.texts.tokenizer, request.parse_special_tokens is False
+        try:
+            body = tokenizer.encode(query, limit=model.facts.context, add_special_tokens=False, parse_special_tokens=not plain)
+        except TooManyTokens as error:
+            raise model.facts.too_long(error, "query") from None
+        begin, end = tokenizer.affixes
+        ids = [*begin, *body]
+        texts = [item if isinstance(item, str) else "" for item in items]
+        # An empty item is refused below; a text in its place keeps its query and item from being an empty prompt.
+        rows = own_tokens(ids, _texts(request, model, query, [text or "a" for text in texts]), end)
+        rows = ([] if text == "" else row for text, row in zip(texts, rows, strict=True))
+    return likelihood_prompts(model, ids, rows, places, refused, partial=partial)
 
 
 def _fitting(query: str | list[int], model: Model, items: Sequence[str | list[int]]) -> tuple[list[str | list[int]], list[Refusal]]:

@@ -9,6 +9,7 @@ from gateway.schemas.tokenize import TokenizeRequest, TokenizeResponse
 from gateway.text.bounds import TooManyTokens
 from gateway.text.prepared import Prepared
 from gateway.text.reading import chat
+from gateway.text.reading.answer_format import check_tools
 from gateway.text.reading.endpoint import Endpoint, Model
 
 
@@ -41,7 +42,11 @@ def _conversation(request: TokenizeRequest, model: Model) -> list[int]:
     variables = dict(request.chat_template_kwargs or {})
     if request.add_generation_prompt is not None:
         variables["add_generation_prompt"] = request.add_generation_prompt
-    text = chat.render(model, request.messages or [], variables, parse_special_tokens=request.parse_special_tokens)
+    tools = request.tools or []
+    if tools:
+        check_tools(tools, model)
+    parses = request.parse_special_tokens
+    text = chat.render(model, request.messages or [], variables, parse_special_tokens=parses, tools=tools)
     model.bounds.check("max_request_characters", len(text.text), "characters that must be tokenised", "messages")
     limit = model.bounds.max_request_tokens
     return model.texts.tokenizer.encode_marked(text, limit=limit, add_special_tokens=bool(request.add_special_tokens))
@@ -49,7 +54,13 @@ def _conversation(request: TokenizeRequest, model: Model) -> list[int]:
 
 TOKENIZE = Endpoint(
     kind=TokenizeRequest,
-    bulk={"prompt": "", "messages": chat.CHAT.bulk["messages"], "chat_template_kwargs": {}, "user": ""},
+    bulk={
+        "prompt": "",
+        "messages": chat.CHAT.bulk["messages"],
+        "chat_template_kwargs": {},
+        "tools": chat.CHAT.bulk["tools"],
+        "user": "",
+    },
     read=_read,
     is_light=lambda _: False,
     characters=lambda request, _: len(request.prompt or "") + chat.characters_of(request.messages),

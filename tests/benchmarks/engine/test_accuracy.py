@@ -21,6 +21,7 @@ def base():
     return Subject(MODELS / "base", load_model(MODELS / "base").config, "float32")
 
 
+@pytest.mark.slow
 def test_the_demo_model_stays_what_it_is(base, monkeypatch):
     monkeypatch.setattr(accuracy, "FORMATS", (("float32", None), ("float32", "fp8"), ("bfloat16", "fp8")))
     sizes = dataclasses.replace(QUICK, questions=150)

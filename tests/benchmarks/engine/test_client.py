@@ -70,6 +70,7 @@ async def test_requests_do_not_wait_for_answers():
     assert max(sample.latency for sample in samples) < 2.0
 
 
+@pytest.mark.slow
 async def test_failures_are_counted_by_kind():
     answers = [scored(), web.json_response({}, status=429), scored(WORKLOAD.items - 1), None, "silence"]
 

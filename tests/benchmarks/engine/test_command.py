@@ -107,6 +107,7 @@ def test_the_parts_of_a_gpu_run_have_time_for_all_and_tests_come_first(tmp_path)
     assert all(part.seconds >= 30 for part in todo)  # less would not load a model and compile its kernels
 
 
+@pytest.mark.slow
 def test_parts_fail_and_run_late_without_stopping_the_next(tmp_path):
     """A part has what nobody else needs, no more."""
     todo = [

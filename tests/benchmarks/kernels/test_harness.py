@@ -21,6 +21,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "benchmarks", "kernels", *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu() -> None:
     ran = _run()
@@ -29,6 +30,7 @@ def test_no_gpu() -> None:
     assert ran.stderr == "The benchmarks of the kernels need an NVIDIA GPU, and torch finds none on this machine.\n"
 
 
+@pytest.mark.slow
 def test_unknown_name() -> None:
     ran = _run("rms_norm", "rms_nrom")
     assert ran.returncode == 2

@@ -129,6 +129,7 @@ def test_triton_normalises_and_rotates(device: torch.device) -> None:
     compare(TritonAttention, device, 3, 20, 2, 64, torch.float32, turned=True)
 
 
+@pytest.mark.slow
 def test_triton_in_half_precision(device: torch.device) -> None:
     compare(TritonAttention, device, 0, 40, 2, 64, torch.float16, kv_heads=1, layers=1)
 

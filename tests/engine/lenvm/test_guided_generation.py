@@ -84,6 +84,7 @@ def test_every_draw_is_the_plain_one(build: Build, plain: Plain, settings):
     assert tokens_of(replies["beside"]) == free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "qwen2+qwen3"])
 def test_other_bodies(name: str, tmp_path: Path):
     checkpoints = make_pair(tmp_path, name)

@@ -38,9 +38,9 @@ def test_gamma_is_what_is_given_or_stored(base: Path, tmp_path: Path, given, sto
         (tmp_path / "lenvm.json").write_text(json.dumps({"gamma": stored}))
     info = build(base, length, lenvm_gamma=given).info
     assert info.lenvm_gamma == gamma
-    assert info.capabilities == ["score", "generate", "length_guidance"]
+    assert info.capabilities == ["score", "generate", "length_guidance", "grammar"]
     alone = build(base, None).info
-    assert (alone.lenvm_gamma, alone.capabilities) == (None, ["score", "generate"])
+    assert (alone.lenvm_gamma, alone.capabilities) == (None, ["score", "generate", "grammar"])
     assert len(info.fingerprint) == len(alone.fingerprint)
     assert info.fingerprint != alone.fingerprint
 

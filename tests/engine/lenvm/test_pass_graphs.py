@@ -171,6 +171,7 @@ def build_pair(checkpoints: tuple[Path, Path], **settings) -> Loop:
     return build_loop(EngineSettings(model=base, name="t", lenvm_model=length, **(defaults | settings)))
 
 
+@pytest.mark.slow
 def test_the_whole_engine_draws_the_same(
     checkpoints: tuple[Path, Path], captured_anywhere, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -110,6 +110,7 @@ def test_descriptions_vary_in_length_and_end(base: Decoder, tokenizer: Tokenizer
     assert lengths.ended >= 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", [None, "You are a helpful assistant."])
 def test_a_description_is_about_the_product(base: Decoder, tokenizer: Tokenizer, system: str | None) -> None:
     """What the request says of the product, its descriptions say too, in the same words. What it leaves open, they may make up."""

@@ -200,6 +200,7 @@ def test_a_wrong_password_is_no_reason_to_fail(start: Start) -> None:
         assert metric(client, AVAILABLE) == 0
 
 
+@pytest.mark.slow
 def test_a_cluster(start: Start) -> None:
     with cluster() as servers:
         url = f"redis+cluster://127.0.0.1:{servers[0].port}"
@@ -259,6 +260,7 @@ def slow_lookups(client: httpx.Client) -> float:
     return metric(client, "yardstick_cache_lookup_seconds_count") - metric(client, bucket)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stalled", "killed"])
 def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, how: str) -> None:
     workers = 4

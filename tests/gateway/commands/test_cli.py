@@ -47,6 +47,7 @@ def test_every_subcommand_explains_itself(command: str) -> None:
     assert command in run("--help").stdout
 
 
+@pytest.mark.slow
 def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
     assert "--max-batched-tokens" in run("engine", "--help").stdout
     assert run("engine", "--no-such-flag").returncode == 2

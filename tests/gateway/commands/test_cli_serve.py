@@ -116,6 +116,7 @@ def test_the_curl_line_that_is_shown_works(served: Served) -> None:
     assert all(sum(scores) == pytest.approx(1) for scores in answer["scores"])
 
 
+@pytest.mark.slow
 def test_the_openai_lines_that_are_shown_work(served: Served) -> None:
     text = served.out.read_text()
     program = text[text.index("from openai import") :]
@@ -212,6 +213,7 @@ def test_the_table_can_be_sorted(served: Served) -> None:
     assert [number for number, _ in rows] != sorted(number for number, _ in rows)
 
 
+@pytest.mark.slow
 def test_softmax_suffix_and_item_first_reach_the_server(served: Served) -> None:
     plain, softmax, first, suffixed = (
         json.loads(run(*SCORE, *flags, "--url", served.url, "--format", "json", text=" shoes").stdout)["results"][0]["scores"]
@@ -222,6 +224,7 @@ def test_softmax_suffix_and_item_first_reach_the_server(served: Served) -> None:
     assert len({tuple(scores.values()) for scores in (plain, first, suffixed)}) == 3
 
 
+@pytest.mark.slow
 def test_a_refusal_is_the_servers_own_word(served: Served) -> None:
     done = run("score", "--query", "x", "--labels", "shoebox", "--items", "-", "--url", served.url, text="a")
     assert "the server refused" in the_one_line(done)
@@ -230,6 +233,7 @@ def test_a_refusal_is_the_servers_own_word(served: Served) -> None:
     assert "other" in the_one_line(done)
 
 
+@pytest.mark.slow
 def test_items_must_be_text_and_there_must_be_some(served: Served, tmp_path: Path) -> None:
     assert "no items" in the_one_line(run(*SCORE, "--url", served.url, text="\n\n"))
     bad = tmp_path / "bad.txt"
@@ -238,6 +242,7 @@ def test_items_must_be_text_and_there_must_be_some(served: Served, tmp_path: Pat
     assert "not UTF-8" in the_one_line(done)
 
 
+@pytest.mark.slow
 def test_nobody_answering_is_one_line() -> None:
     assert "no answer from http://127.0.0.1:9" in the_one_line(run(*SCORE, "--url", "http://127.0.0.1:9", text="a"))
     assert "--url" in the_one_line(run(*SCORE, "--url", "127.0.0.1:8000", text="a"))
@@ -254,11 +259,13 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
     assert f"cannot listen on 127.0.0.1 port {port} (address already in use)" in the_one_line(done)
 
 
+@pytest.mark.slow
 def test_a_missing_model_is_the_engines_one_line(tmp_path: Path) -> None:
     done = run("serve", "--port", str(free_port()), "--model", str(tmp_path / "nowhere"))
     assert "nowhere is not a directory; give a model directory or a hub id" in the_one_line(done)
 
 
+@pytest.mark.slow
 def test_a_broken_tokeniser_is_one_line(tmp_path: Path, model: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
@@ -266,6 +273,7 @@ def test_a_broken_tokeniser_is_one_line(tmp_path: Path, model: Path) -> None:
     assert "tokenizer.json cannot be read" in the_one_line(run("serve", "--port", str(free_port()), "--model", str(broken)))
 
 
+@pytest.mark.slow
 def test_a_broken_file_of_keys_is_the_gateways_one_line(tmp_path: Path, model: Path) -> None:
     file = tmp_path / "keys.json"
     file.write_text("{}")
@@ -273,11 +281,13 @@ def test_a_broken_file_of_keys_is_the_gateways_one_line(tmp_path: Path, model: P
     assert "not a file of API keys" in the_one_line(done)
 
 
+@pytest.mark.slow
 def test_beyond_loopback_it_wants_keys() -> None:
     line = the_one_line(run("serve", "--host", "0.0.0.0", "--port", str(free_port())))
     assert "yardstick keys new NAME --file keys.json" in line
 
 
+@pytest.mark.slow
 def test_with_keys_only_their_owners_score(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     key = run("keys", "new", "me", "--file", str(file)).stdout.strip()
@@ -315,6 +325,7 @@ def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number:
         probe.bind(("127.0.0.1", int(served.url.rpartition(":")[2])))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_engine_that_dies_ends_the_rest_with_a_word(model: Path, tmp_path: Path) -> None:
     served = start(tmp_path, "--model", str(model))
@@ -326,6 +337,7 @@ def test_an_engine_that_dies_ends_the_rest_with_a_word(model: Path, tmp_path: Pa
     wait_until(lambda: not any(map(alive, descendants)), END_SECONDS)
 
 
+@pytest.mark.slow
 def test_the_environment_sets_up_the_gateway_and_options_win(model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     key = run("keys", "new", "me", "--file", str(keys)).stdout.strip()
@@ -367,6 +379,7 @@ def upload(served: Served) -> tuple[socket.socket, bytes]:
     return connection, body[1:]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
     served = start(tmp_path, "--model", str(model))
     descendants = served.descendants

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from gateway.presets.select import builtin
 
 
@@ -23,6 +25,7 @@ def test_presets_are_listed_and_printed() -> None:
     assert yardstick("presets", "zerank-2").stdout == builtin()["zerank-2"]
 
 
+@pytest.mark.slow
 def test_a_file_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text('name = "own"\ntask = "rerank"\ntemplate = ["{query}"]\n')

@@ -124,6 +124,7 @@ def test_concurrency_is_of_requests_under_way(start: Start, tmp_path: Path) -> N
     assert ask(client, "a", items=[[10]]).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_sdk_waits_as_it_is_told(start: Start, tmp_path: Path) -> None:
     client = start(FakeEngine(), api_keys_file=write(tmp_path / "keys", entry("a", requests_per_minute=30)))
     answers: list[tuple[float, httpx.Response]] = []
@@ -179,6 +180,7 @@ def test_an_expired_key_is_told_so(start: Start, tmp_path: Path) -> None:
     assert ask(client, "b").status_code == 200
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_is_told(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     command = [sys.executable, "-m", "gateway.cli", "keys", "new", "ci", "--file", str(file), "--model", "m", "--model", "n"]

@@ -201,6 +201,7 @@ def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(begin: 
     assert charged(client) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["engine", "client"])
 def test_a_stream_that_breaks_is_charged_what_was_used(begin: Begin, who: str) -> None:
     engine = FakeEngine(says=[5] * 1000)

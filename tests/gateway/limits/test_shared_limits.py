@@ -118,6 +118,7 @@ async def test_places_are_shared_and_given_back(server: RedisServer) -> None:
         assert (await first.take(leases[2])).denied is None
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_dies_holds_its_places_only_so_long(server: RedisServer) -> None:
     limits = Limits(concurrency=1)
     async with limiter(server.url, lease_seconds=0.6, renews=False) as dead, limiter(server.url, lease_seconds=0.6) as alive:
@@ -144,6 +145,7 @@ async def test_a_redis_that_forgets_learns_again(server: RedisServer) -> None:
         assert (await second.take(lease("2", limits=limits))).denied == "concurrency"
 
 
+@pytest.mark.slow
 async def test_a_cluster_keeps_limits_too() -> None:
     limits = Limits((5, None, None), concurrency=3)
     with cluster() as servers:

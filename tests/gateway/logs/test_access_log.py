@@ -178,6 +178,7 @@ def test_a_client_that_leaves_is_logged(engine: FakeEngine, start: Callable[...,
     assert (line["model"], line["items"], line["prompt_tokens"]) == ("fake", 1, 2)
 
 
+@pytest.mark.slow
 def test_text_with_probes(start: Callable[..., Gateway], tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as stderr:
         gateway = start(stderr, access_log_probes="true")
@@ -190,6 +191,7 @@ def test_text_with_probes(start: Callable[..., Gateway], tmp_path: Path) -> None
     assert (pairs["id"], pairs["endpoint"], pairs["status"], pairs["outcome"]) == ("mine", "/v1/models", "200", "ok")
 
 
+@pytest.mark.slow
 def test_without_an_access_log(start: Callable[..., Gateway], tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as stderr:
         gateway = start(stderr, access_log="off")
@@ -214,6 +216,7 @@ def test_values_cannot_forge_a_line() -> None:
     assert b'model="a model\\"\\nid=forged"' in lines[0]
 
 
+@pytest.mark.slow
 def test_a_pipe_that_nobody_reads_holds_nothing_up(start: Callable[..., Gateway]) -> None:
     gateway = start(subprocess.PIPE)
     assert gateway.process.stderr is not None
@@ -249,6 +252,7 @@ def seconds_of(gateway: Gateway, path: str) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_lines_and_nothing_else(start: Callable[..., Gateway]) -> None:
     with Path("/dev/full").open("wb") as stderr:
         gateway = start(stderr)

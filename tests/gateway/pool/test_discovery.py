@@ -323,6 +323,7 @@ async def test_what_went_unseen_is_gone_after_a_list(api: FakeApi) -> None:
         await until(lambda: brought[-1] == {"10.0.0.2"})
 
 
+@pytest.mark.slow
 async def test_a_watch_that_hangs_is_found_out(api: FakeApi) -> None:
     api.hang = True
     async with watching(api, watch_seconds=1, silence_seconds=0.3) as brought:

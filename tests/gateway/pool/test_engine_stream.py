@@ -127,6 +127,7 @@ async def test_leaving_closes_the_connection(streams: EngineStreams) -> None:
         await until(lambda: server.closed == 1)
 
 
+@pytest.mark.slow
 async def test_a_reader_that_is_slow_stops_the_engine(streams: EngineStreams) -> None:
     frame = chunk(wire.pack_frame(delta(0, 10_000)))
     count = 4000  # 40 MB, more than the kernel's buffers hold

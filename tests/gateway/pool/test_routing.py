@@ -235,6 +235,7 @@ def test_requests_wait_for_an_engine(start: Start) -> None:
     assert metric(client, "yardstick_requests_waiting") == 0
 
 
+@pytest.mark.slow
 def test_waiting_is_bounded(start: Start) -> None:
     engine = FakeEngine()
     client = start(engine, wait_seconds=2, max_waiting=1)

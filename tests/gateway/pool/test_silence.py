@@ -71,6 +71,7 @@ def test_requests_in_flight_go_to_another_engine(start: Start) -> None:
     wait_until(lambda: len(silent.left) == 1)
 
 
+@pytest.mark.slow
 def test_slow_probes_are_no_silence(start: Start) -> None:
     engine = FakeEngine()
     engine.faults.probe_delay = 0.4
@@ -81,6 +82,7 @@ def test_slow_probes_are_no_silence(start: Start) -> None:
     assert metric(client, "yardstick_engine_silences_total") == 0
 
 
+@pytest.mark.slow
 def test_a_gateway_that_was_blocked_blames_no_engine() -> None:
     async def scenario() -> None:
         source, engine = Told(), FakeEngine()
@@ -100,6 +102,7 @@ def test_a_gateway_that_was_blocked_blames_no_engine() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_gone_from_discovery_may_fall_silent_too() -> None:
     source, engine = Told(), FakeEngine()
     with served(engine) as url:
@@ -138,6 +141,7 @@ async def test_a_tokeniser_that_hangs_holds_up_nobody_else(monkeypatch: pytest.M
             assert [len(model.replicas) for model in pool.models] == [2, 1]
 
 
+@pytest.mark.slow
 async def test_a_model_that_nobody_knows_is_not_found_while_an_engine_is_down() -> None:
     up, down, engine = Told(), Told(), FakeEngine()
     with served(engine) as url:

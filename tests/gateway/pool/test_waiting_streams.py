@@ -51,6 +51,7 @@ def test_comments_while_nothing_comes(start: Start, after: int) -> None:
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "red shoes, blue table"
 
 
+@pytest.mark.slow
 def test_no_comments_while_tokens_come(start: Start) -> None:
     engine = FakeEngine(says=ids("red shoes, blue table, red shoes"))
     engine.faults.delay = 0.2
@@ -59,6 +60,7 @@ def test_no_comments_while_tokens_come(start: Start) -> None:
     assert time.monotonic() - began > 1.5
 
 
+@pytest.mark.slow
 def test_an_error_has_its_own_status_until_the_first_comment(start: Start) -> None:
     engine = FakeEngine()
     client = start(engine, keepalive_seconds=1.5)
@@ -74,6 +76,7 @@ def test_an_error_has_its_own_status_until_the_first_comment(start: Start) -> No
     assert metric(client, 'yardstick_requests_total{route="/v1/completions",status="500"}') == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [2, 3])
 def test_the_sdk_ignores_comments(start: Start, version: int) -> None:
     engine = FakeEngine(says=ids("red shoes"))

@@ -64,13 +64,33 @@ truncation = {
     "truncate_prompt_tokens": st.integers(-2, 40),
     "max_tokens_per_doc": st.integers(-1, 9),
     "max_tokens_per_query": st.integers(0, 9),
-    "truncation_direction": st.sampled_from(["left", "Right", "up"]),
+    "truncation_direction": st.sampled_from(["left", "Right", "middle", "up"]),
 }
 several_texts = texts | st.lists(texts, max_size=4) | token_ids | st.lists(token_ids, max_size=4)
 stream_options = {"include_usage": st.booleans() | st.none(), "continuous_usage_stats": st.booleans() | st.none()}
 
+schemas = st.sampled_from([{}, {"type": "integer"}, {"not": {}}, True]) | st.dictionaries(st.text(max_size=8), anything, max_size=2)
+patterns = st.sampled_from(["[ab]+", "(a", "a{3}", ""]) | texts
+structures = {
+    "response_format": st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "json_object", "json_schema", "xml"])},
+        optional={"json_schema": st.fixed_dictionaries({}, optional={"schema": schemas, "name": texts, "strict": st.booleans()})},
+    ),
+    "structured_outputs": st.fixed_dictionaries(
+        {},
+        optional={"json": schemas | texts, "regex": patterns, "choice": st.lists(texts, max_size=3), "json_object": st.booleans()},
+    ),
+    "guided_json": schemas | texts,
+    "guided_regex": patterns,
+    "guided_choice": st.lists(texts, max_size=3),
+    "guided_grammar": st.sampled_from(['start: "a"', 'root ::= "a"', "start: start"]) | texts,
+    "allowed_token_ids": token_ids,
+    "bad_words": st.lists(texts, max_size=3),
+}
+
 generation = {
     **guides,
+    **structures,
     "model": st.sampled_from(["fake", "other", None]),
     "n": st.integers(0, 4),
     "stop": texts | st.lists(texts, max_size=4),

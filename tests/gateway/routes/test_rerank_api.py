@@ -141,6 +141,8 @@ LONG = "the quick brown fox " * 2000
         {"truncate_prompt_tokens": 60},
         {"max_tokens_per_doc": 40},
         {"truncate": True, "truncation_direction": "Left"},
+        {"truncate": True, "truncation_direction": "middle"},
+        {"max_tokens_per_doc": 40, "truncation_direction": "middle"},
     ],
 )
 def test_documents_are_cut_where_that_is_allowed(own: tuple[FakeEngine, httpx.Client], cut: dict[str, Any]) -> None:
@@ -155,8 +157,8 @@ def test_documents_are_cut_where_that_is_allowed(own: tuple[FakeEngine, httpx.Cl
         most = frame + 40 + 2
     assert most - 6 <= len(whole) <= most
     assert whole[-len(ids("Relevant:")) :] == ids("Relevant:"), "the template is never cut"
-    left = cut.get("truncation_direction") == "Left"
-    assert (" end" in engine_text(whole), "in: start" in engine_text(whole)) == (left, not left)
+    side = cut.get("truncation_direction", "right")
+    assert (" end" in engine_text(whole), "in: start" in engine_text(whole)) == (side != "right", side != "Left")
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -135,7 +135,7 @@ def test_the_model_is_named_where_several_are_served(start: Start) -> None:
         ("tokenize", {"messages": CONVERSATION, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "must not set"),
         ("tokenize", {"messages": CONVERSATION, "continue_final_message": True}, "continue_final_message", "rendered"),
         ("tokenize", {"messages": CONVERSATION, "chat_template": "x"}, "chat_template", "own chat template"),
-        ("tokenize", {"messages": CONVERSATION, "tools": [{}]}, "tools", "no tools"),
+        ("tokenize", {"messages": CONVERSATION, "tools": [{}]}, "tools[0]", "missing"),
         ("tokenize", {"prompt": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "not truncated"),
         ("detokenize", {}, "tokens", "missing"),
         ("detokenize", {"tokens": "a"}, "tokens", "got `str`"),

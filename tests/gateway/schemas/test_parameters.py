@@ -159,13 +159,13 @@ def test_a_long_body_is_decoded_once_and_its_listed_fields_are_named() -> None:
     long = {"prompt": "x" * SEARCHED_BYTES, "store": True, "unlisted": 1}
     request, ignored = decoder.decode(json.dumps(long).encode())
     assert (request.prompt, ignored) == (long["prompt"], ["store"])
-    with pytest.raises(InvalidRequest, match="`regex` is not supported"):
-        decoder.decode(json.dumps(long | {"regex": "a+"}).encode())
+    with pytest.raises(InvalidRequest, match="`audio` is not supported"):
+        decoder.decode(json.dumps(long | {"audio": "a+"}).encode())
 
 
 def test_a_refused_value_is_not_decoded() -> None:
-    deep = b'{"prompt": "a", "guided_json": ' + b"[" * 500 + b"1" * 50_000 + b"]" * 500 + b"}"
-    with pytest.raises(InvalidRequest, match="`guided_json` is not supported"):
+    deep = b'{"prompt": "a", "audio": ' + b"[" * 500 + b"1" * 50_000 + b"]" * 500 + b"}"
+    with pytest.raises(InvalidRequest, match="`audio` is not supported"):
         BodyDecoder(CompletionRequest).decode(deep)
 
 

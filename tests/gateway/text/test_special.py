@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gateway.schemas.chat import ChatMessage, ChatRequest, TextPart
 from gateway.schemas.length import LengthRequest
+from gateway.schemas.tools import EarlierCall, FunctionCall
 from gateway.text.bounds import Bounds
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
@@ -139,7 +140,7 @@ def test_each_part_of_a_request_is_covered(chat: Chat) -> None:
     text, plain = forged(chat), "hi Obey."
 
     def conversations(told: str) -> list[list[ChatMessage]]:
-        call = [{"id": "1", "type": "function", "function": {"name": told, "arguments": {told: [told]}}}]
+        call = [EarlierCall(FunctionCall(told, {told: [told]}), id="1")]
         return [
             [ChatMessage("system", told), ChatMessage("user", "x")],
             [ChatMessage("user", "x"), ChatMessage("assistant", told), ChatMessage("user", "y")],

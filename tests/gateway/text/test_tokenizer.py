@@ -135,8 +135,30 @@ def test_texts_are_cut_to_tokens_and_not_inside_characters(byte_tokenizer: Token
     assert cut == text or len(cut) < len(text)
 
 
+@given(text=st.text(max_size=60) | st.text("🦊é a", max_size=60) | st.text("shoe redwn ", max_size=60), most=st.integers(0, 12))
+def test_the_middle_is_cut(byte_tokenizer: Tokenizer, text: str, most: int) -> None:
+    cut, was_cut = byte_tokenizer.cut_middle(text, most)
+    count = lambda text: len(byte_tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=False))  # noqa: E731
+    assert was_cut == (count(text) > most)
+    assert count(cut) <= max(most, 0 if was_cut else count(text))
+    assert any(text.startswith(cut[:place]) and text.endswith(cut[place:]) for place in range(len(cut) + 1))
+    assert cut == text or len(cut) < len(text)
+
+
+def test_both_ends_of_a_text_keep_half_of_the_tokens(byte_tokenizer: Tokenizer) -> None:
+    text = "".join(f" {number}" for number in range(1000))
+    cut, was_cut = byte_tokenizer.cut_middle(text, 100)
+    assert was_cut
+    assert 90 < len(byte_tokenizer.encode(cut, add_special_tokens=False)) <= 100
+    place = next(place for place in range(len(cut)) if not text.startswith(cut[: place + 1]))
+    assert [40 < len(byte_tokenizer.encode(part, add_special_tokens=False)) < 60 for part in (cut[:place], cut[place:])] == [
+        True
+    ] * 2
+
+
 def test_cutting_does_not_tokenise_the_whole_text(byte_tokenizer: Tokenizer) -> None:
     began = time.monotonic()
+    assert 50 < len(byte_tokenizer.cut_middle("the fox " * 4_000_000, 100)[0]) < 5000
     for left in (False, True):
         cut, was_cut = byte_tokenizer.shorten("the fox " * 4_000_000, 100, left=left)
         assert was_cut

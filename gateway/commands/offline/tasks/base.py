@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from gateway.commands.errors import WrongUsage
-from gateway.commands.offline.rows import Row
+from gateway.commands.offline.rows import Row, Source
 
-Kind = Literal["number", "numbers", "lists", "float32s"]
-"""Type of a result column: a number, a list of numbers, a list of such lists, or a list that float32 can hold."""
+Kind = Literal["number", "numbers", "lists", "float32s", "likelihood", "likelihoods"]
+"""Type of a result column: a number, a list of numbers, a list of such lists, a list that float32 can hold, an item's likelihood,
+or a list of likelihoods."""
 
 
 class RowError(Exception):
@@ -72,6 +73,9 @@ class Task(ABC):
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """All options that change the results."""
+
+    def check(self, source: Source) -> None:  # noqa: B027 - most tasks have nothing to check
+        """Check the whole input before a request is sent. Raises :class:`WrongUsage`."""
 
     @abstractmethod
     def item(self, row: Row) -> Item:

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.commands.offline.rows import Row
+from gateway.commands.errors import WrongUsage
+from gateway.commands.offline.rows import Row, Source
 from gateway.commands.offline.tasks.base import Answer, Call, Item, Refusal, RowError, Task, encoded
+from gateway.commands.offline.tasks.duplicates import first_duplicate
 
 _ID = "batch_req_"
 
@@ -38,6 +40,13 @@ class Batch(Task):
     @property
     def options(self) -> dict[str, Any]:
         return {}
+
+    def check(self, source: Source) -> None:
+        """Check that no two requests have one ``custom_id``, by which their answers are told apart."""
+        found = first_duplicate(lambda: source.rows(()), _custom_id)
+        if found is not None:
+            problem = f"the custom_id {found.name[:200]!r} is that of line {found.first}; give each request its own"
+            raise WrongUsage(f"{source.path}, line {found.second}: {problem}")
 
     def item(self, row: Row) -> Item:
         try:
@@ -76,6 +85,11 @@ class Batch(Task):
 
     def row_of(self, line: bytes) -> int:
         return int(msgspec.json.decode(line, type=_Line).id.removeprefix(_ID))
+
+
+def _custom_id(row: Row) -> str | None:
+    custom_id = row.fields.get("custom_id")
+    return custom_id if isinstance(custom_id, str) else None
 
 
 def _id(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""``yardstick score --input``: the probabilities of labels after a query and an item."""
+"""``yardstick score --input``: the probabilities of labels after a query and an item, or the likelihood of each item."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class ScoreOptions:
     apply_softmax: bool
     item_first: bool
     suffix: str
+    likelihood: bool
     keep: tuple[str, ...]
     batch: int
 
@@ -50,14 +51,21 @@ class ScoreOptions:
             "apply_softmax": self.apply_softmax,
             "item_first": self.item_first,
         }
+        if self.likelihood:
+            given = {"model": self.model, "readout": "likelihood"}
         constant, items = without_none(given), choose_column(columns, self.items_column, self.item_column)
         settings = {"query": self.query, "suffix": self.suffix}
         read = (items, self.query_column) if self.query is None else (items,)
-        task: TableTask
-        if items == self.items_column:
-            task = ScoreLists(constant, Columns(read, self.keep, "scores", "lists"), 1, settings)
+        lists = items == self.items_column
+        kinds: tuple[type[TableTask], Columns]
+        if self.likelihood and lists:
+            kinds = LikelihoodLists, Columns(read, self.keep, "likelihoods", "likelihoods")
+        elif self.likelihood:
+            kinds = LikelihoodItems, Columns(read, self.keep, "likelihood", "likelihood")
         else:
-            task = ScoreItems(constant, Columns(read, self.keep, "scores", "numbers"), self.batch, settings)
+            kinds = (ScoreLists if lists else ScoreItems), Columns(read, self.keep, "scores", "lists" if lists else "numbers")
+        kind, written = kinds
+        task = kind(constant, written, 1 if lists else self.batch, settings)
         task.columns.check(columns)
         return task
 
@@ -102,3 +110,31 @@ class ScoreLists(ScoreItems):
         if len(scores) != len(items[0].content):
             raise RowError("the answer does not score every item")
         return [scores]
+
+
+class _Likelihood(msgspec.Struct):
+    logprob: float
+    mean_logprob: float
+    tokens: int
+    is_greedy: bool
+
+
+class _Likelihoods(msgspec.Struct):
+    data: list[_Likelihood]
+
+
+class LikelihoodItems(ScoreItems):
+    """A query and one item in each row; the result is the item's likelihood."""
+
+    def results(self, items: Sequence[Item], content: bytes) -> Sequence[Any]:  # noqa: ARG002 - the caller compares their number
+        return msgspec.json.decode(content, type=_Likelihoods).data
+
+
+class LikelihoodLists(ScoreLists):
+    """A query and a list of items in each row; the result is the likelihood of each item."""
+
+    def results(self, items: Sequence[Item], content: bytes) -> Sequence[Any]:
+        likelihoods = msgspec.json.decode(content, type=_Likelihoods).data
+        if len(likelihoods) != len(items[0].content):
+            raise RowError("the answer does not have every item")
+        return [likelihoods]

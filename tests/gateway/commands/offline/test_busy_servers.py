@@ -86,6 +86,7 @@ def test_429_is_waited_for_and_lowers_the_concurrency(
     assert 0 < refused[0] < 200, "a fixed concurrency of 32 would be refused most of the time"
 
 
+@pytest.mark.slow
 def test_waiting_is_bounded_and_the_run_can_continue(
     embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_rows_before_a_broken_line_of_csv_are_written(
     assert len(lines(output)) == 99
 
 
+@pytest.mark.slow
 def test_a_server_that_restarts_is_waited_for(yardstick: Yardstick, tmp_path: Path) -> None:
     port, servers = free_port(), list[Running]()
     first, second = Embeddings(), Embeddings()
@@ -189,6 +191,7 @@ def test_errors_without_a_remedy_fail_one_row(
     assert asked == [requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", [error(503, "later", retry_after_ms="100"), None])
 def test_a_row_that_alone_is_never_accepted_fails(yardstick: Yardstick, tmp_path: Path, reply: Reply | None) -> None:
     """None: its connection breaks."""

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.commands.offline.rows import Row
+from gateway.commands.offline.tasks import duplicates
 from tests.gateway.commands.offline.conftest import Served, Yardstick, lines, write_texts
 
 PAIRS = [("red shoes", "running shoes"), ("red shoes", "a blue table"), ("fox", "the lazy dog"), ("fox", "a quick fox")]
@@ -81,6 +83,28 @@ def test_score(reranker: Served, yardstick: Yardstick, tmp_path: Path) -> None:
     items = [item + "?" for _, item in PAIRS]
     (row,) = lines(tmp_path / "lists-out.jsonl")
     assert row["scores"] == ask(reranker, "/v1/score", query="red shoes", items=items, **options)["scores"]
+
+
+FORMS = [({"query": "red", "item": " shoes"}, "likelihood"), ({"query": "red", "items": [" shoes", " hat"]}, "likelihoods")]
+
+
+@pytest.mark.parametrize(("row", "column"), FORMS)
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_likelihoods(reranker: Served, yardstick: Yardstick, tmp_path: Path, row: dict[str, Any], column: str, ending: str) -> None:
+    source, output = write(tmp_path / "in.jsonl", [row] * 3), tmp_path / f"out.{ending}"
+    given = ("--input", source, "--output", output, "--url", reranker.url, "--readout", "likelihood", "--suffix", "!")
+    assert yardstick("score", *given).status == 0
+    items = [item + "!" for item in row.get("items", [row.get("item")])]
+    direct = ask(reranker, "/v1/score", query="red", items=items, readout="likelihood")["data"]
+    expected = [{name: value for name, value in item.items() if name != "index"} for item in direct]
+    if ending == "jsonl":
+        found = [line[column] for line in lines(output)]
+    elif ending == "csv":
+        with output.open(newline="", encoding="utf-8") as stream:
+            found = [json.loads(line[column]) for line in csv.DictReader(stream)]
+    else:
+        found = pytest.importorskip("pyarrow.parquet").read_table(output).to_pydict()[column]
+    assert found == [expected if column == "likelihoods" else expected[0]] * 3
 
 
 def test_csv_in_and_out(reranker: Served, yardstick: Yardstick, tmp_path: Path) -> None:
@@ -157,6 +181,26 @@ CHAT = "/v1/chat/completions"
 
 def request(id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
     return {"custom_id": id, "method": "POST", "url": url, "body": body}
+
+
+def test_a_repeated_custom_id_is_refused_before_any_request(reranker: Served, yardstick: Yardstick, tmp_path: Path) -> None:
+    names = [*map(str, range(50)), "seven", 5, None, 5, *map(str, range(50, 99)), "seven", "0"]
+    rows = [{"custom_id": name, "url": "/v1/rerank", "body": {"query": "q", "documents": ["d"]}} for name in names]
+    source, asked = write(tmp_path / "in.jsonl", rows), len(reranker.engine.scores)
+    done = yardstick("batch", "--input", source, "--output", tmp_path / "out.jsonl", "--url", reranker.url)
+    assert done.status == 2
+    assert "in.jsonl, line 104: the custom_id 'seven' is that of line 51; give each request its own" in done.err
+    assert len(reranker.engine.scores) == asked
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_names_that_share_a_bit_are_no_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "_BYTES", 4)
+    rows = [Row(number, number, 0, 0, {"custom_id": f"name {number}"}) for number in range(1, 1001)]
+    name_of = lambda row: row.fields["custom_id"]  # noqa: E731
+    assert duplicates.first_duplicate(lambda: iter(rows), name_of) is None
+    again = Row(1001, 1002, 0, 0, {"custom_id": "name 700"})
+    assert duplicates.first_duplicate(lambda: iter([*rows, again]), name_of) == duplicates.Duplicate("name 700", 700, 1002)
 
 
 def test_batch(reranker: Served, yardstick: Yardstick, tmp_path: Path) -> None:

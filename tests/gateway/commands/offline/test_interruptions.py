@@ -43,15 +43,25 @@ def finished(*arguments: object, before: Callable[[], None] | None = None) -> tu
     return process.returncode, err
 
 
-@pytest.mark.parametrize(("number", "ending"), [(signal.SIGKILL, "jsonl"), (signal.SIGINT, "jsonl"), (signal.SIGTERM, "csv")])
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [
+        (signal.SIGKILL, "jsonl"),
+        pytest.param(signal.SIGKILL, "parquet", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "jsonl", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "csv", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, number: signal.Signals, ending: str) -> None:
     source = write_texts(tmp_path / "in.jsonl", ROWS)
+    if ending == "parquet":
+        source = as_parquet(source)
     server = Embeddings(some_fail)
     with served(server) as url:
         whole, output = tmp_path / f"whole.{ending}", tmp_path / f"out.{ending}"
         assert finished("--input", source, "--output", whole, "--url", url, "--batch", 8)[0] == 1
         given = ("--input", source, "--output", output, "--url", url, "--batch", 8)
-        growing = output if ending == "jsonl" else tmp_path / "out.csv.part.jsonl"
+        growing = output if ending == "jsonl" else tmp_path / f"out.{ending}.part.jsonl"
         for part in (1, 2):
             with start(*given) as process:
                 wait_until(lambda: growing.exists() and growing.stat().st_size > 20_000 * part, 60)  # noqa: B023 - used at once
@@ -73,11 +83,22 @@ def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, number: sig
         if ending == "jsonl":
             assert output.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
         assert output.read_bytes() == whole.read_bytes()
+        if ending == "parquet":
+            rows = pytest.importorskip("pyarrow.parquet").read_table(output).to_pydict()["row"]
+            assert rows == [row for row in range(1, ROWS + 1) if (row - 1) % 50 != 13]
         assert Path(f"{output}.failed.jsonl").read_bytes() == Path(f"{whole}.failed.jsonl").read_bytes()
     names = {f"out.{ending}", f"out.{ending}.failed.jsonl", f"out.{ending}.state.json"}
     assert {path.name for path in tmp_path.glob("*out*")} == names
 
 
+def as_parquet(source: Path) -> Path:
+    """The same rows in several row groups."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(lines(source)), source.with_suffix(".parquet"), row_group_size=700)
+    return source.with_suffix(".parquet")
+
+
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_run_continues(tmp_path: Path) -> None:
     source, output = write_texts(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
 
@@ -125,6 +146,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 20 << 20
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
     async def slow(_: Embeddings, texts: list[str]) -> None:
         await asyncio.sleep(0.05)
@@ -146,3 +168,18 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
     assert b"yardstick embed" in shown
     assert "━".encode() in shown
     assert re.search(rb"\b[1-9]\d* rows, 0 failed", shown)
+
+
+@pytest.mark.slow
+def test_a_million_names_are_compared_in_bounded_memory() -> None:
+    program = """
+import resource, sys
+from gateway.commands.offline.rows import Row
+from gateway.commands.offline.tasks.duplicates import first_duplicate
+rows = lambda: (Row(number, number, 0, 0, {"custom_id": f"request-{number}"}) for number in range(1_000_000))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert first_duplicate(rows, lambda row: row.fields["custom_id"]) is None
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
+    assert int(done.stdout) < 24 << 10, "KiB: the table of 16 MiB and names that share a bit"

@@ -45,6 +45,7 @@ def test_the_demo_model_reranks_a_file(tmp_path: Path) -> None:
     assert {row["document"] for row in best[:2]} == set(DOCUMENTS[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -63,6 +64,7 @@ def test_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
     assert lines(output)[-1]["row"] == len(lines(output)) if number == signal.SIGINT else output.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_stops_the_run(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     with source.open("w") as stream:
@@ -76,6 +78,7 @@ def test_an_engine_that_dies_stops_the_run(tmp_path: Path) -> None:
     assert err.splitlines()[-1].startswith("yardstick: the engine has ended: killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
     process = start("embed", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "o.jsonl", "--model", tmp_path / "none")

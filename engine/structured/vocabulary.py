@@ -1,0 +1,72 @@
+"""A model's vocabulary for grammars: the bytes of each token, and which tokens are control tokens.
+
+Control tokens never match text in a grammar; a grammar names them (``<|im_end|>``). An added token is one if ``tokenizer.json``
+marks it as special, or if it is spelled in angle brackets (``<tool_call>``) or with a bar beside a bracket.
+
+llguidance tokenises texts that a grammar forces, such as the keys of an object. Its own tokeniser would make control tokens of
+texts that spell them, so it gets a tokeniser whose control tokens have secret spellings.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import msgspec
+from llguidance import LLTokenizer
+
+from engine.wire import CONTROL_TOKEN
+
+
+class VocabularyError(ValueError):
+    """The tokeniser cannot be used for grammars."""
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokeniser."""
+
+    bos_token_id = None
+
+    def __init__(self, plain: LLTokenizer, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special_token_ids
+        self.eos_token_id = eos_token_id
+        self._plain = plain
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._plain.tokenize_bytes(text)
+
+
+def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Read the vocabulary of a model with ``vocab_size`` rows in its head; rows without a token (padding) are never allowed.
+
+    eos_token_ids: at least one. Raises :class:`VocabularyError`.
+    """
+    try:
+        document = msgspec.json.decode(tokenizer_json)
+        controls = {token["id"]: token["content"] for token in document.get("added_tokens") or [] if _is_control(token)}
+        plain = LLTokenizer(_with_secret_controls(document, controls))
+        size = min(plain.vocab_size, vocab_size)
+        tokens = [controls[id].encode() if id in controls else plain.decode_bytes([id]) for id in range(size)]
+        tokens += [b""] * (vocab_size - size)
+        known = [id for id in controls if id < vocab_size]
+        vocabulary = _Vocabulary(plain, tokens, known, eos_token_ids[0])
+        return LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
+    except BaseException as error:  # the library raises ValueError, and its panics are no Exception
+        raise VocabularyError(f"tokenizer.json cannot be used for grammars: {str(error).partition(chr(10))[0]}") from error
+
+
+def _is_control(token: dict[str, Any]) -> bool:
+    return bool(token["special"]) or CONTROL_TOKEN.fullmatch(token["content"]) is not None
+
+
+def _with_secret_controls(document: dict[str, Any], controls: dict[int, str]) -> str:
+    """Return ``tokenizer.json`` with other spellings of the control tokens, which no text contains."""
+    secret = secrets.token_hex(16)
+    added = [
+        token | {"content": f"\ue000{secret}{token['id']}\ue001", "special": True} if token["id"] in controls else token
+        for token in document.get("added_tokens") or []
+    ]
+    return msgspec.json.encode(document | {"added_tokens": added}).decode()

@@ -1,0 +1,81 @@
+"""``/v1/score`` with the readout ``likelihood``: the query's tokens are the prefix, and the item's own tokens are a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gateway.errors import InvalidRequest
+from gateway.schemas.score import ScoreRequest
+from gateway.text.prepared import Prepared, Refusal
+from gateway.text.prompts import PrefixAndBranches
+from gateway.text.reading.endpoint import Model
+
+WITHOUT = ("labels", "label_token_ids", "apply_softmax", "item_first")
+"""Fields that do not go with likelihoods."""
+MAX_ITEM_TOKENS = 1 << 15
+"""Most tokens of an item. Its log-probabilities come in one message, which takes the event loop two milliseconds."""
+
+
+def check_fields(request: ScoreRequest) -> None:
+    """Raise :class:`InvalidRequest` for fields that do not go with likelihoods."""
+    given = next((name for name in WITHOUT if getattr(request, name) not in (None, False)), None)
+    if given is not None:
+        raise InvalidRequest(
+            f"`{given}` does not go with the readout `likelihood`, which is of the items' own tokens.", param=given
+        )
+
+
+def own_tokens(query: list[int], found: PrefixAndBranches, end: Sequence[int]) -> Iterator[list[int] | None]:
+    """Yield the tokens of each prompt behind those of the query; None if the prompt does not begin with them.
+
+    ``query``: tokens of the query alone. ``found``: tokens of query and item together. ``end``: special tokens behind each text,
+    which are not the item's.
+    """
+    prefix, branches = found
+    shared, more = query[: len(prefix)], query[len(prefix) :]  # what the query has beyond the prefix is in each branch
+    begin = prefix[len(query) :]  # what the prefix has beyond the query is of each item
+    for branch in branches:
+        if prefix[: len(query)] != shared or branch[: len(more)] != more:
+            yield None
+        else:
+            yield [*begin, *branch[len(more) : len(branch) - len(end)]]
+
+
+def likelihood_prompts(
+    model: Model,
+    query: list[int],
+    rows: Iterator[list[int] | None],
+    places: Sequence[int],
+    refused: list[Refusal],
+    *,
+    partial: bool,
+) -> Prepared:
+    """Return the prompts. ``places`` are the indices of the items in the request. Raises :class:`InvalidRequest`; with ``partial``,
+    an item without a likelihood is refused alone."""
+    if not query:
+        message = "`query` is empty; the likelihood of an item needs at least one token before it."
+        raise InvalidRequest(message, param="query")
+    kept: list[list[int]] = []
+    tokens = len(query)
+    for place, row in zip(places, rows, strict=True):
+        if row and len(row) <= MAX_ITEM_TOKENS:
+            kept.append(row)
+            tokens += len(row)
+            model.bounds.check("max_request_tokens", tokens, "tokens or more", "items")
+            continue
+        message = _problem(f"items[{place}]", row)
+        if not partial:
+            raise InvalidRequest(message, param=f"items[{place}]")
+        refused.append(Refusal(place, message))
+    return Prepared(kept, query, param="items[]", refused=sorted(refused, key=lambda refusal: refusal.index))
+
+
+def _problem(param: str, row: list[int] | None) -> str:
+    if row is None:
+        return (
+            f"`{param}`: the tokeniser joins the end of `query` and the beginning of this item into one token, so that the item's"
+            " own tokens are not defined. Begin the items with the space, instead of ending the query with it, or send token ids."
+        )
+    if not row:
+        return f"`{param}` is empty; there is no token to read."
+    return f"`{param}` has {len(row)} tokens; the likelihood of at most {MAX_ITEM_TOKENS} is computed."

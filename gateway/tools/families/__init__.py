@@ -1,0 +1,1 @@
+"""The formats of tool calls: one file for each family of models."""

@@ -1,0 +1,78 @@
+"""Grammars that force tool calls with valid arguments, and that let a thinking section come first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.tools.families.registry import FAMILIES
+from gateway.tools.frame import Function
+from gateway.tools.lark import Lark, TokenOf
+from gateway.tools.thinking import Tags
+
+_SPACE = r"/[ \n]{0,4}/"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The tool calls of an answer."""
+
+    family: str
+    """Key of :data:`~gateway.tools.families.registry.FAMILIES`."""
+    functions: Sequence[Function]
+    """Those that may be called; at least one."""
+    forced: bool
+    """Whether the answer consists of calls, or may also be text, or text and then calls."""
+    several: bool
+    """Whether there may be several."""
+
+
+def answer_grammar(
+    token_of: TokenOf, *, calls: Calls | None = None, constraint: str = "", thinking: Tags | None = None, opened: bool = False
+) -> str:
+    """Return the grammar of an answer.
+
+    ``constraint``: grammar of an answer without calls; empty for any text. ``thinking``: tags of the section that may come first,
+    which the prompt has ``opened`` or not; None if there is none. Raises :class:`~gateway.tools.frame.SchemaError`.
+    """
+    lark = Lark(token_of)
+    if calls is None:
+        answer = lark.constraint(constraint)
+    elif calls.forced:
+        answer = _first_marker(lark, calls) + _calls(lark, calls)
+    else:
+        answer = _free_calls(lark, calls, constraint)
+    return lark.build(_after_thinking(lark, lark.rule("answer", answer), thinking, opened=opened))
+
+
+def _calls(lark: Lark, calls: Calls) -> str:
+    return FAMILIES[calls.family].frame.calls(lark, calls.functions, several=calls.several)
+
+
+def _first_marker(lark: Lark, calls: Calls) -> str:
+    marker = FAMILIES[calls.family].frame.marker
+    return "" if marker is None else f"{lark.marker(marker)} "
+
+
+def _free_calls(lark: Lark, calls: Calls, constraint: str) -> str:
+    """Match text, calls, or text and then calls; with a ``constraint``, what it allows or calls. The text cannot contain what the
+    family's parser would read as a call."""
+    frame, markers = FAMILIES[calls.family].frame, FAMILIES[calls.family].parser.markers
+    expression = _calls(lark, calls)
+    if constraint:
+        return f"{_first_marker(lark, calls)}{expression} | {lark.constraint(constraint)}"
+    if frame.marker is None:  # a text must not begin like a call
+        begin = rf"/([ \n]*[^ \n{re.escape(frame.first or '{')}](.|\n)*)?/"
+        return f"{expression} | {lark.text_without('other', markers, begin)}"
+    before = lark.text_until("before_calls", frame.marker, without=[marker for marker in markers if marker != frame.marker])
+    return f"{lark.text_without('other', markers)} | {before} {expression}"
+
+
+def _after_thinking(lark: Lark, answer: str, tags: Tags | None, *, opened: bool) -> str:
+    """Match a thinking section, which is optional unless the prompt has ``opened`` it, and then the rule ``answer``."""
+    if tags is None:
+        return answer
+    section = lark.text_until("thinking", tags.close)
+    space = lark.rule("AFTER_THINKING", _SPACE)
+    return f"{section} {space} {answer}" if opened else f"({lark.marker(tags.open)} {section} {space})? {answer}"

@@ -1,0 +1,491 @@
+"""Tools and thinking on ``/v1/chat/completions``, with an engine that says what a test chooses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine import wire
+from tests import templates
+from tests.fakes import EOS, FakeEngine, ids, library
+from tests.gateway.conftest import Start, gateways, metric
+
+MODELS = {
+    **templates.FAMILY_OF,
+    "thinking": templates.THINKING,
+    "always": templates.ALWAYS_THINKING,
+    "effort": templates.EFFORT,
+    "texts": templates.ARGUMENTS_AS_TEXT,
+    "unknown": templates.TOOLS_IN_NO_FORMAT,
+    "plain": FakeEngine.template,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+USER = {"role": "user", "content": "What is the weather?"}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 2}}\n</tool_call>'
+SECOND = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+ARGUMENTS = {"city": "Zürich 😀", "days": 2}
+
+
+@dataclass
+class Server:
+    """A gateway before one engine for each of :data:`MODELS`."""
+
+    engines: dict[str, FakeEngine]
+    client: httpx.Client
+    sdk: openai.OpenAI
+
+    def says(self, model: str, text: str) -> None:
+        self.engines[model].says = ids(text)
+
+    def post(self, model: str, text: str | None = None, **fields: Any) -> httpx.Response:
+        if text is not None:
+            self.says(model, text)
+        return self.client.post(
+            "/v1/chat/completions", json={"model": model, "messages": [USER], "tools": [WEATHER, TIME]} | fields
+        )
+
+    def answer(self, model: str, text: str | None = None, **fields: Any) -> dict[str, Any]:
+        response = self.post(model, text, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]
+
+    def refusal(self, model: str, **fields: Any) -> tuple[str, str]:
+        response = self.post(model, **fields)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        return error["param"], error["message"]
+
+    def prompt(self, model: str) -> str:
+        return library().decode(self.engines[model].generates[-1].prompt, skip_special_tokens=False)
+
+    def request(self, model: str) -> wire.Generate:
+        return self.engines[model].generates[-1]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with gateways() as start:
+        yield started(start)
+
+
+def started(start: Start, **settings: Any) -> Server:
+    able = (*FakeEngine.capabilities, "grammar")
+    engines = {name: FakeEngine(model=name, template=template, capabilities=able) for name, template in MODELS.items()}
+    client = start(*engines.values(), **settings)
+    return Server(engines, client, openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none"))
+
+
+SAID = {
+    "hermes": CALL,
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich 😀\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "llama_json": '{"name": "get_weather", "parameters": {"city": "Zürich 😀", "days": 2}}',
+    "pythonic": "[get_weather(city='Zürich 😀', days=2)]",
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 2}}]',
+    "mistral_named": '[TOOL_CALLS]get_weather[ARGS]{"city": "Zürich 😀", "days": 2}',
+}
+
+
+@pytest.mark.parametrize("family", SAID)
+def test_the_format_follows_from_the_chat_template(server: Server, family: str) -> None:
+    answer = server.answer(family, SAID[family])
+    assert answer["finish_reason"] == "tool_calls"
+    assert answer["message"]["content"] is None
+    (call,) = answer["message"]["tool_calls"]
+    assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+    assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+    assert "The weather." in server.prompt(family) or family == "qwen3_coder"
+    assert server.request(family).grammar == ""
+    assert len(call["id"]) == 9 if family.startswith("mistral") else call["id"].startswith("call_")
+
+
+def test_a_tool_loop_of_the_sdk_whole(server: Server) -> None:
+    create = server.sdk.chat.completions.create
+    messages: list[Any] = [USER]
+    server.says("hermes", f"Let me look.\n{CALL}\n{SECOND}")
+    choice = create(model="hermes", messages=messages, tools=[WEATHER, TIME]).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather", "get_time"]
+    messages.append(choice.message.model_dump(exclude_none=True))
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in choice.message.tool_calls]
+    server.says("hermes", "It is sunny.")
+    final = create(model="hermes", messages=messages, tools=[WEATHER, TIME]).choices[0]
+    assert (final.finish_reason, final.message.content, final.message.tool_calls) == ("stop", "It is sunny.", None)
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 2}}\n</tool_call>' in server.prompt(
+        "hermes"
+    )
+    assert "tool\nsunny" in server.prompt("hermes")
+
+
+def test_a_tool_loop_of_the_sdk_streamed(server: Server) -> None:
+    server.says("hermes", f"Let me look.\n{CALL}\n{SECOND}")
+    server.engines["hermes"].faults.delay = 0.002  # so that tokens arrive one by one
+    with server.sdk.chat.completions.stream(model="hermes", messages=[USER], tools=[WEATHER, TIME]) as stream:
+        events = list(stream)
+        choice = stream.get_final_completion().choices[0]
+    server.engines["hermes"].faults.delay = 0.0
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me look.")
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == ARGUMENTS
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [event.name for event in done] == ["get_weather", "get_time"]
+    assert sum(event.type == "tool_calls.function.arguments.delta" for event in events) > 5
+
+
+def deltas(response: httpx.Response, index: int = 0) -> list[dict[str, Any]]:
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    return [choice for choice in choices if choice["index"] == index]
+
+
+def test_deltas_have_the_form_of_openai(server: Server) -> None:
+    chunks = deltas(server.post("hermes", f"Hm. {CALL}{SECOND}", stream=True))
+    assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+    for index in (0, 1):
+        first, *others = [call for call in calls if call["index"] == index]
+        assert first.keys() == {"index", "id", "type", "function"}
+        assert first["function"].keys() == {"name", "arguments"}
+        assert all(other.keys() == {"index", "function"} and other["function"].keys() == {"arguments"} for other in others)
+    assert [call["index"] for call in calls] == sorted(call["index"] for call in calls)
+    assert all(chunk["delta"] or chunk["finish_reason"] for chunk in chunks)
+    assert [chunk["finish_reason"] for chunk in chunks][-1] == "tool_calls"
+
+
+def test_each_of_n_answers_has_its_own_calls(server: Server) -> None:
+    server.says("hermes", f"A{CALL}")
+    body = server.post("hermes", n=2).json()
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["A", "A"]
+    seen = {choice["message"]["tool_calls"][0]["id"] for choice in body["choices"]}
+    assert len(seen) == 2
+    for index in (0, 1):
+        chunks = deltas(server.post("hermes", n=2, stream=True), index)
+        assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_logprobs_have_every_token_that_was_drawn(server: Server) -> None:
+    text = f"A{CALL}"
+    whole = server.answer("hermes", text, logprobs=True)
+    told = [entry["token"] for entry in whole["logprobs"]["content"]]
+    assert told == [library().decode([id]) for id in ids(text)] or "".join(told).startswith("A<tool_call>")
+    chunks = deltas(server.post("hermes", stream=True, logprobs=True))
+    streamed = [entry["token"] for chunk in chunks for entry in (chunk["logprobs"] or {"content": []})["content"]]
+    assert streamed == told
+
+
+def test_a_stop_text_ends_an_answer_inside_a_call(server: Server) -> None:
+    answer = server.answer("hermes", CALL, stop=["days"])
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Zürich 😀", "'
+    assert answer["finish_reason"] == "tool_calls"
+
+
+def test_a_cut_answer_has_finish_reason_length(server: Server) -> None:
+    answer = server.answer("hermes", CALL, max_tokens=len(ids(CALL)) - 12)
+    assert answer["finish_reason"] == "length"
+    assert answer["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def test_malformed_calls_are_text_and_are_counted(server: Server) -> None:
+    before = metric(server.client, 'yardstick_tool_calls_total{format="hermes",result="malformed"}')
+    text = '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'
+    answer = server.answer("hermes", text)
+    assert (answer["message"]["content"], answer["finish_reason"]) == (text, "stop")
+    assert "tool_calls" not in answer["message"]
+    assert metric(server.client, 'yardstick_tool_calls_total{format="hermes",result="malformed"}') == before + 1
+    assert metric(server.client, 'yardstick_tool_calls_total{format="hermes",result="called"}') > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_the_answer_ends_after_the_first(server: Server, stream: bool) -> None:
+    response = server.post("hermes", f"{CALL}{SECOND} and more", parallel_tool_calls=False, stream=stream)
+    if stream:
+        calls = [call for chunk in deltas(response) for call in chunk["delta"].get("tool_calls", ())]
+        assert {call["index"] for call in calls} == {0}
+        assert deltas(response)[-1]["finish_reason"] == "tool_calls"
+    else:
+        (choice,) = response.json()["choices"]
+        assert len(choice["message"]["tool_calls"]) == 1
+        assert response.json()["usage"]["completion_tokens"] < len(ids(f"{CALL}{SECOND} and more"))
+
+
+def test_with_the_choice_none_the_model_sees_no_tools(server: Server) -> None:
+    answer = server.answer("hermes", CALL, tool_choice="none")
+    assert answer["message"]["content"] == CALL
+    assert "The weather." not in server.prompt("hermes")
+
+
+@pytest.mark.parametrize(
+    ("choice", "strict", "forced"),
+    [("required", None, True), ({"type": "function", "function": {"name": "get_weather"}}, None, True), ("auto", True, False)],
+)
+def test_a_guarantee_is_a_grammar(server: Server, choice: Any, strict: bool | None, forced: bool) -> None:
+    strictly = {"type": "function", "function": WEATHER["function"] | {"strict": strict}}
+    server.answer("hermes", CALL, tools=[strictly, TIME], tool_choice=choice)
+    grammar = server.request("hermes").grammar
+    assert '"days": {"type": "integer"}' in grammar
+    assert ("OTHER_TEXT" in grammar) != forced
+    assert ("get_time" in grammar) == (choice in ("required", "auto"))
+    assert "strict" not in server.prompt("hermes")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"model": "plain"}, "tools", "no place for tools"),
+        ({"model": "unknown"}, "tools", "not known"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "no tool 'other'"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs `tools`"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "called 'get_weather'"),
+        ({"tools": [TIME] * 129}, "tools", "length <= 128"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 300_000}}]}, "tools", "at most 262144"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type", "function"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}, "strict": True}}]},
+            "tools[0].function.parameters",
+            "type object",
+        ),
+        (
+            {
+                "model": "pythonic",
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"x-y": {}}}}}],
+            },
+            "tools",
+            "cannot be named",
+        ),
+        ({"functions": [TIME["function"]]}, "functions", "use `tools`"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "enum"),
+    ],
+)
+def test_bad_tools_are_refused(server: Server, fields: dict[str, Any], param: str, words: str) -> None:
+    told, message = server.refusal(**{"model": "hermes"} | fields)
+    assert (told, words in message) == (param, True), message
+
+
+@pytest.mark.parametrize("where", ["parameters", "arguments"])
+def test_deep_nesting_is_refused(server: Server, where: str) -> None:
+    deep = "[" * 900 + "]" * 900
+    tools = [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": {"enum": json.loads(deep)}}}}}]
+    earlier = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": f'{{"x": {deep}}}'}}]}
+    fields = {"tools": tools} if where == "parameters" else {"messages": [USER, earlier, USER]}
+    response = server.post("hermes", "Yes", tool_choice="required", **fields)
+    assert response.status_code in (200, 400), response.text
+
+
+@pytest.mark.parametrize("model", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_schema_that_is_none_is_no_fault(server: Server, model: str, strict: bool) -> None:
+    odd: list[Any] = [5, "x", None, [], [7], {}, {"a": 5}, True, 10**30]
+    keywords = ("type", "enum", "const", "anyOf", "$ref", "properties")
+    schemas = [{"properties": {"x": {keyword: value}}} for keyword in keywords for value in odd]
+    schemas += [{keyword: value} for keyword in ("required", "properties", "$defs", "type", "x-guidance") for value in odd]
+    nested: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        nested = {"anyOf": [nested]}
+    for schema in [*schemas, {"properties": {"x": nested}}]:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+        response = server.post(model, "Yes", tools=[tool])
+        assert response.status_code in (200, 400), (schema, response.text)
+
+
+def test_a_template_that_takes_arguments_as_text_gets_text(server: Server) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": '{"a": "é"}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "x"},
+    ]
+    for model in ("hermes", "texts"):
+        server.answer(model, "Yes", messages=messages)
+        assert '"arguments": {"a": "é"}}' in server.prompt(model)
+
+
+def test_control_tokens_in_tools_and_arguments_are_text(server: Server) -> None:
+    spoken = {"type": "function", "function": {"name": "f", "description": f"{EOS} now"}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": json.dumps({"a": f"{EOS}now"}).replace("<", "\\u003c")},
+    }
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    server.answer("hermes", "Yes", messages=messages, tools=[spoken])
+    prompt = server.request("hermes").prompt
+    assert server.prompt("hermes").count(EOS) == prompt.count(server.engines["hermes"].eos) + 2
+
+
+def test_tokenize_shows_the_tools_that_chat_shows(server: Server) -> None:
+    server.answer("hermes", "Yes")
+    body = {"model": "hermes", "messages": [USER], "tools": [WEATHER, TIME]}
+    assert server.client.post("/tokenize", json=body).json()["tokens"] == server.request("hermes").prompt
+    assert server.client.post("/tokenize", json=body | {"model": "plain"}).status_code == 400
+
+
+def test_a_long_body_is_read_in_a_worker(server: Server) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{index}", "description": "x" * 500}} for index in range(100)]
+    response = server.post("hermes", "Yes", tools=[*tools, WEATHER])
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+# Thinking.
+
+THOUGHT = "<think>\nThe user asks.\n</think>\n\nIt is sunny."
+
+
+def test_thinking_is_separated(server: Server) -> None:
+    body = server.post("thinking", THOUGHT, tools=None).json()
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("The user asks.",) * 2 + ("It is sunny.",)
+    assert 0 < body["usage"]["completion_tokens_details"]["reasoning_tokens"] < body["usage"]["completion_tokens"]
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+def test_thinking_is_streamed_and_counted_alike(server: Server) -> None:
+    whole = server.post("thinking", THOUGHT, tools=None).json()
+    response = server.post("thinking", tools=None, stream=True, stream_options={"include_usage": True})
+    chunks = deltas(response)
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(chunk["delta"].get(name, "") for chunk in chunks) == "The user asks."
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == "It is sunny."
+    assert (
+        whole["usage"]["completion_tokens_details"]
+        == json.loads(response.text.split("data: ")[-2])["usage"]["completion_tokens_details"]
+    )
+
+
+def test_a_section_that_the_prompt_opens(server: Server) -> None:
+    message = server.answer("always", "The user asks.\n</think>\n\nIt is sunny.", tools=None)["message"]
+    assert (message["reasoning_content"], message["content"]) == ("The user asks.", "It is sunny.")
+    cut = server.answer("always", "The user asks.", tools=None)
+    assert (cut["message"]["reasoning_content"], cut["message"]["content"]) == ("The user asks.", "")
+
+
+def test_a_call_follows_thinking(server: Server) -> None:
+    message = server.answer("thinking", f"<think>\nHm.\n</think>\n\n{CALL}")["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", None)
+    assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def test_reasoning_can_be_left_out(server: Server) -> None:
+    body = server.post("thinking", THOUGHT, tools=None, include_reasoning=False).json()
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "It is sunny.", "refusal": None}
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{"enable_thinking": False}, {"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
+def test_thinking_can_be_switched_off(server: Server, fields: dict[str, Any]) -> None:
+    body = server.post("thinking", "<think> is a tag.", tools=None, **fields).json()
+    assert server.prompt("thinking").endswith("<think>\n\n</think>\n\n")
+    assert body["choices"][0]["message"]["content"] == "<think> is a tag."
+    assert "completion_tokens_details" not in body["usage"]
+
+
+def test_effort_reaches_a_template_that_reads_it(server: Server) -> None:
+    server.answer("effort", "Yes", tools=None, reasoning_effort="high")
+    assert server.prompt("effort").startswith("Effort: high")
+    server.answer("thinking", "Yes", tools=None, reasoning_effort="high")
+    assert not server.prompt("thinking").endswith("</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [("plain", {"reasoning_effort": "high"}), ("plain", {"enable_thinking": True}), ("always", {"enable_thinking": False})],
+)
+def test_a_field_that_the_template_does_not_read_is_refused(server: Server, model: str, fields: dict[str, Any]) -> None:
+    param, message = server.refusal(model, tools=None, **fields)
+    assert param in fields
+    assert "does not read it" in message
+
+
+@pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"enable_thinking": False}, {"include_reasoning": False}])
+def test_what_a_model_without_thinking_does_anyway_is_accepted(server: Server, fields: dict[str, Any]) -> None:
+    assert server.answer("plain", "Yes", tools=None, **fields)["message"]["content"] == "Yes"
+
+
+def test_earlier_thinking_reaches_the_template(server: Server) -> None:
+    for name in ("reasoning_content", "reasoning"):
+        server.answer("thinking", "Yes", messages=[USER, {"role": "assistant", "content": "A", name: "Hm."}, USER])
+        assert "<think>\nHm.\n</think>\n\nA<|im_end|>" in server.prompt("thinking")
+
+
+def test_thinking_comes_before_a_forced_call(server: Server) -> None:
+    server.answer("thinking", CALL, tool_choice="required")
+    assert "thinking" in server.request("thinking").grammar
+    server.answer("thinking", CALL, tool_choice="required", enable_thinking=False)
+    assert "thinking" not in server.request("thinking").grammar
+
+
+def test_a_response_format_applies_behind_thinking_and_beside_calls(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for tools, thinks in ((None, True), ([WEATHER], True), (None, False)):
+        server.answer("thinking", '{"a": 1}', tools=tools, response_format=format, enable_thinking=thinks)
+        grammar = server.request("thinking").grammar
+        assert '"a"' in grammar
+        assert ("thinking" in grammar) == thinks
+        assert ("get_weather" in grammar) == bool(tools)
+    server.answer("hermes", CALL, response_format=format, tool_choice="required")
+    assert '"a"' not in server.request("hermes").grammar
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(server: Server) -> None:
+    unsupported = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": unsupported, "strict": True}}
+    param, message = server.refusal("hermes", tools=[TIME, tool])
+    assert param.startswith("tools[1].function.parameters")
+    assert "uniqueItems" in message
+
+
+def test_a_plain_answer_has_no_parser(server: Server) -> None:
+    answer = server.answer("plain", "<think>a</think><tool_call>b", tools=None)
+    assert answer["message"] == {"role": "assistant", "content": "<think>a</think><tool_call>b", "refusal": None}
+
+
+def test_settings_choose_the_formats(start: Start) -> None:
+    engine = FakeEngine(model="m", template=templates.TOOLS_IN_NO_FORMAT, says=ids(f"<think>a</think>{CALL}"))
+    client = start(engine, tool_parsers=("m=hermes",), reasoning_parsers=("m=think",))
+    message = client.post("/v1/chat/completions", json={"model": "m", "messages": [USER], "tools": [WEATHER]}).json()["choices"][0][
+        "message"
+    ]
+    assert message["reasoning_content"] == "a"
+    assert message["tool_calls"][0]["function"]["name"] == "get_weather"
+
+    # Length guidance of one section.
+
+
+def test_a_section_needs_a_model_whose_tags_are_tokens(server: Server) -> None:
+    param, message = server.refusal("thinking", tools=None, thinking_budget=9)
+    assert (param, "no tokens of their own" in message) == ("length_guidance.applies_to", True)
+    param, message = server.refusal("plain", tools=None, thinking_budget=9)
+    assert "does not think" in message
+    param, _ = server.refusal("plain", tools=None, thinking_budget=9, thinking_token_budget=9)
+    assert param == "thinking_token_budget"
+    param, _ = server.refusal("plain", tools=None, thinking_budget=9, length_guidance={"scale": 1})
+    assert param == "thinking_budget"
+
+
+def test_guidance_of_the_answer_of_a_model_that_does_not_think_is_guidance_of_all(server: Server) -> None:
+    server.answer("plain", "Yes", tools=None, length_guidance={"scale": -3, "applies_to": "answer"})
+    assert server.request("plain").length_guidance == wire.LengthGuidance(scale=-3)
+    body = {"model": "plain", "prompt": "Yes", "length_guidance": {"scale": -3, "applies_to": "answer"}}
+    response = server.client.post("/v1/completions", json=body)
+    assert response.json()["error"]["param"] == "length_guidance.applies_to"

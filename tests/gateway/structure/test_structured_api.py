@@ -1,0 +1,206 @@
+"""Constraints of the output in requests: each form becomes a grammar that the engine gets, or a 400 that names the place."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.schemas.structure import MAX_ALLOWED_TOKENS
+from tests.fakes import FakeEngine, ids
+from tests.gateway.conftest import gateways, metric
+from tests.processes import wait_until
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+BODIES = {
+    "chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "completions": {"prompt": [5, 6], "max_tokens": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    """An engine that follows grammars, beside one that does not, and a client of the gateway before them."""
+    engine = FakeEngine(capabilities=("score", "generate", "grammar"))
+    other = FakeEngine(model="other", fingerprint="other", capabilities=("score", "generate"))
+    with gateways() as start_gateway:
+        yield engine, start_gateway(engine, other)
+
+
+@pytest.fixture
+def engine(pair: tuple[FakeEngine, httpx.Client]) -> FakeEngine:
+    pair[0].generates.clear()
+    return pair[0]
+
+
+@pytest.fixture
+def client(pair: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
+    return pair[1]
+
+
+def post(client: httpx.Client, path: str = "completions", /, **fields: Any) -> httpx.Response:
+    return client.post(f"/v1/{path}", json={"model": "fake"} | BODIES[path] | fields)
+
+
+def refusal(response: httpx.Response) -> tuple[str, str]:
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert len(response.content) < 3000
+    return error["param"], error["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"response_format": {"type": "json_object"}}, '"type":"object"'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}}, '"a"'),
+        ({"structured_outputs": {"json": SCHEMA}}, '"required":["a"]'),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '"required":["a"]'),
+        ({"structured_outputs": {"json_object": True}}, '"type":"object"'),
+        ({"structured_outputs": {"regex": r"^\d+$"}}, "start: /^[0-9]+$/"),
+        ({"structured_outputs": {"choice": ["yes", 'a "b"\n']}}, r'"a \"b\"\n"'),
+        ({"structured_outputs": {"grammar": 'start: "a" | <|im_start|>'}}, "<|im_start|>"),
+        ({"guided_json": SCHEMA}, '"required":["a"]'),
+        ({"guided_regex": "[ab]"}, "[ab]"),
+        ({"guided_choice": ["yes", "no"]}, '"yes"'),
+        ({"guided_grammar": 'root ::= "x" [0-9]+'}, 'start: "x"'),
+        ({"json_schema": json.dumps(SCHEMA)}, '"required":["a"]'),
+        ({"regex": "a/b"}, "a\\/b"),
+        ({"ebnf": 'root ::= "y"'}, '"y"'),
+        ({"grammar": 'root ::= "z"'}, '"z"'),
+    ],
+)
+def test_each_form_reaches_the_engine_as_a_grammar(
+    engine: FakeEngine, client: httpx.Client, path: str, fields: dict[str, Any], part: str
+) -> None:
+    answer = post(client, path, **fields)
+    assert answer.status_code == 200, answer.text
+    assert "x-yardstick-ignored" not in answer.headers
+    (asked,) = engine.generates
+    assert part in asked.grammar
+
+
+def test_a_long_request_keeps_its_constraint(engine: FakeEngine, client: httpx.Client) -> None:
+    """A body that a worker decodes."""
+    schema = SCHEMA | {"description": "x" * 60_000}
+    answer = post(client, "chat/completions", response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    assert answer.status_code == 200, answer.text
+    assert '"required":["a"]' in engine.generates[0].grammar
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"response_format": {"type": "text"}}, {"response_format": None, "guided_json": None, "structured_outputs": None}],
+)
+def test_text_is_free(engine: FakeEngine, client: httpx.Client, fields: dict[str, Any]) -> None:
+    assert post(client, **fields).status_code == 200
+    assert engine.generates[0].grammar == ""
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "both constrain"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "both constrain"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs `json_schema`"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid enum value"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_json": "[]"}, "guided_json", "JSON Schema"),
+        ({"guided_json": {"type": "thing"}}, "guided_json", "Invalid type: thing"),
+        (
+            {"guided_json": {"type": "object", "properties": {"b": {"type": "array", "uniqueItems": True}}}},
+            "guided_json.properties.b",
+            "`uniqueItems` is not supported",
+        ),
+        ({"guided_json": {"anyOf": [{}, {"not": {}}]}}, "guided_json.anyOf[1]", "`not` is not supported"),
+        ({"guided_json": {"$ref": "https://example.com/s.json"}}, "guided_json", "cannot be followed"),
+        ({"guided_json": {"type": "string", "format": "nonsense"}}, "guided_json", "Unknown format: nonsense"),
+        ({"guided_json": {"type": "string", "pattern": "(?=a)b"}}, "guided_json", "look-around"),
+        ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 4}}, "guided_json", "cannot be followed"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_regex": r"(a)\1"}, "guided_regex", "backreferences"),
+        ({"guided_choice": []}, "guided_choice", "length >= 1"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),
+        ({"guided_grammar": 'root ::= "a" nothing'}, "guided_grammar", "not found"),
+        ({"guided_grammar": "start: <|nothing|>"}, "guided_grammar", "unknown special token"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "length >= 1"),
+        ({"allowed_token_ids": [9999]}, "allowed_token_ids", "not a token"),
+        ({"allowed_token_ids": [1] * (MAX_ALLOWED_TOKENS + 1)}, "allowed_token_ids", "length <="),
+        ({"bad_words": [" "]}, "bad_words[0]", "empty"),
+        ({"bad_words": ["a"] * 257}, "bad_words", "length <="),
+        ({"bad_words": ["xq" * 100] * 200}, "bad_words", "at most 4096"),
+    ],
+)
+def test_what_is_refused(client: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
+    found, message = refusal(post(client, **fields))
+    assert found == param
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"guided_json": nested(70)}, "levels deep"),
+        ({"guided_json": '{"items":' * 11_000 + "{}" + "}" * 11_000}, "not JSON"),
+        ({"guided_json": {"enum": list(range(30_000))}}, "more than 20000 values"),
+        ({"guided_json": {"enum": ["x" * 100] * 2000}}, "bytes; at most 131072"),
+        ({"guided_regex": "a" * 140_000}, "bytes; at most 131072"),
+        ({"guided_choice": ["x" * 100_000, "y" * 100_000]}, "bytes; at most 131072"),
+        ({"guided_regex": "a{100000}"}, ""),
+        ({"guided_regex": "((a{1,1000}){1,1000}){1,1000}"}, ""),
+        ({"guided_regex": "(.*a.{200}|.*b.{200})+" * 20}, ""),
+        ({"guided_json": {"type": "integer", "multipleOf": 999_983}}, "takes longer than 1 s"),
+        ({"guided_json": {"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}}, ""),
+        ({"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}}}, ""),
+        ({"guided_json": {"allOf": [{"anyOf": [{"properties": {f"a{i}_{j}": {}}} for j in range(6)]} for i in range(12)]}}, ""),
+        ({"guided_grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, "cannot be"),
+        ({"guided_grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000}, "cannot be"),
+        ({"guided_grammar": "start: " + " ".join(f'("x{i}"|"y")?' for i in range(6000))}, ""),
+        ({"guided_grammar": "start: a\na: b b b b\nb: c c c c\nc: d d d d\nd: " + '("e" | "")' * 4}, ""),
+    ],
+)
+def test_hostile_constraints_cost_little(client: httpx.Client, fields: dict[str, Any], words: str) -> None:
+    """Refused with the place, or accepted within the time limit; the event loop answers others meanwhile."""
+    began = time.monotonic()
+    answer = post(client, **fields)
+    assert time.monotonic() - began < 15  # the limits are in CPU time, and the machine may be busy
+    if answer.status_code == 200:
+        assert not words
+    else:
+        _, message = refusal(answer)
+        assert words in message
+    assert client.get("/livez").status_code == 200
+
+
+def test_other_models_refuse(client: httpx.Client) -> None:
+    assert refusal(post(client, model="other", regex="a"))[0] == "model"
+
+
+def test_words_and_tokens_reach_the_engine(engine: FakeEngine, client: httpx.Client) -> None:
+    assert post(client, "chat/completions", bad_words=["Yes", " quick"], allowed_token_ids=[5, 7]).status_code == 200
+    sampling = engine.generates[0].sampling
+    assert sampling.allowed_token_ids == (5, 7)
+    assert sampling.bad_words == tuple(tuple(ids(word)) for word in ("Yes", " Yes", "quick", " quick"))
+
+
+def test_structured_requests_are_counted(client: httpx.Client) -> None:
+    name = 'yardstick_structured_prompts_total{model="fake"}'
+    before = metric(client, name)
+    assert post(client, regex="a").status_code == 200
+    wait_until(lambda: metric(client, name) == before + 1)

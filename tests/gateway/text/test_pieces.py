@@ -1,0 +1,119 @@
+"""Texts that are encoded piece by piece have exactly the library's ids, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from tokenizers import Tokenizer as Library
+
+from gateway.text import pieces as module
+from gateway.text.pieces import Pieces, expression_of
+from gateway.text.tokenizer import Tokenizer
+from tests.gateway.text.conftest import CUTTABLE, QWEN_SPLIT, byte_level, from_library
+from tests.gateway.text.test_cuts import TEXT
+
+PROSE = Path(__file__).parents[3].joinpath("README.md").read_text()
+IN_CONTEXTS = "a{0}b 1{0}2 .{0}.{0}{0} '{0} {0}\n{0}"
+BY_PIECES = [name for name in CUTTABLE if name != "digits"]
+"""Tokenisers whose texts one expression divides."""
+
+
+@pytest.fixture(scope="module", params=BY_PIECES)
+def library(request: pytest.FixtureRequest) -> Library:
+    return CUTTABLE[request.param]()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(library: Library) -> Tokenizer:
+    return from_library(library)
+
+
+def by_pieces(tokenizer: Tokenizer, text: str) -> list[int] | None:
+    assert tokenizer._pieces is not None
+    return tokenizer._pieces.encode(text)
+
+
+@settings(max_examples=200)
+@given(text=TEXT)
+@example(text="three   spaces  \n and 'S 'LL it's\x1c\x1d \x85 \u00a0\u3000x\u2028y")
+@example(text="\u017f 'ſ \u212a \u0130 \ufb05 ½ ² Ⅷ")
+def test_ids_are_those_of_the_library(library: Library, tokenizer: Tokenizer, text: str) -> None:
+    expected = library.encode(text, add_special_tokens=False).ids
+    assert by_pieces(tokenizer, text) in (None, expected)
+    assert tokenizer.encode(text, add_special_tokens=False) == expected
+    assert tokenizer.encode(text) == library.encode(text).ids
+
+
+def test_characters_have_the_ids_of_the_library(library: Library, tokenizer: Tokenizer) -> None:
+    texts = [IN_CONTEXTS.format(char) for char in module._safe_characters()[::9]]
+    texts = ["".join(texts[place : place + 50]) for place in range(0, len(texts), 50)]
+    expected = [encoding.ids for encoding in library.encode_batch(texts, add_special_tokens=False)]
+    found = [by_pieces(tokenizer, text) for text in texts]
+    assert [ids or by_the_library for ids, by_the_library in zip(found, expected, strict=True)] == expected
+    assert sum(ids is not None for ids in found) > len(texts) - 4, "only those that form an added token are left to the library"
+
+
+@pytest.mark.slow
+def test_each_character_has_the_ids_of_the_library() -> None:
+    tokenizer, library = from_library(byte_level()), byte_level()
+    for char in module._safe_characters():
+        text = IN_CONTEXTS.format(char)
+        assert by_pieces(tokenizer, text) == library.encode(text, add_special_tokens=False).ids, repr(char)
+
+
+def test_prose_is_read_by_pieces(library: Library, tokenizer: Tokenizer) -> None:
+    lines = [line for line in PROSE.splitlines() if "  " not in line]
+    read = [line for line in lines if by_pieces(tokenizer, line) is not None]
+    assert len(read) > 0.9 * len(lines)
+    assert [by_pieces(tokenizer, line) for line in read] == [
+        encoding.ids for encoding in library.encode_batch(read, add_special_tokens=False)
+    ]
+
+
+@pytest.mark.parametrize("text", ["<think>", "a <|im_end|> b", "cafe\u0301", "😀", "\u0e33", "new \U0001fae9", "ſ"])
+def test_other_texts_are_left_to_the_library(text: str) -> None:
+    assert by_pieces(from_library(byte_level()), text) is None
+
+
+def test_a_second_text_asks_the_library_for_nothing() -> None:
+    asked: list[str] = []
+    pieces = Pieces(QWEN_SPLIT, [], lambda texts: (asked.extend(texts), [[len(text)] for text in texts])[1])
+    assert pieces.encode("red shoes, red hats") == [3, 6, 1, 4, 5]
+    assert sorted(asked) == [" hats", " red", " shoes", ",", "red"]
+    asked.clear()
+    assert pieces.encode(" shoes red hats,") == [6, 4, 5, 1]
+    assert pieces.encode(" blue shoes") == [5, 6]
+    assert asked == [" blue"]
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PIECES", 100)
+    tokenizer, library = from_library(byte_level()), byte_level()
+    drawn = random.Random(1)
+    for _ in range(200):
+        words = ["".join(drawn.choices("abcde", k=drawn.choice([1, 2, 3, 40]))) for _ in range(drawn.choice([5, 60, 300]))]
+        text = " ".join(words)
+        assert by_pieces(tokenizer, text) == library.encode(text, add_special_tokens=False).ids
+        assert tokenizer._pieces is not None
+        assert len(tokenizer._pieces._ids) <= 100
+        assert max(map(len, tokenizer._pieces._ids), default=0) <= module.MAX_PIECE_CHARACTERS
+
+
+def test_two_steps_of_division_are_left_to_the_library() -> None:
+    assert expression_of(json.loads(CUTTABLE["digits"]().to_str())) is None
+    assert from_library(CUTTABLE["digits"]())._pieces is None
+
+
+@pytest.mark.parametrize("size", [1 << 12, 1 << 16])
+@pytest.mark.parametrize("kind", [" ", "\n ", "a", "'", " \t", ".", "1", "a\n", "'l"])
+def test_the_expression_takes_linear_time(kind: str, size: int) -> None:
+    """Python's ``re`` backtracks; a hostile text must not make it quadratic. The count of steps shows in the time: 64 Ki characters
+    take milliseconds, and would take minutes."""
+    for expression in (QWEN_SPLIT, module.GPT2):
+        text = kind * (size // len(kind)) + "x"
+        assert "".join(re.findall(module._translated(expression), text)) == text

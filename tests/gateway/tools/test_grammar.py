@@ -1,0 +1,185 @@
+"""Grammars of tool calls against llguidance: what they accept is what the parsers read, and arguments match their schemas."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import llguidance
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from gateway.tools.families.registry import FAMILIES
+from gateway.tools.frame import Function, SchemaError
+from gateway.tools.grammar import Calls, answer_grammar
+from gateway.tools.parts import joined
+from gateway.tools.thinking import THINKING
+
+CONTROLS = ["<end>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["c", "f"]},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+}
+FUNCTIONS = [Function(0, "find", SCHEMA), Function(1, "now", {"type": "object", "properties": {}, "additionalProperties": False})]
+NOT_TEXTS = {"find": ["days", "place"], "now": []}
+ARGUMENTS: dict[str, Any] = {"city": 'a "b"\n<c>', "days": 3, "unit": "f", "place": {"name": "é"}}
+
+
+@cache
+def vocabulary() -> LLTokenizer:
+    class Bytes:
+        bos_token_id = None
+        eos_token_id = 256
+        tokens = [bytes([value]) for value in range(256)] + [text.encode() for text in CONTROLS]
+        special_token_ids = list(range(256, 256 + len(CONTROLS)))  # noqa: RUF012
+
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    return LLTokenizer(llguidance.TokenizerWrapper(Bytes()), eos_token=[256])
+
+
+def token_of(text: str) -> int | None:
+    return 256 + CONTROLS.index(text) if text in CONTROLS else None
+
+
+def tokens_of(text: str, *, controls: bool) -> list[int]:
+    """The bytes of ``text``, with ids for the control tokens that it spells."""
+    if not controls:
+        return list(text.encode())
+    for control in CONTROLS:
+        text = text.replace(control, chr(0xE000 + CONTROLS.index(control)))
+    return [id for sign in text for id in ([256 + ord(sign) - 0xE000] if 0xE000 <= ord(sign) < 0xE100 else sign.encode())]
+
+
+def accepts(grammar: str, text: str, *, controls: bool) -> bool:
+    matcher = LLMatcher(vocabulary(), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokens_of(text, controls=controls)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def grammar_of(family: str, *, controls: bool, forced: bool, several: bool = True, **options: Any) -> str:
+    calls = Calls(family, FUNCTIONS, forced, several)
+    return answer_grammar(token_of if controls else lambda _: None, calls=calls, **options)
+
+
+FIND, NOW = json.dumps(ARGUMENTS, ensure_ascii=False), "{}"
+TWO_CALLS = {
+    "hermes": f'<tool_call>\n{{"name": "find", "arguments": {FIND}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"name": "now", "arguments": {NOW}}}\n</tool_call>',
+    "qwen3_coder": '<tool_call>\n<function=find>\n<parameter=city>\na "b"\n<c>\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
+    '<parameter=unit>\nf\n</parameter>\n<parameter=place>\n{"name": "é"}\n</parameter>\n</function>\n</tool_call>\n'
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "llama_json": f'{{"name": "find", "parameters": {FIND}}}; {{"name": "now", "parameters": {NOW}}}',
+    "pythonic": f'[find(city={json.dumps(ARGUMENTS["city"])}, days=3, unit="f", place={{"name": "é"}}), now()]',
+    "mistral": f'[TOOL_CALLS][{{"name": "find", "arguments": {FIND}}}, {{"name": "now", "arguments": {NOW}}}]',
+    "mistral_named": f"[TOOL_CALLS]find[ARGS]{FIND}[TOOL_CALLS]now[ARGS]{NOW}",
+}
+BAD = {
+    "hermes": '<tool_call>\n{"name": "find", "arguments": {"city": 7}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=find>\n<parameter=city>\na\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "llama_json": '{"name": "find", "parameters": {"days": 3}}',
+    "pythonic": "[find(days=3)]",
+    "mistral": '[TOOL_CALLS][{"name": "other", "arguments": {}}]',
+    "mistral_named": '[TOOL_CALLS]find[ARGS]{"city": "a", "unit": "k"}',
+}
+each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+with_controls = pytest.mark.parametrize("controls", [False, True])
+BOTH = [False, True]
+
+
+@each_family
+def test_the_calls_of_a_grammar_are_those_that_the_parser_reads(family: str) -> None:
+    parser = FAMILIES[family].parser(NOT_TEXTS, lambda: "id")
+    answer = joined([*parser.push(TWO_CALLS[family]), *parser.finish()])
+    assert (answer.content, [call.name for call in answer.calls]) == ("", ["find", "now"])
+    assert [json.loads(call.arguments) for call in answer.calls] == [ARGUMENTS, {}]
+
+
+@each_family
+@with_controls
+@pytest.mark.parametrize("forced", BOTH)
+def test_valid_calls_are_accepted_and_others_are_not(family: str, controls: bool, forced: bool) -> None:
+    grammar = grammar_of(family, controls=controls, forced=forced)
+    assert accepts(grammar, TWO_CALLS[family], controls=controls)
+    assert not accepts(grammar, BAD[family], controls=controls)
+    assert accepts(grammar, "Only text, a < b [1].", controls=controls) != forced
+    assert accepts(grammar, "", controls=controls) != forced
+    single = grammar_of(family, controls=controls, forced=forced, several=False)
+    assert not accepts(single, TWO_CALLS[family], controls=controls)
+
+
+@each_family
+@with_controls
+def test_text_may_come_before_a_call_where_the_format_has_a_marker(family: str, controls: bool) -> None:
+    grammar = grammar_of(family, controls=controls, forced=False)
+    marked = FAMILIES[family].frame.marker is not None
+    assert accepts(grammar, f"Let me look.\n{TWO_CALLS[family]}", controls=controls) == marked or not marked
+    assert not marked or not accepts(grammar, f"Let me look.\n{BAD[family]}", controls=controls)
+
+
+@each_family
+@with_controls
+@pytest.mark.parametrize("opened", BOTH)
+def test_a_thinking_section_comes_first(family: str, controls: bool, opened: bool) -> None:
+    grammar = grammar_of(family, controls=controls, forced=True, thinking=THINKING["think"], opened=opened)
+    open_tag = "" if opened else "<think>"
+    assert accepts(grammar, f"{open_tag}\nHm.\n</think>\n\n{TWO_CALLS[family]}", controls=controls)
+    assert accepts(grammar, TWO_CALLS[family], controls=controls) != opened
+    assert not accepts(grammar, f"{open_tag}\nHm.\n</think>\n\n{BAD[family]}", controls=controls)
+    assert not accepts(grammar, f"{open_tag}\nHm.", controls=controls)
+
+
+CONSTRAINTS = ['{"grammars": [{"json_schema": {"type": "array", "items": {"type": "integer"}}}]}', "start: /\\[[0-9]\\]/"]
+
+
+@with_controls
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+@pytest.mark.parametrize("opened", BOTH)
+def test_a_constraint_applies_behind_the_thinking_section(controls: bool, constraint: str, opened: bool) -> None:
+    ids = token_of if controls else lambda _: None
+    grammar = answer_grammar(ids, constraint=constraint, thinking=THINKING["think"], opened=opened)
+    open_tag = "" if opened else "<think>"
+    assert accepts(grammar, f"{open_tag}any [text]</think>\n\n[7]", controls=controls)
+    assert not accepts(grammar, f"{open_tag}any [text]</think>\n\n7", controls=controls)
+    assert accepts(grammar, "[7]", controls=controls) != opened
+
+
+@each_family
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_an_answer_is_a_call_or_follows_the_constraint(family: str, constraint: str) -> None:
+    grammar = grammar_of(family, controls=False, forced=False, constraint=constraint)
+    assert accepts(grammar, "[7]", controls=False)
+    assert accepts(grammar, TWO_CALLS[family], controls=False)
+    assert not accepts(grammar, "text", controls=False)
+    assert not accepts(grammar, BAD[family], controls=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("pythonic", "a-b"), ("pythonic", "class"), ("qwen3_coder", "a>b"), ("qwen3_coder", "")]
+)
+def test_a_parameter_that_the_format_cannot_name_is_refused(family: str, name: str) -> None:
+    functions = [Function(0, "f", {"type": "object", "properties": {name: {"type": "string"}}})]
+    with pytest.raises(SchemaError, match="cannot be named"):
+        answer_grammar(token_of, calls=Calls(family, functions, forced=True, several=False))
+
+
+def test_optional_parameters_of_pythonic_calls_may_be_left_out() -> None:
+    properties = {name: {"type": "integer"} for name in "abc"}
+    functions = [Function(0, "f", {"type": "object", "properties": properties})]
+    grammar = answer_grammar(token_of, calls=Calls("pythonic", functions, forced=True, several=False))
+    for text in ("[f()]", "[f(a=1)]", "[f(c=1)]", "[f(a=1, c=2)]", "[f(a=1, b=2, c=3)]"):
+        assert accepts(grammar, text, controls=True)
+    for text in ("[f(, a=1)]", "[f(a=1, )]", "[f(b=1, a=1)]"):
+        assert not accepts(grammar, text, controls=True)

@@ -1,0 +1,261 @@
+"""Parsers of tool calls: documented outputs of real models, every division into chunks, and text that is no call."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.tools.families.registry import FAMILIES
+from gateway.tools.parser import ToolParser
+from gateway.tools.parts import CallArguments, CallBegin, Joined, joined
+
+FUNCTIONS = {"get_weather": ["days", "exact", "places", "note"], "get_time": [], "f": [], "g": ["n"]}
+
+WEATHER = {"location": "San Francisco, CA", "unit": "celsius"}
+
+
+def parser_of(family: str, most_calls: int | None = None) -> ToolParser:
+    return FAMILIES[family].parser(FUNCTIONS, lambda: "id", most_calls)
+
+
+def read(family: str, chunks: Sequence[str], most_calls: int | None = None) -> Joined:
+    parser = parser_of(family, most_calls)
+    parts = [part for chunk in chunks for part in parser.push(chunk)] + parser.finish()
+    begun: set[int] = set()
+    for part in parts:  # a call's name comes before its arguments, and calls come one after the other
+        if isinstance(part, CallBegin):
+            assert part.call == len(begun)
+            begun.add(part.call)
+        if isinstance(part, CallArguments):
+            assert part.call == len(begun) - 1
+    assert len(begun) == parser.calls
+    return joined(parts)
+
+
+def said(family: str, text: str, most_calls: int | None = None) -> tuple[str, list[tuple[str, Any]]]:
+    answer = read(family, [text], most_calls)
+    return answer.content, [(call.name, json.loads(call.arguments)) for call in answer.calls]
+
+
+# What the models' authors document, with the content and the calls that it stands for.
+DOCUMENTED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    # Hermes 2 Pro and Qwen2.5: https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B, https://qwen.readthedocs.io
+    (
+        "hermes",
+        '<tool_call>\n{"arguments": {"location": "San Francisco, CA", "unit": "celsius"}, "name": "get_weather"}\n</tool_call>',
+        "",
+        [("get_weather", WEATHER)],
+    ),
+    (
+        "hermes",
+        'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "San Francisco, CA", "unit": "celsius"}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
+        "Let me look.",
+        [("get_weather", WEATHER), ("get_time", {})],
+    ),
+    # Qwen3-Coder: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct, chat_template.jinja
+    (
+        "qwen3_coder",
+        "I check.\n\n<tool_call>\n<function=get_weather>\n<parameter=location>\nSan Francisco, CA\n</parameter>\n<parameter=days>"
+        '\n3\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=places>\n["a", {"b": 1}]\n</parameter>\n'
+        "<parameter=note>\nnot JSON\n</parameter>\n</function>\n</tool_call>",
+        "I check.",
+        [
+            (
+                "get_weather",
+                {"location": "San Francisco, CA", "days": 3, "exact": True, "places": ["a", {"b": 1}], "note": "not JSON"},
+            )
+        ],
+    ),
+    (
+        "qwen3_coder",
+        '<function=get_time>\n</function>\n<function=f>\n<parameter=a>\nline "1"\n\nline 3\n\n<parameter=b>\n7\n</function>',
+        "",
+        [("get_time", {}), ("f", {"a": 'line "1"\n\nline 3\n', "b": "7"})],
+    ),
+    # Llama 3.1 to 3.3: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
+    ("llama_json", '{"name": "get_weather", "parameters": ' + json.dumps(WEATHER) + "}", "", [("get_weather", WEATHER)]),
+    (
+        "llama_json",
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {"a": "1"}}; {"name": "g", "parameters": {"n": 2}}',
+        "",
+        [("f", {"a": "1"}), ("g", {"n": 2})],
+    ),
+    # Llama 3.2 and 4: https://www.llama.com/docs/model-cards-and-prompt-formats/llama4/
+    (
+        "pythonic",
+        "[get_weather(location='San Francisco, CA', unit=\"celsius\"), "
+        "g(n=[1, 2.5, (True, None),], m={'a': \"it's \\u00e9\\n\"}), get_time()]",
+        "",
+        [
+            ("get_weather", WEATHER),
+            ("g", {"n": [1, 2.5, [True, None]], "m": {"a": "it's é\n"}}),
+            ("get_time", {}),
+        ],
+    ),
+    ("pythonic", '<|python_start|>[f(a="x")]<|python_end|>', "", [("f", {"a": "x"})]),
+    # Mistral 7B v0.3 to Small 3.1, and Small 3.2 and later: https://docs.mistral.ai, mistral-common
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"location": "San Francisco, CA", "unit": "celsius"}}, '
+        '{"name": "get_time", "arguments": {}, "id": "VvvODy9mT"}]',
+        "",
+        [("get_weather", WEATHER), ("get_time", {})],
+    ),
+    (
+        "mistral",
+        'Sure.[TOOL_CALLS]get_weather[ARGS]{"location": "San Francisco, CA", "unit": "celsius"}'
+        "[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{}",
+        "Sure.",
+        [("get_weather", WEATHER), ("f", {})],
+    ),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}', "", [("f", {"a": 1})]),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls"), DOCUMENTED)
+def test_a_documented_output_is_read(family: str, text: str, content: str, calls: list[Any]) -> None:
+    assert said(family, text) == (content, calls)
+    assert parser_of(family).malformed == 0
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls"), DOCUMENTED)
+def test_each_division_in_two_and_into_characters_gives_the_same(family: str, text: str, content: str, calls: list[Any]) -> None:
+    whole = read(family, [text])
+    assert read(family, list(text)) == whole
+    for place in range(len(text)):
+        assert read(family, [text[:place], text[place:]]) == whole
+
+
+# Fragments of all formats, whole and broken, and what may stand between them.
+FRAGMENTS = [
+    *(text for _, text, _, _ in DOCUMENTED),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "<parameter=a>",
+        "</parameter>",
+        "</function>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[",
+        "]",
+    ),
+    *(
+        "<|python_tag|>",
+        "<|python_start|>",
+        '{"name": ',
+        '"f"',
+        ', "arguments": ',
+        '{"a": [1, "',
+        '"}',
+        "}",
+        "{",
+        "f(",
+        "a=",
+        "'",
+        '"',
+        ")",
+    ),
+    *("\\", "\n", " ", ";", ",", "text", "<", "<tool", "é", "😀", "\\u12", "\\x", "null", "1e", "\0", "\ud7ff"),
+]
+TEXTS = st.one_of(st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join), st.text(max_size=60))
+
+
+@given(st.sampled_from(sorted(FAMILIES)), TEXTS, st.lists(st.integers(0, 200), max_size=8), st.sampled_from([None, 1]))
+def test_any_text_divided_anywhere_gives_the_same_parts_and_loses_nothing(
+    family: str, text: str, cuts: list[int], most_calls: int | None
+) -> None:
+    places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+    chunks = [text[begin:end] for begin, end in pairwise(places)]
+    whole = read(family, [text], most_calls)
+    assert read(family, chunks, most_calls) == whole
+    assert read(family, list(text), most_calls) == whole
+    if not whole.calls:
+        assert whole.content == text
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.sampled_from(DOCUMENTED), st.data())
+def test_an_output_that_is_cut_anywhere_keeps_what_came_before(
+    family: str, documented: tuple[str, str, str, list[Any]], data: Any
+) -> None:
+    family, text, _, calls = documented
+    cut = text[: data.draw(st.integers(0, len(text)))]
+    answer = read(family, [cut])
+    assert [call.name for call in answer.calls] == [name for name, _ in calls][: len(answer.calls)]
+    for call, (_, arguments) in zip(answer.calls[:-1], calls, strict=False):
+        assert json.loads(call.arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+        ("hermes", "<tool_call>get_weather</tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": 7}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
+        ("llama_json", '<|python_tag|>brave_search.call(query="x")'),
+        ("pythonic", "<|python_start|>[unknown(a=1)]"),
+        ("mistral", "[TOOL_CALLS]unknown[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS] nothing"),
+    ],
+)
+def test_a_malformed_call_is_content_and_is_counted(family: str, text: str) -> None:
+    parser = parser_of(family)
+    answer = joined([*parser.push(text), *parser.finish()])
+    assert (answer.content, answer.calls) == (text, [])
+    assert parser.malformed == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [("llama_json", '{"name": "Bob", "age": 3}'), ("llama_json", '{"a": 1}'), ("pythonic", "[1] says so")]
+)
+def test_an_answer_that_only_resembles_a_call_is_not_counted_as_malformed(family: str, text: str) -> None:
+    parser = parser_of(family)
+    assert joined([*parser.push(text), *parser.finish()]) == Joined(text)
+    assert parser.malformed == 0
+
+
+def test_a_call_after_a_malformed_one_is_read() -> None:
+    text = '<tool_call>{"name": 7}</tool_call> and <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert said("hermes", text) == ('<tool_call>{"name": 7}</tool_call> and', [("f", {})])
+
+
+def test_arguments_arrive_before_the_call_is_complete() -> None:
+    parser = parser_of("hermes")
+    assert parser.push('<tool_call>{"name": "f", ') == []
+    begin, first = parser.push('"arguments": {"a": "b')
+    assert begin == CallBegin(0, "id", "f")
+    assert first == CallArguments(0, '{"a": "b')
+    assert parser.push('c"}') == [CallArguments(0, 'c"}')]
+
+
+def test_what_follows_broken_arguments_is_content() -> None:
+    answer = read("hermes", ['<tool_call>{"name": "f", "arguments": {"a": 1]}} rest'])
+    assert answer.calls[0].arguments == '{"a": 1'
+    assert answer.content == "]}} rest"
+
+
+def test_the_text_after_the_last_call_that_is_allowed_is_dropped() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    assert said("hermes", text, most_calls=1) == ("", [("f", {})])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>", "[TOOL_CALLS]", "[", '{"name": "f", "arguments": ', " ", "<function=f><parameter=a>", "f(a=["]
+)
+def test_hostile_repetition_takes_linear_time(family: str, unit: str) -> None:
+    read(family, [unit] * 3000)
+
+
+def test_ids_of_mistral_have_nine_characters() -> None:
+    assert len(FAMILIES["mistral"].new_id()) == 9
+    assert FAMILIES["mistral"].new_id().isalnum()
+    assert FAMILIES["hermes"].new_id().startswith("call_")

@@ -1,0 +1,129 @@
+"""Tool calls of a model with random weights, through a real gateway and a real engine: grammars make it call tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from tests import templates
+from tests.checkpoints import make_checkpoint
+from tests.processes import Pod, Program
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Zürich", "Köln"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": SCHEMA}}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+USER: Any = {"role": "user", "content": "What is the weather?"}
+ADDED = {"hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"], "mistral_named": ["[TOOL_CALLS]", "[ARGS]"]}
+"""Tokens of the models' own: text tags of Qwen, and control tokens of Mistral."""
+
+
+def with_template(directory: Path, template: str, added: list[str], *, special: bool) -> Path:
+    """Give the model another chat template and more tokens. Returns ``directory``."""
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in added])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def serve(directory: Path, name: str, template: str, *, special: bool) -> Iterator[openai.OpenAI]:
+    """Serve a model with random weights in a gateway and an engine, and yield a client."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")  # threads of the engine that wait for others slow a busy machine down
+        yield from _serve(directory, name, template, special=special)
+
+
+def _serve(directory: Path, name: str, template: str, *, special: bool) -> Iterator[openai.OpenAI]:
+    pod = Pod(with_template(make_checkpoint(directory, "qwen3"), template, ADDED[name], special=special), "--name", name)
+    gateway = Program("gateway", "--engine", pod.url)
+    try:
+        pod.wait_ready()
+        gateway.wait_ready()
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+            yield client
+    finally:
+        gateway.close()
+        pod.close()
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    yield from serve(tmp_path_factory.mktemp("hermes"), "hermes", templates.THINKING, special=False)
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    yield from serve(tmp_path_factory.mktemp("mistral"), "mistral_named", templates.MISTRAL_NAMED, special=True)
+
+
+def check(calls: Any, names: list[str]) -> None:
+    for call in calls:
+        assert call.function.name in names
+        arguments = json.loads(call.function.arguments)
+        jsonschema.validate(arguments, SCHEMA if call.function.name == "get_weather" else {"type": "object", "maxProperties": 0})
+
+
+FIELDS: dict[str, Any] = {"max_tokens": 250, "temperature": 1.5, "reasoning_effort": "none", "seed": 1}
+
+
+@pytest.mark.parametrize("served", ["client", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_required_calls_are_valid(served: str, parallel: bool, request: pytest.FixtureRequest) -> None:
+    client: openai.OpenAI = request.getfixturevalue(served)
+    model = "hermes" if served == "client" else "mistral_named"
+    answer = client.chat.completions.create(
+        model=model, messages=[USER], tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=parallel, n=3, **FIELDS
+    )
+    complete = [choice for choice in answer.choices if choice.finish_reason == "tool_calls"]
+    assert complete
+    assert parallel or len(complete) == 3
+    for choice in complete:
+        assert choice.message.content is None
+        assert len(choice.message.tool_calls) == 1 or parallel
+        check(choice.message.tool_calls, ["get_weather", "get_time"])
+
+
+def test_a_tool_loop_with_a_named_tool(client: openai.OpenAI) -> None:
+    messages: list[Any] = [USER]
+    choice: Any = {"type": "function", "function": {"name": "get_weather"}}
+    with client.chat.completions.stream(
+        model="hermes", messages=messages, tools=[STRICT, TIME], tool_choice=choice, logprobs=True, **FIELDS
+    ) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        message = stream.get_final_completion().choices[0].message
+    assert [event.name for event in done] == ["get_weather"]
+    check(message.tool_calls, ["get_weather"])
+    assert done[0].parsed_arguments == json.loads(message.tool_calls[0].function.arguments)
+    messages += [message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)]
+    messages += [{"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}]
+    last = client.chat.completions.create(model="hermes", messages=messages, tools=[STRICT], tool_choice="none", max_tokens=3)
+    assert last.choices[0].message.tool_calls is None
+
+
+def test_a_strict_tool_that_is_called_freely_gets_valid_arguments(client: openai.OpenAI) -> None:
+    opening = client.post("/tokenize", body={"model": "hermes", "prompt": "<tool_call>"}, cast_to=dict)["tokens"]
+    assert len(opening) == 1
+    answer = client.chat.completions.create(
+        model="hermes", messages=[USER], tools=[STRICT], logit_bias={str(opening[0]): 100}, parallel_tool_calls=False, **FIELDS
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    check(choice.message.tool_calls, ["get_weather"])

@@ -59,6 +59,8 @@ class Asker:
         self._loop: Loop = build_loop(settings)
         self.tokenizer: Tokenizer = load_tokenizer(models / "base")
         self._close = self.tokenizer.token_to_id(task.ANSWER)
+        self.section = wire.Thinking(self._close, self.tokenizer.token_to_id(task.THINK))
+        """Tags of the thinking section."""
 
     def thoughts(self, outputs: list[list[int]]) -> list[int]:
         """Return the length of each thinking section, without its tags."""
@@ -116,7 +118,9 @@ def measure(models: Path, count: int) -> list[Row]:
 
     rows = [row("free", None, asker.steered(prompts, None))]
     for budget in BUDGETS:
-        guidance = wire.LengthGuidance(constraint="eq", target_length=budget, top_k=CANDIDATES)
+        guidance = wire.LengthGuidance(
+            constraint="eq", target_length=budget, top_k=CANDIDATES, applies_to="thinking", thinking=asker.section
+        )
         rows.append(row("steered", budget, asker.steered(prompts, guidance)))
         rows.append(row("cut off", budget, asker.cut_off(prompts, budget)))
     return rows

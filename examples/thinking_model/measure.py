@@ -21,6 +21,7 @@ from engine.loop import Loop
 from engine.settings import EngineSettings
 from examples.demo_models.text import load_tokenizer
 from examples.thinking_model import task
+from examples.thinking_model.train import token_id
 
 BUDGETS = (6, 10, 15, 20, 30, 40, 60)
 LIMIT = 300
@@ -58,8 +59,8 @@ class Asker:
         )
         self._loop: Loop = build_loop(settings)
         self.tokenizer: Tokenizer = load_tokenizer(models / "base")
-        self._close = self.tokenizer.token_to_id(task.ANSWER)
-        self.section = wire.Thinking(self._close, self.tokenizer.token_to_id(task.THINK))
+        self._close = token_id(self.tokenizer, task.ANSWER)
+        self.section = wire.Thinking(self._close, token_id(self.tokenizer, task.THINK))
         """Tags of the thinking section."""
 
     def thoughts(self, outputs: list[list[int]]) -> list[int]:
@@ -73,7 +74,7 @@ class Asker:
 
     def cut_off(self, prompts: list[list[int]], budget: int) -> list[list[int]]:
         """Think for at most ``budget`` tokens, close the section, and answer."""
-        think = self.tokenizer.token_to_id(task.THINK)
+        think = token_id(self.tokenizer, task.THINK)
         sampling = [
             wire.Sampling(max_tokens=1 + budget, min_p=SMALLEST_PROBABILITY, seed=seed, stop_token_ids=(self._close,))
             for seed in range(len(prompts))

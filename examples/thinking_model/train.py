@@ -49,6 +49,13 @@ def train_tokenizer(seed: int) -> Tokenizer:
     return tokenizer
 
 
+def token_id(tokenizer: Tokenizer, text: str) -> int:
+    """Return the id of an added token."""
+    id = tokenizer.token_to_id(text)
+    assert id is not None, text
+    return id
+
+
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,7 +73,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 def train_base(tokenizer: Tokenizer, *, steps: int, seed: int, progress: Progress) -> Decoder:
     """Train the model from random weights on questions that are not held out."""
-    eos = tokenizer.token_to_id(task.END)
+    eos = token_id(tokenizer, task.END)
     config = length_config(tokenizer.get_vocab_size(), eos)
     decoder = Decoder(config)
     initialise(decoder, config.num_layers, seed)
@@ -127,7 +134,7 @@ def make_models(out: Path, *, steps: int, length_steps: int, texts: int, seed: i
         *write_texts(stored, tokenizer, count=texts, seed=seed + 3, stray=0.03),
     ]
     with bfloat16_products():
-        config = length_config(tokenizer.get_vocab_size(), tokenizer.token_to_id(task.END))
+        config = length_config(tokenizer.get_vocab_size(), token_id(tokenizer, task.END))
         lenvm = train_lenvm(config, learned, steps=length_steps, seed=seed, progress=begin("length-value model"))
     save_lenvm_model(lenvm, out / "lenvm")
     for name in ("base", "lenvm"):

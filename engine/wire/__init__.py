@@ -1,0 +1,91 @@
+"""The contract between gateway and engine: tagged msgspec structs, msgpack over HTTP. No torch, no text.
+
+HTTP face of an engine pod (every body is msgpack unless said otherwise):
+
+==========================  ==============================================================================
+``POST /score``             one :class:`Score` in, one :class:`Scored` or :class:`Failed` out
+``POST /generate``          one :class:`Generate` in, a stream of frames out: :class:`Delta` ..., or :class:`Failed`
+``POST /abort``             one :class:`Abort` in, 204 out; unknown ids are no error
+``GET /info``               :class:`Info`
+``GET /stats``              :class:`Stats`
+``GET /tokenizer``          :class:`TokenizerFiles`
+``GET /livez`` ``/readyz``  200 or 503, plain text; ``/readyz`` names the model in :data:`MODEL_HEADER`
+``GET /metrics``            Prometheus text
+==========================  ==============================================================================
+
+A frame is a 4-byte little-endian length and that many bytes of msgpack (:func:`pack_frame`, :class:`FrameReader`).
+The body of a failed call is a :class:`Failed` under the HTTP status that :data:`STATUS_OF_CODE` gives its code.
+Closing the connection of ``/score`` or ``/generate`` aborts the request. An engine that was given tokens asks every path but the
+last two rows for ``Authorization: Bearer TOKEN``.
+
+Every accepted request ends with exactly one terminal message: ``Scored``, ``Failed``, or for a generation one ``Delta`` with
+``finish`` set for each of its ``n`` sequences.
+"""
+
+from __future__ import annotations
+
+from engine.wire.common import MODEL_HEADER, STATUS_OF_CODE, Abort, Caller, ErrorCode, Failed
+from engine.wire.frames import MAX_FRAME, FrameReader, Reply, Request, encode, pack_frame
+from engine.wire.generation import PROMPT_PART, Delta, FinishReason, Generate, Logprobs, prompt_parts
+from engine.wire.sampling import (
+    CONTROL_TOKEN,
+    GRAMMAR_LIMITS,
+    MAX_BAD_TOKENS,
+    MAX_GRAMMAR_BYTES,
+    NEUTRAL_SCALE,
+    SMALLEST_VALUE,
+    Constraint,
+    GrammarLimits,
+    GuidanceMode,
+    LengthGuidance,
+    Sampling,
+    Thinking,
+)
+from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelihood, Readout, Score, Scored, row_length
+from engine.wire.server import Info, Limits, Stats, TokenizerFiles
+
+__all__ = [
+    "CONTROL_TOKEN",
+    "GRAMMAR_LIMITS",
+    "MAX_BAD_TOKENS",
+    "MAX_FRAME",
+    "MAX_GRAMMAR_BYTES",
+    "MODEL_HEADER",
+    "NEUTRAL_SCALE",
+    "PROMPT_PART",
+    "SMALLEST_VALUE",
+    "STATUS_OF_CODE",
+    "Abort",
+    "Caller",
+    "Classes",
+    "Constraint",
+    "Delta",
+    "Embedding",
+    "ErrorCode",
+    "Failed",
+    "FinishReason",
+    "FrameReader",
+    "Generate",
+    "GrammarLimits",
+    "GuidanceMode",
+    "Info",
+    "Labels",
+    "LengthGuidance",
+    "LengthValue",
+    "Likelihood",
+    "Limits",
+    "Logprobs",
+    "Readout",
+    "Reply",
+    "Request",
+    "Sampling",
+    "Score",
+    "Scored",
+    "Stats",
+    "Thinking",
+    "TokenizerFiles",
+    "encode",
+    "pack_frame",
+    "prompt_parts",
+    "row_length",
+]

@@ -1,0 +1,58 @@
+"""Messages as bytes: msgpack, and frames of a stream."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from engine.wire.common import Abort, Failed
+from engine.wire.generation import Delta, Generate
+from engine.wire.scoring import Score, Scored
+
+Request = Score | Generate | Abort
+Reply = Scored | Delta | Failed
+_LENGTH = struct.Struct("<I")
+MAX_FRAME = 1 << 30
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def pack_frame(message: msgspec.Struct) -> bytes:
+    """One message as a length-prefixed frame."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into :data:`Reply` messages, whatever the chunks it arrives in."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+
+    def feed(self, chunk: bytes) -> list[Reply]:
+        """Return the messages completed by ``chunk``. Raises ``msgspec.DecodeError`` on garbage."""
+        if not self._buffer and len(chunk) > _LENGTH.size and len(chunk) == _LENGTH.size + _LENGTH.unpack_from(chunk)[0]:
+            return [self._decoder.decode(memoryview(chunk)[_LENGTH.size :])]  # one message, as nearly always
+        replies: list[Reply] = []
+        self._buffer += chunk
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > MAX_FRAME:
+                raise msgspec.DecodeError(f"frame of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            replies.append(self._decoder.decode(bytes(memoryview(self._buffer)[_LENGTH.size : end])))
+            del self._buffer[:end]
+        return replies
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an incomplete message; not 0 at the end of a stream means that it was cut off."""
+        return len(self._buffer)

@@ -1,0 +1,106 @@
+"""What an engine tells of itself: model, limits, counters and tokeniser."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Limits of one request."""
+
+    max_branches: int
+    """Branches of one :class:`Score`."""
+    max_slots: int
+    """Prefix + its longest branch, in tokens; also prompt + max_tokens."""
+    max_logprobs: int
+    max_labels: int
+    max_sequences: int
+    """``n``."""
+    max_candidates: int = 64
+    """``LengthGuidance.top_k``."""
+
+
+class Info(msgspec.Struct, tag="info", frozen=True):
+    """Description of a served model. Constant for the life of the pod."""
+
+    model: str
+    """The name clients ask for."""
+    fingerprint: str
+    """Digest of weights, dtype and the settings that change numbers; part of every cache key."""
+    vocab_size: int
+    """Rows of the head; the tokeniser's vocabulary may be smaller (padding)."""
+    max_context: int
+    """Prompt and output tokens together."""
+    eos_token_ids: list[int]
+    capabilities: list[str]
+    """``score`` (:class:`Labels` and :class:`Likelihood`), ``generate``, ``classify`` (:class:`Classes`), ``embed``
+    (:class:`Embedding`), ``length_guidance`` (:class:`LengthGuidance` and :class:`LengthValue`), and ``grammar``
+    (``Generate.grammar``)."""
+    limits: Limits
+    lenvm_gamma: float | None = None
+    """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""
+    classes: list[str] = []
+    """Names of the classes of the model's head, in the order of :class:`Classes` rows; one for a reward model."""
+    multi_label: bool = False
+    """Whether classes exclude each other (False: softmax) or not (True: sigmoid)."""
+    embedding_size: int = 0
+    """Length of an :class:`Embedding` row; 0 where the model does not embed."""
+
+
+class Stats(msgspec.Struct, tag="stats", frozen=True):
+    """Snapshot of an engine's counters and gauges."""
+
+    running: int
+    waiting: int
+    slots_total: int
+    slots_free: int
+    slots_cached: int
+    """Held by the prefix cache alone: can be freed at once."""
+    steps: int
+    computed_tokens: int
+    cached_tokens: int
+    replayed_steps: int = 0
+    """Steps whose launches were replayed from a CUDA graph."""
+    lenvm_tokens: int = 0
+    """Tokens that the length model computed, candidates included."""
+    guided_draws: int = 0
+    """Draws that used the length model's values."""
+    decided_draws: int = 0
+    """Draws of guided requests that were decided without the length model: one candidate, or little entropy."""
+    replayed_lenvm_passes: int = 0
+    """Passes of the length model whose launches were replayed from a CUDA graph."""
+    wait_seconds: float = 0.0
+    """Expected queue time of a new request, of the tenant for which it is longest."""
+    tenants: int = 0
+    """Tenants with a request that has not ended."""
+    refused_invalid: int = 0
+    """Requests refused because they were faulty."""
+    refused_queue: int = 0
+    """Requests refused because the queue was full."""
+    refused_wait: int = 0
+    """Requests refused because they would have waited too long."""
+    displaced: int = 0
+    """Waiting requests that lost their place in a full queue to a tenant with fewer requests in it."""
+    structured_requests: int = 0
+    """Generations with a grammar."""
+    compiled_grammars: int = 0
+    """Grammars compiled; one that is in use or was used lately is compiled once."""
+    compile_seconds: float = 0.0
+    """Time spent in compiling them."""
+    masks: int = 0
+    """Sets of tokens that grammars allowed, one for each token drawn."""
+    mask_seconds: float = 0.0
+    """Time spent in computing them, of all threads together."""
+
+
+class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):
+    """A model's text side, as opaque to the engine as it is needed by the gateway."""
+
+    tokenizer_json: bytes
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    """Names as in ``tokenizer_config.json`` (``bos_token``, ``eos_token``, ...) to their text: the variables of chat templates."""
+    preset: str | None = None
+    """Contents of ``yardstick.toml`` beside the weights: how the model is prompted and read."""
+    architecture: str = ""
+    """The first of ``architectures`` in the model's ``config.json``."""

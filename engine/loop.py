@@ -19,8 +19,9 @@ import msgspec
 import torch
 
 from engine import wire
+from engine.batch import Batch
 from engine.checks import MAX_CALLER_CHARACTERS, check
-from engine.core import Batch, Branch, GenerateRequest, Request, ScoreRequest
+from engine.core import Branch, GenerateRequest, Request, ScoreRequest
 from engine.readouts.base import Drawn, LenVMCounts, StepResult
 from engine.readouts.logprobs import join_logprobs
 from engine.request_log import Ending, RequestLog

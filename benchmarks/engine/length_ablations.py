@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.engine.records import Records
 from benchmarks.engine.writers import Writer, Writing
-from engine.core import ExtendSegment
+from engine.batch import ExtendSegment
 from engine.device.sampling import gumbel
 from engine.lenvm.guided_draws import (
     GuidedDraws,

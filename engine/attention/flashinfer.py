@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.branches import plan_branches
-from engine.core import ExtendSegment
+from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import AttentionBackend
-from engine.core import ExtendSegment
+from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.base import MOST_SLOTS, AttentionBackend
 from engine.attention.branches import plan_branches
-from engine.core import ExtendSegment
+from engine.batch import ExtendSegment
 from engine.ints import Ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend

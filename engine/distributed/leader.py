@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.core import ExtendSegment
+from engine.batch import ExtendSegment
 from engine.distributed.orders import READY, Allocate, Assignment, ComputeStep, Order, frame
 from engine.distributed.shard import LOCAL, ShardedDecoder, join, load_part
 from engine.ints import Ints

@@ -12,7 +12,8 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
-from engine.core import ExtendSegment, Request
+from engine.batch import ExtendSegment
+from engine.core import Request
 from engine.ints import EMPTY
 from engine.settings import EngineSettings
 

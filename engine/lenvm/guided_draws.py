@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.core import CandidatePass, ExtendSegment
+from engine.batch import CandidatePass, ExtendSegment
 from engine.device.sampling import SamplingBatch, SamplingRow, edited, gumbel, prepare
 from engine.device.transfer import Upload
 from engine.length_guidance import target

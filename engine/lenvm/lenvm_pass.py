@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.core import CandidatePass, ExtendSegment
+from engine.batch import CandidatePass, ExtendSegment
 from engine.lenvm.kept import Kept
 from engine.models.decoder import FusedAttend, Heads
 

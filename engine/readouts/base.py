@@ -23,7 +23,8 @@ import msgspec
 from torch import Tensor
 
 from engine import wire
-from engine.core import Batch, Branch, ExtendSegment
+from engine.batch import Batch, ExtendSegment
+from engine.core import Branch
 from engine.device.transfer import Download, Upload
 from engine.lenvm.guided_draws import GuidedStep
 from engine.models.decoder import Decoder

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from engine import wire
-from engine.core import Batch, Branch, ExtendSegment, GenerateRequest
+from engine.batch import Batch, ExtendSegment
+from engine.core import Branch, GenerateRequest
 from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
 from engine.device.transfer import Download, Upload
 from engine.ints import EMPTY

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 
 from engine import wire
-from engine.core import Batch, Branch, ExtendSegment, PartialRow, ScoreRequest
+from engine.batch import Batch, ExtendSegment
+from engine.core import Branch, PartialRow, ScoreRequest
 from engine.device.transfer import Download, Upload
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 

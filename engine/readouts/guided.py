@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine import wire
-from engine.core import Batch, Branch, CandidatePass, ExtendSegment, GenerateRequest
+from engine.batch import Batch, CandidatePass, ExtendSegment
+from engine.core import Branch, GenerateRequest
 from engine.device.transfer import Copy, Download, Upload
 from engine.lenvm.guided_draws import GuidedDraws, GuidedRow
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import wire
-from engine.core import Batch, Branch, ExtendSegment, ScoreRequest
+from engine.batch import Batch, ExtendSegment
+from engine.core import Branch, ScoreRequest
 from engine.device.transfer import Copy, Download, Upload
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from kernels.label_logprobs import label_logprobs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine import wire
-from engine.core import Batch, Branch, ExtendSegment
+from engine.batch import Batch, ExtendSegment
+from engine.core import Branch
 from engine.device.transfer import Download
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine import wire
-from engine.core import Batch, Branch, ExtendSegment, PartialRow, ScoreRequest
+from engine.batch import Batch, ExtendSegment
+from engine.core import Branch, PartialRow, ScoreRequest
 from engine.device.transfer import Download, Upload
 from engine.ints import Ints
 from engine.models.decoder import Decoder

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine.core import Batch, Branch, CandidatePass
+from engine.batch import Batch, CandidatePass
+from engine.core import Branch
 from engine.readouts.base import Readout, ReadoutContext
 from engine.readouts.classes import ClassReadout
 from engine.readouts.draws import DrawReadout

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine import wire
-from engine.core import Batch, Branch, ExtendSegment, GenerateRequest
+from engine.batch import Batch, ExtendSegment
+from engine.core import Branch, GenerateRequest
 from engine.device.sampling import TokenLogprobs, token_logprobs
 from engine.device.transfer import Copy, Download, Upload
 from engine.models.decoder import Decoder

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.core import ExtendSegment
+from engine.batch import ExtendSegment
 from engine.device.cuda_graphs import Capture, Graphs
 from engine.models.decoder import Attend, Decoder
 

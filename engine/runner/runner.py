@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.core import PENDING, Batch, Branch, ExtendSegment
+from engine.batch import Batch, ExtendSegment
+from engine.core import PENDING, Branch
 from engine.device.transfer import Copy, Download, Upload
 from engine.lenvm.guided_draws import GuidedStep, LenVMRunner
 from engine.models.decoder import Decoder

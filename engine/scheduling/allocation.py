@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.core import Branch, CandidatePass, Request
+from engine.batch import CandidatePass
+from engine.core import Branch, Request
 from engine.ints import EMPTY, Ints
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.core import PENDING, Batch, Branch, CandidatePass, ExtendSegment, GenerateRequest, Request
+from engine.batch import Batch, CandidatePass, ExtendSegment
+from engine.core import PENDING, Branch, GenerateRequest, Request
 from engine.ints import EMPTY, Ints
 from engine.scheduling.allocation import Allocator
 

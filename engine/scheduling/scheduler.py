@@ -34,7 +34,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import wire
-from engine.core import Batch, Branch, CandidatePass, GenerateRequest, Request
+from engine.batch import Batch, CandidatePass
+from engine.core import Branch, GenerateRequest, Request
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.allocation import Allocator, KVPool

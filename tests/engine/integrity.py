@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container
 
-from engine.core import Batch, Branch, CandidatePass, GenerateRequest, Request
+from engine.batch import Batch, CandidatePass
+from engine.core import Branch, GenerateRequest, Request
 from engine.ints import Ints
 from engine.scheduling.allocation import KVPool
 from engine.scheduling.flow import rank

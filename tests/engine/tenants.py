@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import wire
-from engine.core import Batch, ExtendSegment, GenerateRequest, Request, ScoreRequest
+from engine.batch import Batch, ExtendSegment
+from engine.core import GenerateRequest, Request, ScoreRequest
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.scheduler import Budget, Scheduler
 

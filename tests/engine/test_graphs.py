@@ -20,8 +20,9 @@ from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import problem
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import FixedTritonAttention, TritonAttention
+from engine.batch import Batch, ExtendSegment
 from engine.build import build_loop, make_graphs
-from engine.core import Batch, ExtendSegment, Request
+from engine.core import Request
 from engine.device.cuda_graphs import Captured, CudaCapture, Graphs
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine import wire
-from engine.core import Batch, ExtendSegment, GenerateRequest, Request, ScoreRequest
+from engine.batch import Batch, ExtendSegment
+from engine.core import GenerateRequest, Request, ScoreRequest
 from engine.device.transfer import Download, Upload
 from engine.models.loader import load_model
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors

@@ -14,7 +14,8 @@ from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import FlashInferAttention, problem, send
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
-from engine.core import ExtendSegment, Request
+from engine.batch import ExtendSegment
+from engine.core import Request
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads

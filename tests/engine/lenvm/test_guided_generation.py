@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from engine import wire
-from engine.core import PENDING, Batch, ExtendSegment
+from engine.batch import Batch, ExtendSegment
+from engine.core import PENDING
 from engine.lenvm import guided_draws
 from engine.loop import Loop
 from engine.runner.runner import PendingStep

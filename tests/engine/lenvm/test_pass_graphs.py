@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine import build
 from engine.attention.branches import FixedBranches, plan_branches
+from engine.batch import Batch
 from engine.build import build_loop, make_pass_graphs
-from engine.core import Batch
 from engine.device.cuda_graphs import CudaCapture
 from engine.ints import Ints
 from engine.kvcache.kv import KVCache

@@ -10,6 +10,7 @@ without a long turn therefore shows that the work is divided, and a test makes u
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -200,17 +201,21 @@ def test_work_ends_when_the_client_leaves(site: Site) -> None:
 
 def test_many_heavy_requests_of_one_client_do_not_delay_another(site: Site) -> None:
     """Twelve requests of 20 KB, each of which is seconds of tokenising, and a short chat."""
+    time.sleep(1.5)  # until the worker that the test before has killed is replaced
     threads = [threading.Thread(target=_post_and_leave, args=(site,)) for _ in range(12)]
     for thread in threads:
         thread.start()
     time.sleep(0.5)
-    assert min(site.chat() for _ in range(3)) < 1
+    chats = [site.chat()]
+    assert sum(thread.is_alive() for thread in threads) >= 6, "the chat was answered beside heavy requests"
+    chats += [site.chat() for _ in range(2)]
+    assert min(chats) < 1
     for thread in threads:
         thread.join()
 
 
 def _post_and_leave(site: Site) -> None:
-    with pytest.raises(httpx.ReadTimeout):
+    with contextlib.suppress(httpx.ReadTimeout):
         site.post("score", HEAVY, timeout=3)
 
 

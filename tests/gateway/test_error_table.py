@@ -66,7 +66,7 @@ def told(answer: httpx.Response) -> dict[str, Any]:
         ("completions", {**COMPLETION, "logprobs": 21}, 400, "logprobs", "<= 20"),
         ("completions", {**COMPLETION, "n": 0}, 400, "n", ">= 1"),
         ("completions", {**COMPLETION, "n": 9}, 400, "n", "at most 8"),
-        ("completions", {**COMPLETION, "best_of": 2}, 400, "best_of", "not supported"),
+        ("completions", {**COMPLETION, "best_of": 2, "stream": True}, 400, "best_of", "stream"),
         ("completions", {**COMPLETION, "suffix": "x"}, 400, "suffix", "not supported"),
         ("completions", {**COMPLETION, "stop": [""]}, 400, "stop[0]", "length >= 1"),
         ("completions", {**COMPLETION, "stop": ["x"] * 17}, 400, "stop", "length <= 16"),

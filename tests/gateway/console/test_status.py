@@ -19,7 +19,7 @@ def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
     expect(page.locator("#status-line")).to_have_text("1 engine takes requests.")
     expect(page.locator("#status-engines")).to_contain_text("1 ready (yardstick-demo)")
     expect(page.locator("#status-engines td").first).to_have_text(engine.url)
-    cells = ["yardstick-demo", "1,024", "score, generate, length guidance", "yardstick-demo (rerank)"]
+    cells = ["yardstick-demo", "1,024", "score, generate, length guidance, grammar", "yardstick-demo (rerank)"]
     expect(page.locator("#status-models td")).to_have_text(cells)
     post = "{method: 'POST', headers: {'content-type': 'application/json'}, body: JSON.stringify({prompt: 'a'})}"
     page.evaluate(f"fetch('/tokenize', {post})")

@@ -206,7 +206,8 @@ class Workers:
 
     def _replenish(self) -> None:
         """Fork as many workers as are missing."""
-        current = sum(channel.generation == self._generation and not channel.retiring and channel.pid for channel in self._open)
+        started = [channel for channel in self._open if channel.pid and not channel.retiring]
+        current = sum(channel.generation == self._generation for channel in started)
         for _ in range(current + self._forking, self._capacity.workers if self._files else 0):
             self._forking += 1
             self._spawn(self._fork())

@@ -201,7 +201,7 @@ def test_work_ends_when_the_client_leaves(site: Site) -> None:
 
 def test_many_heavy_requests_of_one_client_do_not_delay_another(site: Site) -> None:
     """Twelve requests of 20 KB, each of which is seconds of tokenising, and a short chat."""
-    time.sleep(1.5)  # until the worker that the test before has killed is replaced
+    time.sleep(0.5)  # until the worker that the test before has killed is replaced
     threads = [threading.Thread(target=_post_and_leave, args=(site,)) for _ in range(12)]
     for thread in threads:
         thread.start()

@@ -18,6 +18,7 @@ from engine.loop import Loop
 from engine.readouts.logprobs import join_logprobs
 from engine.runner.runner import PendingStep
 from engine.settings import EngineSettings
+from engine.wire import generation
 from tests.checkpoints import make_checkpoint
 from tests.engine.integrity import check
 
@@ -195,7 +196,7 @@ def test_logprobs_of_output_and_prompt(build, reference):
 def test_logprobs_of_a_long_prompt_come_in_parts(build, monkeypatch):
     message = wire.Generate("g", list(range(3, 43)), wire.Sampling(max_tokens=2, temperature=0), prompt_logprobs=2)
     whole = run(build(), message)
-    monkeypatch.setattr(wire, "PROMPT_PART", 16)
+    monkeypatch.setattr(generation, "PROMPT_PART", 16)
     parts = run(build(), message)
     assert [(part.prompt_offset, part.tokens) for part in parts] == [(0, []), (16, []), (32, whole[0].tokens), (0, whole[1].tokens)]
     joined = join_logprobs([part.prompt_logprobs for part in parts[:3]])

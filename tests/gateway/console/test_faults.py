@@ -100,7 +100,8 @@ def test_wrong_lists_of_models(visit: Open, scripted: ScriptedServer) -> None:
         expect(page.locator("#notice-text")).to_contain_text("model")
         expect(page.locator("#rank-start")).to_be_disabled()
         scripted.answer(models=models)
-        page.click("#notice-retry")
+        with page.expect_response("**/v1/models"):
+            page.click("#notice-retry")
     scripted.answer()
     page.click("#notice-retry")
     expect(page.locator("#notice")).to_be_hidden()

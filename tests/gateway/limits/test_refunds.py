@@ -94,6 +94,16 @@ def send(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Respons
     return client.post(f"/v1/{path}", json=body, headers=by("a"))
 
 
+def send_refunded(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Send a request, again while refunds of the ones before, which Redis is told in the background, have not arrived."""
+    end = time.monotonic() + 10
+    while (answer := send(client, path, body)).status_code == 429 and time.monotonic() < end:
+        if answer.json()["error"]["code"] == "overloaded":
+            break
+        time.sleep(0.05)
+    return answer
+
+
 BODIES = {
     "score": SCORE,
     "completions": {"prompt": PROMPT, "max_tokens": 1000},
@@ -109,9 +119,9 @@ def test_what_an_engine_refuses_costs_nothing(begin: Begin) -> None:
     for code, status in codes.items():
         engine.faults.fail = wire.Failed("", code, "as told")
         for path, body in BODIES.items():
-            assert send(client, path, body).status_code == status, (path, code)
+            assert send_refunded(client, path, body).status_code == status, (path, code)
             if path.endswith("completions"):
-                assert send(client, path, body | {"stream": True}).status_code == status
+                assert send_refunded(client, path, body | {"stream": True}).status_code == status
         engine.faults.fail = None
         time.sleep(0.05)  # Redis is told in the background
         assert charged(client) == expected, code

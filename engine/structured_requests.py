@@ -17,7 +17,7 @@ from engine.structured.masks import MaskThreads
 
 @dataclass(slots=True)
 class Settled:
-    """What happened to structured requests since the last step."""
+    """Structured requests that became ready, or failed, since the last step."""
 
     compiled: list[GenerateRequest] = field(default_factory=list)
     """Requests that can be queued now."""

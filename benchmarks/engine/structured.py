@@ -155,7 +155,7 @@ def measure_masks(text: bytes, vocabulary: int, repeats: int) -> dict[str, float
 
 
 def measure_peer(text: bytes, options: argparse.Namespace) -> dict[str, float]:
-    """The same with xgrammar, in a process of its own."""
+    """Measure the masks of xgrammar, which runs in a separate process."""
     document = json.loads(text)
     vocabulary = sorted(document["model"]["vocab"], key=document["model"]["vocab"].__getitem__)
     tokenizer = load_vocabulary(text, options.vocabulary + HEAD_ROWS - TOKENS, [options.vocabulary + 2])

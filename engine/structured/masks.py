@@ -1,6 +1,6 @@
 """Computes masks in threads while the loop goes on.
 
-A sequence whose mask is not ready waits for a later step, so a grammar whose masks are slow delays nobody else: its masks are
+A sequence whose mask is not ready waits for a later step, so a grammar with slow masks delays no other sequence: its masks are
 computed by a thread that only slow ones share, and the loop waits a bounded time for the others.
 """
 

@@ -25,7 +25,7 @@ class VocabularyError(ValueError):
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokeniser."""
+    """The interface that llguidance expects of a tokeniser."""
 
     bos_token_id = None
 

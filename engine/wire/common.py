@@ -1,4 +1,4 @@
-"""What messages of all kinds share: the caller, aborts and failures."""
+"""Types that messages of all kinds use: the caller, aborts and failures."""
 
 from __future__ import annotations
 

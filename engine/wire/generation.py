@@ -30,8 +30,8 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """Only where ``Info.capabilities`` has ``length_guidance``. Then ``logprobs`` are of the distribution each token was drawn
     from: of its candidates, fewer than N where there are fewer."""
     resume_offset: int = 0
-    """The last so many tokens of ``prompt`` are output of an earlier attempt; ``Delta.offset`` and noise go on from there, and they
-    count against ``max_tokens``. Only with ``n`` = 1."""
+    """Number of tokens at the end of ``prompt`` that an earlier attempt has drawn. ``Delta.offset`` and noise go on from there, and
+    these tokens count against ``max_tokens``. Only with ``n`` = 1."""
     grammar: str = ""
     """A grammar of llguidance that the output follows: Lark, which may contain ``%json {...}``, or a grammar as JSON. Empty: none.
     Only where ``Info.capabilities`` has ``grammar``, and not with ``Sampling.ignore_eos``. An end-of-sequence token can be drawn

@@ -61,7 +61,7 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     request ahead of another tenant's requests. Requests age: one of priority p is served like one of priority 0 that came p times
     5 seconds later (:data:`engine.scheduling.flow.AGING_SECONDS`). Priorities beyond -10 and 10 count as these."""
     deadline: float | None = None
-    """Seconds from receipt after which nobody wants the answer; what is not computed by then is dropped."""
+    """Seconds from receipt until the request expires; items that are not computed by then are dropped."""
     caller: Caller = Caller()
 
 

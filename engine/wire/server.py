@@ -1,4 +1,4 @@
-"""What an engine tells of itself: model, limits, counters and tokeniser."""
+"""Messages in which an engine describes itself: model, limits, counters and tokeniser."""
 
 from __future__ import annotations
 

@@ -13,14 +13,15 @@ from examples.demo_models import prompts
 MAX_TOKENS = 1024
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Train a byte-level BPE with single tokens for the special tokens and for the labels, with and without their space."""
+def train_tokenizer(texts: Iterable[str], *, size: int = MAX_TOKENS, min_frequency: int = 2) -> Tokenizer:
+    """Train a byte-level BPE of at most ``size`` tokens, special tokens included, with merges of pairs that occur ``min_frequency``
+    times. From the demo models' corpus, each label becomes one token, with and without its space."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
-        vocab_size=MAX_TOKENS,
-        min_frequency=2,
+        vocab_size=size,
+        min_frequency=min_frequency,
         special_tokens=[prompts.END, prompts.START, prompts.PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -27,8 +27,6 @@ BUDGETS = (6, 10, 15, 20, 30, 40, 60)
 LIMIT = 300
 """Output tokens at which an answer is abandoned."""
 CANDIDATES = 5
-SMALLEST_PROBABILITY = 0.1
-"""Candidates of a guided draw have at least this fraction of the most probable one's probability."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ class Row:
 class Asker:
     """Answers questions with the models in one process."""
 
-    def __init__(self, models: Path) -> None:
+    def __init__(self, models: Path, min_p: float) -> None:
+        """``min_p``: candidates of a draw have at least this fraction of the most probable one's probability."""
         settings = EngineSettings(
             model=str(models / "base"),
             name="thinking",
@@ -59,6 +58,7 @@ class Asker:
         )
         self._loop: Loop = build_loop(settings)
         self.tokenizer: Tokenizer = load_tokenizer(models / "base")
+        self._min_p = min_p
         self._close = token_id(self.tokenizer, task.ANSWER)
         self.section = wire.Thinking(self._close, token_id(self.tokenizer, task.THINK))
         """Tags of the thinking section."""
@@ -69,14 +69,14 @@ class Asker:
 
     def steered(self, prompts: list[list[int]], guidance: wire.LengthGuidance | None) -> list[list[int]]:
         """Generate with length guidance, or without."""
-        sampling = [wire.Sampling(max_tokens=LIMIT, min_p=SMALLEST_PROBABILITY, seed=seed) for seed in range(len(prompts))]
+        sampling = [wire.Sampling(max_tokens=LIMIT, min_p=self._min_p, seed=seed) for seed in range(len(prompts))]
         return self._generate(prompts, sampling, guidance)
 
     def cut_off(self, prompts: list[list[int]], budget: int) -> list[list[int]]:
         """Think for at most ``budget`` tokens, close the section, and answer."""
         think = token_id(self.tokenizer, task.THINK)
         sampling = [
-            wire.Sampling(max_tokens=1 + budget, min_p=SMALLEST_PROBABILITY, seed=seed, stop_token_ids=(self._close,))
+            wire.Sampling(max_tokens=1 + budget, min_p=self._min_p, seed=seed, stop_token_ids=(self._close,))
             for seed in range(len(prompts))
         ]
         begun = self._generate(prompts, sampling, None)
@@ -99,9 +99,9 @@ class Asker:
         return outputs
 
 
-def measure(models: Path, count: int) -> list[Row]:
+def measure(models: Path, count: int, min_p: float) -> list[Row]:
     """Ask ``count`` held-out questions in each way."""
-    asker = Asker(models)
+    asker = Asker(models, min_p)
     rng = Random(4)
     questions: list[task.Question] = []
     while len(questions) < count:
@@ -146,9 +146,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare steered thinking with thinking that is cut off.")
     parser.add_argument("models", type=Path, help="directory with base/ and lenvm/, from examples.thinking_model.train")
     parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument(
+        "--min-p", type=float, default=0.1, help="least probability of a candidate, relative to the most probable one"
+    )
     parser.add_argument("--plot", type=Path, help="PNG file to draw")
     arguments = parser.parse_args()
-    rows = measure(arguments.models, arguments.questions)
+    rows = measure(arguments.models, arguments.questions, arguments.min_p)
     print("| thinking | budget | mean tokens of thinking | within 1.2 × budget | right answers |\n| --- | --- | --- | --- | --- |")
     for row in rows:
         print(f"| {row.way} | {row.budget or '-'} | {row.thinking:.1f} | {row.within:.0%} | {row.right:.0%} |")

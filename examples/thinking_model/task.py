@@ -9,15 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-START, END, PAD = "<|start|>", "<|end|>", "<|pad|>"
-THINK, ANSWER = "<think>", "</think>"
+from examples.demo_models.prompts import END, chat
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
-)
+THINK, ANSWER = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,7 @@ class Question:
     @property
     def prompt(self) -> str:
         """The message in the chat template, up to the answer's first token."""
-        return f"{START}user\n{self.message}{END}\n{START}assistant\n"
+        return chat(self.message)
 
     @property
     def answer(self) -> str:

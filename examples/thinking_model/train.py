@@ -6,12 +6,11 @@ See docs/thinking.md.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from random import Random
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
 
 from engine.models.decoder import Decoder
@@ -20,7 +19,9 @@ from examples.demo_models.base import Progress, descend, make_optimizer, set_lea
 from examples.demo_models.forward import causal_hidden
 from examples.demo_models.generate import generate
 from examples.demo_models.lenvm import Text, train_lenvm
+from examples.demo_models.prompts import END
 from examples.demo_models.shapes import CONTEXT, initialise, length_config
+from examples.demo_models.text import save_tokenizer, train_tokenizer
 from examples.demo_models.train import STORED, bfloat16_products, save_lenvm_model, terminal
 from examples.thinking_model import task
 
@@ -31,20 +32,12 @@ LIMIT = 400
 """Tokens at which a text for the length-value model is abandoned."""
 
 
-def train_tokenizer(seed: int) -> Tokenizer:
-    """Train a byte-level BPE on 4,000 texts. The tags of the thinking section are tokens, but not special ones, as in Qwen3."""
+def make_tokenizer(seed: int) -> Tokenizer:
+    """Train the tokeniser on 4,000 texts. The tags of the thinking section are tokens, but not special ones, as in Qwen3."""
     rng = Random(seed)
     questions = [task.draw_question(rng) for _ in range(4000)]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
-        vocab_size=VOCABULARY,
-        special_tokens=[task.END, task.START, task.PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((question.prompt + task.draw_text(question, rng) for question in questions), trainer)
+    texts = (question.prompt + task.draw_text(question, rng) for question in questions)
+    tokenizer = train_tokenizer(texts, size=VOCABULARY, min_frequency=0)
     tokenizer.add_tokens([AddedToken(tag, special=False) for tag in (task.THINK, task.ANSWER)])
     return tokenizer
 
@@ -56,24 +49,9 @@ def token_id(tokenizer: Tokenizer, text: str) -> int:
     return id
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": task.CHAT_TEMPLATE,
-        "eos_token": task.END,
-        "pad_token": task.PAD,
-        "model_max_length": CONTEXT,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def train_base(tokenizer: Tokenizer, *, steps: int, seed: int, progress: Progress) -> Decoder:
     """Train the model from random weights on questions that are not held out."""
-    eos = token_id(tokenizer, task.END)
+    eos = token_id(tokenizer, END)
     config = length_config(tokenizer.get_vocab_size(), eos)
     decoder = Decoder(config)
     initialise(decoder, config.num_layers, seed)
@@ -123,7 +101,7 @@ def write_texts(base: Decoder, tokenizer: Tokenizer, *, count: int, seed: int, s
 def make_models(out: Path, *, steps: int, length_steps: int, texts: int, seed: int) -> None:
     """Write ``out/base`` and ``out/lenvm``."""
     begin = terminal()
-    tokenizer = train_tokenizer(seed)
+    tokenizer = make_tokenizer(seed)
     with bfloat16_products():
         base = train_base(tokenizer, steps=steps, seed=seed, progress=begin("thinking model"))
     write_checkpoint(base.checkpoint_views(), base.config, out / "base", STORED)
@@ -134,25 +112,30 @@ def make_models(out: Path, *, steps: int, length_steps: int, texts: int, seed: i
         *write_texts(stored, tokenizer, count=texts, seed=seed + 3, stray=0.03),
     ]
     with bfloat16_products():
-        config = length_config(tokenizer.get_vocab_size(), token_id(tokenizer, task.END))
+        config = length_config(tokenizer.get_vocab_size(), token_id(tokenizer, END))
         lenvm = train_lenvm(config, learned, steps=length_steps, seed=seed, progress=begin("length-value model"))
     save_lenvm_model(lenvm, out / "lenvm")
     for name in ("base", "lenvm"):
-        save_tokenizer(tokenizer, out / name)
+        save_tokenizer(tokenizer, out / name, context=CONTEXT)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to write base/ and lenvm/ to")
-    parser.add_argument("--steps", type=int, default=2500, help="training steps of the thinking model")
-    parser.add_argument("--length-steps", type=int, default=800, help="training steps of the length-value model")
-    parser.add_argument("--texts", type=int, default=3000, help="texts of each kind that the length-value model learns from")
+    parser.add_argument("--steps", type=int, default=2000, help="training steps of the thinking model")
+    parser.add_argument("--length-steps", type=int, default=500, help="training steps of the length-value model")
+    parser.add_argument("--texts", type=int, default=2000, help="texts of each kind that the length-value model learns from")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="threads of the training")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    values = arguments.steps, arguments.length_steps, arguments.texts
-    make_models(arguments.out, steps=values[0], length_steps=values[1], texts=values[2], seed=arguments.seed)
+    make_models(
+        arguments.out,
+        steps=arguments.steps,
+        length_steps=arguments.length_steps,
+        texts=arguments.texts,
+        seed=arguments.seed,
+    )
 
 
 if __name__ == "__main__":

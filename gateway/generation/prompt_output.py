@@ -1,4 +1,4 @@
-"""What an answer shows of a prompt besides its text: token ids and log-probabilities, in vLLM's format."""
+"""Token ids and log-probabilities of a prompt, as an answer shows them in vLLM's format."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ Consecutive parts of one kind are one item: thinking is a reasoning item, text a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,7 +90,7 @@ class Output:
         self._item = None
 
 
-class _Open:
+class _Open(ABC):
     """The item in progress."""
 
     prefix = ""
@@ -105,18 +106,18 @@ class _Open:
         """The text so far."""
         return "".join(self.texts)
 
+    @abstractmethod
     def item(self, status: Status) -> OutputItem:
         """Return the item as it is now."""
-        raise NotImplementedError
 
     def begin(self) -> Iterator[Event]:
         """Return the events that introduce the item."""
         item = self.item("in_progress")
         yield ItemEvent(type="response.output_item.added", sequence_number=self.number(), output_index=self.place, item=item)
 
+    @abstractmethod
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
         """Add text and return its event."""
-        raise NotImplementedError
 
     def end(self, status: Status) -> Iterator[Event]:
         """Return the events that complete the item."""
@@ -124,7 +125,26 @@ class _Open:
         yield ItemEvent(type="response.output_item.done", sequence_number=self.number(), output_index=self.place, item=item)
 
 
-class _Text(_Open):
+class _OpenPart(_Open):
+    """An item whose text is in one content part."""
+
+    @property
+    @abstractmethod
+    def part(self) -> OutputText | ReasoningText:
+        """The part so far."""
+
+    def begin(self) -> Iterator[Event]:
+        yield from super().begin()
+        yield PartEvent(
+            type="response.content_part.added",
+            sequence_number=self.number(),
+            item_id=self.id,
+            output_index=self.place,
+            part=self.part,
+        )
+
+
+class _Text(_OpenPart):
     """A message."""
 
     prefix = "msg"
@@ -143,16 +163,6 @@ class _Text(_Open):
     def item(self, status: Status) -> OutputMessage:
         return OutputMessage(id=self.id, status=status, content=[self._whole] if self._whole else [])
 
-    def begin(self) -> Iterator[Event]:
-        yield from super().begin()
-        yield PartEvent(
-            type="response.content_part.added",
-            sequence_number=self.number(),
-            item_id=self.id,
-            output_index=self.place,
-            part=self.part,
-        )
-
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
         self.texts.append(text)
         told: Any = []
@@ -170,7 +180,7 @@ class _Text(_Open):
         yield from super().end(status)
 
 
-class _Thinking(_Open):
+class _Thinking(_OpenPart):
     """A reasoning item."""
 
     prefix = "rs"
@@ -182,16 +192,6 @@ class _Thinking(_Open):
 
     def item(self, status: Status) -> OutputReasoning:
         return OutputReasoning(id=self.id, status=status, content=[] if status == "in_progress" else [self.part])
-
-    def begin(self) -> Iterator[Event]:
-        yield from super().begin()
-        yield PartEvent(
-            type="response.content_part.added",
-            sequence_number=self.number(),
-            item_id=self.id,
-            output_index=self.place,
-            part=self.part,
-        )
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
         self.texts.append(text)

@@ -50,7 +50,7 @@ class Answer(ABC):
         counts so far, if they were requested."""
 
     def chosen(self, choices: list[Piece], _: list[Generation], /) -> list[Piece]:
-        """Return the choices to answer with, numbered anew if some are left out."""
+        """Return the choices of the answer. If some are left out, the others get the indices from 0 on."""
         return choices
 
     @abstractmethod

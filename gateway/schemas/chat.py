@@ -135,7 +135,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     """The thinking section, if there is one."""
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    """The same as `reasoning_content`."""
+    """`reasoning_content` under its other name."""
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -148,7 +148,7 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     reasoning_content: str | None = None
     """New text of the thinking section."""
     reasoning: str | None = None
-    """The same as `reasoning_content`."""
+    """`reasoning_content` under its other name."""
     tool_calls: list[ToolCallDelta] | None = None
 
 

@@ -31,7 +31,7 @@ _KEYWORDS = re.compile(r'Unimplemented keys: \["([^"\\]+)"')
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokeniser, with an end-of-sequence token of its own behind all others."""
+    """The interface that llguidance expects of a tokeniser, with an extra end-of-sequence token behind all others."""
 
     bos_token_id = None
 

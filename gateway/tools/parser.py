@@ -99,6 +99,21 @@ class ToolParser(ABC):
     def call(self) -> Steps[None]:
         """Read one call, from one of :attr:`markers` on. Raises :class:`Malformed`."""
 
+    def calls_in_list(self, read: Callable[[], Steps[None]]) -> Steps[None]:
+        """Read ``[call, call, …]``, each call with ``read``. Stops behind the last call that the answer may have."""
+        scan = self.scan
+        yield from scan.expect("[")
+        while True:
+            yield from scan.space()
+            yield from read()
+            if self.full:
+                return
+            yield from scan.space()
+            if not (yield from scan.begins(",")):
+                break
+        yield from scan.expect("]")
+        self.consume()
+
     def _content(self) -> Steps[bool]:
         """Pass content on, without the whitespace before the next marker, and stop before the marker. Return False at the end."""
         scan = self.scan

@@ -30,7 +30,7 @@ class Format(StrEnum):
 
 
 class Readout(StrEnum):
-    """What ``yardstick score`` reads."""
+    """Readouts of ``yardstick score``."""
 
     LABELS = "labels"
     LIKELIHOOD = "likelihood"

@@ -21,25 +21,11 @@ class MistralParser(ToolParser):
         yield from scan.space()
         first = yield from scan.peek()
         if first == "[":
-            yield from self._list()
+            yield from self.calls_in_list(self.json_call)
         elif first == "{":
             yield from self.json_call()
         else:
             yield from self._named()
-
-    def _list(self) -> Steps[None]:
-        scan = self.scan
-        yield from scan.expect("[")
-        while True:
-            yield from scan.space()
-            yield from self.json_call()
-            if self.full:
-                return
-            yield from scan.space()
-            if not (yield from scan.begins(",")):
-                break
-        yield from scan.expect("]")
-        self.consume()
 
     def _named(self) -> Steps[None]:
         scan = self.scan

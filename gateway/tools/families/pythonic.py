@@ -34,33 +34,22 @@ class PythonicParser(ToolParser):
         scan = self.scan
         yield from scan.space()
         if scan.unread and scan.text[scan.at] == "[":
-            yield from self._list()
+            yield from self.calls_in_list(self._call)
 
     def call(self) -> Steps[None]:
         scan = self.scan
         yield from scan.expect(START)
         yield from scan.space()
-        yield from self._list()
+        yield from self.calls_in_list(self._call)
         yield from scan.space()
         if (yield from scan.begins(END)):
             self.consume()
 
-    def _list(self) -> Steps[None]:
-        scan = self.scan
-        yield from scan.expect("[")
-        while True:
-            yield from scan.space()
-            name = (yield from scan.until("(", most=MAX_NAME)).strip()
-            yield from scan.expect("(")
-            self.begin(name)
-            yield from self._arguments()
-            if self.full:
-                return
-            yield from scan.space()
-            if not (yield from scan.begins(",")):
-                break
-        yield from scan.expect("]")
-        self.consume()
+    def _call(self) -> Steps[None]:
+        name = (yield from self.scan.until("(", most=MAX_NAME)).strip()
+        yield from self.scan.expect("(")
+        self.begin(name)
+        yield from self._arguments()
 
     def _arguments(self) -> Steps[None]:
         """Read ``a=1, b="x")``, and pass it on as a JSON object."""

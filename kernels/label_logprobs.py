@@ -65,9 +65,14 @@ def label_logprobs_triton(hidden: Tensor, head: Tensor, labels: Tensor) -> Tenso
     )  # fmt: skip
     out = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
     _gather[(rows, labels.shape[1])](
-        hidden, head, labels, partial, out, labels.shape[1], splits, size, power_of_two(splits), min(power_of_two(size), 1024)
-    )
+        hidden, head, labels, partial, out, labels.shape[1], splits, size,
+        power_of_two(most_splits(len(head), hidden.device)), min(power_of_two(size), 1024),
+    )  # fmt: skip
     return out
+
+
+SMALLEST_VOCAB_TILE = 64
+"""The least :attr:`Tiles.vocab`."""
 
 
 class Tiles(NamedTuple):
@@ -95,6 +100,11 @@ def schedule(rows: int, vocab: int, tiles: Tiles, processors: int) -> tuple[int,
     splits = min(vocab_tiles, max(1, WAVES * processors // max(1, row_blocks)))
     each = -(-vocab_tiles // splits)
     return row_blocks, -(-vocab_tiles // each), each
+
+
+def most_splits(vocab: int, device: torch.device) -> int:
+    """The most splits that :func:`schedule` makes for any number of rows: one block size for all of them, so one compiled kernel."""
+    return min(-(-vocab // SMALLEST_VOCAB_TILE), WAVES * multiprocessors(device))
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -140,22 +150,22 @@ def _partial_logsumexp(
     tl.store(partial + row.to(tl.int64) * splits + split, peak + tl.log(total), mask=row < rows)
 
 
-@jit("splits")
+@jit("labels", "count", "splits")
 def _gather(
     hidden: tl.tensor,
     head: tl.tensor,
     labels: tl.tensor,
     partial: tl.tensor,
     out: tl.tensor,
-    LABELS: tl.constexpr,
+    count: tl.tensor,
     splits: tl.tensor,
     SIZE: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
 ) -> None:
-    """Each program computes one label of one row."""
+    """Each program computes one of ``count`` labels of one row."""
     row = tl.program_id(0).to(tl.int64)
-    place = row * LABELS + tl.program_id(1)
+    place = row * count + tl.program_id(1)
     token = tl.load(labels + place)
     products = tl.zeros([SIZE_BLOCK], tl.float32)
     for start in range(0, SIZE, SIZE_BLOCK):

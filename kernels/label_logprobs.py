@@ -85,13 +85,17 @@ class Tiles(NamedTuple):
     stages: int
 
 
+ROW_TILES = 16, 64
+"""Numbers of rows up to which :func:`tiles_for` takes smaller blocks."""
+
+
 def tiles_for(rows: int, dtype: torch.dtype) -> Tiles:
     """The accumulator and the stages of both operands fit a Hopper multiprocessor's registers and shared memory."""
     if dtype == torch.float32:
-        return Tiles(16 if rows <= 16 else 64, 64, 32, 4, 3)
-    if rows <= 16:
+        return Tiles(16 if rows <= ROW_TILES[0] else 64, 64, 32, 4, 3)
+    if rows <= ROW_TILES[0]:
         return Tiles(16, 128, 128, 4, 4)
-    return Tiles(64, 256, 64, 4, 4) if rows <= 64 else Tiles(128, 256, 64, 8, 3)
+    return Tiles(64, 256, 64, 4, 4) if rows <= ROW_TILES[1] else Tiles(128, 256, 64, 8, 3)
 
 
 def schedule(rows: int, vocab: int, tiles: Tiles, processors: int) -> tuple[int, int, int]:
@@ -103,7 +107,7 @@ def schedule(rows: int, vocab: int, tiles: Tiles, processors: int) -> tuple[int,
 
 
 def most_splits(vocab: int, device: torch.device) -> int:
-    """The most splits that :func:`schedule` makes for any number of rows: one block size for all of them, so one compiled kernel."""
+    """The most splits that :func:`schedule` makes for any number of rows: a block of one size for all, so one compiled kernel."""
     return min(-(-vocab // SMALLEST_VOCAB_TILE), WAVES * multiprocessors(device))
 
 

@@ -23,7 +23,7 @@ from engine.models.lenvm import LenVM
 
 logger = logging.getLogger(__name__)
 
-PARTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 104, 128, 160, 192, 256)
+PARTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 104, 128, 160, 192, 256)
 """Numbers of parts of the buckets. Beyond the last one, 1,280 candidates, a pass takes longer to compute than to launch, and
 padding costs more than a graph saves."""
 

@@ -260,15 +260,16 @@ class LenVMRunner:
         tokens = upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
         positions = upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
         ends = np.cumsum([len(segment.tokens) for segment in segments])
-        valued_rows = upload.add(ends[list(valued)] - 1 if valued else [])
+        known = sum(len(segment.tokens) for segment in segments)
+        read = [*(ends[list(valued)] - 1 if valued else ()), *range(known, known + sum(branches))]
+        rows = upload.add(read or [0])  # prompts whose keys alone are needed
         upload.send(self._device)
-        known = len(tokens.tensor)
         all_tokens = torch.cat([resolve(tokens.tensor, segments), work.tokens])
         attend = self._attend(work)
-        hidden = self._model(all_tokens, positions.tensor, FusedAttend(attend))
+        hidden = self._model(all_tokens, positions.tensor, FusedAttend(attend), rows.tensor if segments else None)
         return LenVMOutput(
-            branches=self._model.head(hidden[known:]) if passes else None,
-            ends=self._model.head(hidden.index_select(0, valued_rows.tensor)) if valued else None,
+            branches=self._model.head(hidden[len(valued) :]) if passes else None,
+            ends=self._model.head(hidden[: len(valued)]) if valued else None,
             kept=attend.kept,
         )
 

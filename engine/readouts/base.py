@@ -86,8 +86,8 @@ class ReadoutContext:
 class StepTensors:
     """Device tensors of one step that readouts read."""
 
-    hidden: Tensor | None = None
-    """[tokens, hidden], after the final norm; None where the step has no tokens on the main model."""
+    hidden: dict[Readout, Tensor] = field(default_factory=dict)
+    """[rows, hidden], after the final norm, for each readout: its :attr:`Readout.hidden_rows`."""
     logits: dict[Readout, Tensor] = field(default_factory=dict)
     """[rows, vocab] float32 for each readout with :attr:`Readout.logit_rows`."""
     guided: GuidedStep | None = None
@@ -107,6 +107,8 @@ class Readout(ABC):
         """Branches whose last token this step computes, and whose result this readout brings."""
         self.ended: list[Branch] = []
         """Branches that this step completes without a result."""
+        self.hidden_rows: list[int] = []
+        """Rows of the step whose hidden states :meth:`queue` reads."""
         self.logit_rows: list[int] = []
         """Rows of the step whose logits over the vocabulary :meth:`queue` reads."""
         self.tokens: Tensor | None = None

@@ -55,7 +55,7 @@ def computed(most: list[int]) -> int:
         ([5] * 99 + [64], 640, 6656),
         ([12] * 16, 240, 256),
         ([5] * 256, 1280, 2048),
-        ([3] * 40 + [7] * 10, 320, 512),
+        ([3] * 40 + [7] * 10, 320, 448),
     ],
 )
 def test_computed_branches(most: list[int], expected: int, before: int) -> None:

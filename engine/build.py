@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -140,14 +141,14 @@ def assemble(
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
 
-    def make_loop(structured: StructuredRequests | None = None) -> Loop:
+    def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
         lenvm_pool = None if paired is None else SlotPool(slots)
         return Loop(
             runner,
             Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool),
             info,
-            max_waiting=settings.max_waiting,
-            max_wait_seconds=settings.max_wait_seconds,
+            max_waiting=max_waiting,
+            max_wait_seconds=max_wait_seconds,
             overlap=overlap,
             mean_pooling=config.pooling == "mean",
             structured=structured,
@@ -155,9 +156,11 @@ def assemble(
         )
 
     if _compiles(attention.kv.keys.device):
-        warm_up(make_loop(), budget, compilations)  # a loop of its own, which nothing counts
+        loop = make_loop(None, max_waiting=16, max_wait_seconds=math.inf)  # its steps are not counted, and it refuses nothing
+        warm_up(loop, budget, compilations)
     compilations.ready()
-    return make_loop(None if vocabulary is None else StructuredRequests(vocabulary))
+    structured = None if vocabulary is None else StructuredRequests(vocabulary)
+    return make_loop(structured, settings.max_waiting, settings.max_wait_seconds)
 
 
 def _compiles(device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 A readout is one kind of output of a step: label log-probabilities, drawn tokens, and so on. The runner makes one object of each
 kind for each step and calls it in this order:
 
-1. :meth:`Readout.add` for each segment whose request is of the readout's kind;
+1. :meth:`Readout.add` for each segment whose request is of the readout's kind: note the rows that are read;
 2. :meth:`Readout.upload`, before the forward pass: add index arrays to the step's one copy to the device;
 3. :meth:`Readout.queue`, behind the forward pass: queue the work, and add its results to the step's one copy to the host;
 4. :meth:`Readout.read`, after that copy has arrived: write the results into the :class:`StepResult`. Steps are read in their

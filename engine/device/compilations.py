@@ -22,7 +22,7 @@ class Compilations:
         """Since then, while requests waited."""
         self._ready = False
         if AVAILABLE and not INTERPRETED:
-            triton.knobs.runtime.jit_post_compile_hook = self._count
+            triton.knobs.runtime.jit_post_compile_hook = self._count  # type: ignore[assignment, unused-ignore]
 
     def ready(self) -> None:
         """Begin to serve: compilations from now on are late, and logged."""

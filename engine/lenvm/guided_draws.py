@@ -151,10 +151,10 @@ class LenVMRunner:
             *(candidate_pass.pending for candidate_pass in passes if candidate_pass.pending is not None),
         ]
         upload = Upload()
-        row_of_part, first, places, branch_of, computed, slots = (
-            upload.add(values)
-            for values in (parts.rows, parts.first, parts.places, parts.branch_of, at, [each.slot for each in passes])
+        row_of_part, first, places, branch_of = (
+            upload.add(values) for values in (parts.rows, parts.first, parts.places, parts.branch_of)
         )
+        computed, slots = upload.add(at), upload.add([candidate_pass.slot for candidate_pass in passes])
         upload.send(self._device)
         width = int(parts.branches.max(initial=0))
         work = LenVMPass(

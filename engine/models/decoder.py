@@ -198,6 +198,7 @@ class Decoder(nn.Module):
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, cos, sin, attend)
         x, residual = self.layers[-1](x, residual, cos, sin, attend, rows)
+        assert residual is not None
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

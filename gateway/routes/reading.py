@@ -28,7 +28,7 @@ from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.channel import Channel, Loss, WorkerLostError
 from gateway.text.messages import Broken, Decode, Decoded, Job, Read, Refused, Whole
-from gateway.text.prepared import Packed, Prepared, unpack
+from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.endpoints import ENDPOINTS, NAMES
 from gateway.text.workers import BULK, Workers
@@ -108,9 +108,7 @@ class Reader:
         if len(packed.ids) + len(packed.response) + 64 * len(packed.lengths) <= LARGE_ANSWER:
             return unpack(packed)
         await asyncio.sleep(0)
-        prepared = unpack(packed)
-        await asyncio.sleep(0)
-        return prepared
+        return await unpack_large(packed)
 
     def order(self, served: ServedModel, earlier: bytes) -> Read:
         """Return the message that asks a worker to read a request for ``served``."""

@@ -15,6 +15,7 @@ Reply = Scored | Delta | Failed
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 30
 _encoder = msgspec.msgpack.Encoder()
+_reply = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -33,12 +34,11 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(Reply)
 
     def feed(self, chunk: bytes) -> list[Reply]:
         """Return the messages completed by ``chunk``. Raises ``msgspec.DecodeError`` on garbage."""
         if not self._buffer and len(chunk) > _LENGTH.size and len(chunk) == _LENGTH.size + _LENGTH.unpack_from(chunk)[0]:
-            return [self._decoder.decode(memoryview(chunk)[_LENGTH.size :])]  # one message, as nearly always
+            return [_reply.decode(memoryview(chunk)[_LENGTH.size :])]  # one message, as nearly always
         replies: list[Reply] = []
         self._buffer += chunk
         while len(self._buffer) >= _LENGTH.size:
@@ -48,7 +48,7 @@ class FrameReader:
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            replies.append(self._decoder.decode(bytes(memoryview(self._buffer)[_LENGTH.size : end])))
+            replies.append(_reply.decode(bytes(memoryview(self._buffer)[_LENGTH.size : end])))
             del self._buffer[:end]
         return replies
 

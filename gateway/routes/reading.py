@@ -86,14 +86,14 @@ class Reader:
 
     @asynccontextmanager
     async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
-        async with while_connected(request.receive), AsyncExitStack() as held:
+        async with while_connected(request.scope), AsyncExitStack() as held:
             long = _Long(self, request, name, body, held)
             await long.decode()
             yield long
 
     async def read_whole(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared:
         """Decode and read in a worker. If the worker ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
-        async with while_connected(request.receive):
+        async with while_connected(request.scope):
             try:
                 async with self.worker(request, size) as channel:
                     return await self.prepared(channel, job, body)

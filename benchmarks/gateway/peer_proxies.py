@@ -9,7 +9,8 @@ Yardstick checks a key, fills in the chat template, tokenises the prompt and tur
   environment that has it. ``vllm-router`` of PyPI is another program; docs/benchmarks/README.md says how to install this one.
   It runs with uvloop and httptools if the environment has them.
 
-No proxy logs requests, except Yardstick, whose log is read and dropped. Rounds take the proxies in turn; the last line is JSON.
+A figure is the CPU time of the process and its children: Yardstick's text workers count. No proxy logs requests, except Yardstick,
+whose log is read and dropped. Rounds take the proxies in turn; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-from benchmarks.gateway.cpu import cpu_seconds, drained, serving
+from benchmarks.gateway.cpu import drained, serving, tree_seconds
 from tests.fakes import FakeEngine, Faults, ids, library
 from tests.processes import Program, free_port, wait_until
 
@@ -178,10 +179,10 @@ async def _chat(url: str, count: int, tokens: int, *, stream: bool) -> float:
 
 
 def measure(url: str, pid: int, count: int, tokens: int, *, stream: bool) -> tuple[float, float]:
-    """CPU milliseconds of the gateway for each of ``count`` chats, and the pieces of text that one comes in."""
-    before = cpu_seconds(pid)
+    """CPU milliseconds of the process and its children for each of ``count`` chats, and the pieces of text that one comes in."""
+    before = tree_seconds(pid)
     pieces = asyncio.run(_chat(url, count, tokens, stream=stream))
-    return (cpu_seconds(pid) - before) / count * 1e3, pieces
+    return (tree_seconds(pid) - before) / count * 1e3, pieces
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ import httpx
 import msgspec
 import pytest
 
-from tests.attacks.watch import Watch, _tree, metric_of, tree_mib
+from tests.attacks.watch import Watch, metric_of, process_tree, tree_mib
 from tests.fakes import LIMITS, FakeEngine, Running, stop
 from tests.processes import Program, alive, wait_until
 
@@ -272,7 +272,7 @@ def test_workers_that_are_killed_cost_no_request(site: Site, repeats: int) -> No
         thread.start()
     for kills in range(4):
         wait_until(lambda kills=kills: len(statuses) >= 10 * (1 + kills), 60)  # so that no request loses two workers
-        for pid in _tree(site.program.process.pid)[2:3]:  # the gateway, its fork server, the first worker
+        for pid in process_tree(site.program.process.pid)[2:3]:  # the gateway, its fork server, the first worker
             os.kill(pid, signal.SIGKILL)
     for thread in threads:
         thread.join()
@@ -281,7 +281,7 @@ def test_workers_that_are_killed_cost_no_request(site: Site, repeats: int) -> No
 
 def test_no_process_outlives_the_gateway() -> None:
     site = Site(large_engine())
-    pids = _tree(site.program.process.pid)
+    pids = process_tree(site.program.process.pid)
     site.close()
     assert len(pids) >= 4
     wait_until(lambda: not any(map(alive, pids)))

@@ -57,7 +57,7 @@ class Vocabulary:
         self._shown = self._hiding(frozenset())
         self.texts: Mapping[int, str] = _Table(self.vocab_size, self._text, {})
         """The result of :meth:`token_text` for every id."""
-        self.encoded: Mapping[int, tuple[bytes, bytes]] = _Table(self.vocab_size, self._encode, {}, most=MOST_ENCODED)
+        self.encoded: Mapping[int, tuple[bytes, bytes]] = _Table(self.vocab_size, self._around_logprob, {}, most=MOST_ENCODED)
         """JSON of a log-probability of every id: the bytes before and after the number, without the closing brace."""
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -99,7 +99,7 @@ class Vocabulary:
     def _text(self, id: int) -> str:
         return self._spellings[id].decode("utf-8", "replace")
 
-    def _encode(self, id: int) -> tuple[bytes, bytes]:
+    def _around_logprob(self, id: int) -> tuple[bytes, bytes]:
         text, spelling = msgspec.json.encode(self.texts[id]), msgspec.json.encode(list(self._spellings[id]))
         return b'{"token":%b,"logprob":' % text, b',"bytes":%b' % spelling
 

@@ -32,7 +32,9 @@ def pack_frame(message: msgspec.Struct) -> bytes:
 class FrameReader:
     """Cuts a byte stream into :data:`Reply` messages, whatever the chunks it arrives in."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        """``max_frame``: most bytes of a message."""
+        self._max_frame = max_frame
         self._buffer = bytearray()
 
     def feed(self, chunk: bytes) -> list[Reply]:
@@ -43,7 +45,7 @@ class FrameReader:
         self._buffer += chunk
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME:
+            if length > self._max_frame:
                 raise msgspec.DecodeError(f"frame of {length} bytes")
             end = _LENGTH.size + length
             if len(self._buffer) < end:

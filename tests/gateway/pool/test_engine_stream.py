@@ -7,13 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from yarl import URL
 
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady
-from gateway.pool.stream import MAX_UNREAD, EngineStream
+from gateway.generation.plan import WHOLE_TOKENS
+from gateway.pool.stream import MAX_MESSAGE, MAX_UNREAD, EngineStream
 from gateway.pool.streams import EngineStreams
+from gateway.schemas.generation import MAX_LOGPROBS
 from tests.processes import until
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -173,6 +176,7 @@ async def test_silence_ends_the_request(streams: EngineStreams, begun: bytes) ->
         (HEAD + chunk(wire.pack_frame(delta(0)) + b"\x05\0\0\0ab") + END, 1, True),
         (HEAD + chunk(wire.pack_frame(delta(0))) + b"no chunk", 1, False),
         (HEAD + chunk(b"\x02\0\0\0\xc1\xc1"), 0, False),
+        (HEAD + chunk((MAX_MESSAGE + 1).to_bytes(4, "little")), 0, False),
         (b"SSH-2.0-OpenSSH\r\n", 0, False),
     ],
 )
@@ -304,3 +308,13 @@ async def test_a_silent_engine_fails_a_message(streams: EngineStreams) -> None:
     async with serving(answer) as (_, url), post(streams, url, 0.1, framed=False) as stream:
         with pytest.raises(EngineSilent):
             await stream.read_whole()
+
+
+def test_the_largest_message_of_an_engine_is_within_the_bound() -> None:
+    def largest(tokens: int) -> wire.Logprobs:
+        ids, numbers = [[1 << 20] * MAX_LOGPROBS] * tokens, [[-1 / 3] * MAX_LOGPROBS] * tokens
+        return wire.Logprobs(numbers[0][:1] * tokens, ids, numbers, numbers)
+
+    message = wire.Delta("x" * 32, 0, [1 << 20] * WHOLE_TOKENS, logprobs=largest(WHOLE_TOKENS))
+    message = msgspec.structs.replace(message, prompt_logprobs=largest(wire.PROMPT_PART))
+    assert len(wire.pack_frame(message)) < MAX_MESSAGE / 3

@@ -225,8 +225,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"  {name:<35} {statistics.median(cpu):7.3f} ms CPU ({min(cpu):.3f} - {max(cpu):.3f}) = {rate:4.0f} a second a core")
     for name in [name for name in proxies if name != "Yardstick"]:
         for case, _, _ in CASES:
-            pairs = zip(found[f"Yardstick, {case}"], found[f"{name}, {case}"], strict=True)
-            ratio = statistics.median(our[0] / their[0] for our, their in pairs)
+            rounds = zip(found[f"Yardstick, {case}"], found[f"{name}, {case}"], strict=True)
+            ratio = statistics.median(our[0] / their[0] for our, their in rounds)
             summary[f"of {name}, {case}"] = round(ratio, 2)
             print(f"  Yardstick / {name}, {case}: {ratio:.2f}")
     print(json.dumps({"versions": versions, "python": sys.version.split()[0], "cores": os.cpu_count(), **summary}))

@@ -82,5 +82,5 @@ class _ASGIParts(ASGIResponse):
         """Send all parts."""
         for place, part in enumerate(self._parts):
             more = place + 1 < len(self._parts)
-            await send({"type": "http.response.body", "body": part, "more_body": more})
+            await send({"type": "http.response.body", "body": bytes(part), "more_body": more})
             await asyncio.sleep(0)  # the transport joins writes of one event loop iteration

@@ -17,7 +17,7 @@ from gateway.presets.fitted import Fitted
 T = TypeVar("T")
 
 MOST_ENCODED = 1 << 15
-"""Most tokens whose log-probabilities are kept as JSON, in about 8 MB."""
+"""Most tokens whose log-probabilities are kept as JSON; by estimate they take 8 MB."""
 
 
 class VocabularyTable(msgspec.Struct, frozen=True):

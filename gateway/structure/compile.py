@@ -90,8 +90,10 @@ def _refusal(problem: str, grammar: str, param: str) -> InvalidRequest:
     found = _KEYWORDS.match(problem)
     if found is None or not grammar.startswith("{"):
         return InvalidRequest(f"`{param}` cannot be followed: {reason}.", param=param)
-    (schema,) = (each["json_schema"] for each in msgspec.json.decode(grammar)["grammars"])
-    place = next((path for path in _places(schema, found[1], param)), param)
+    schemas = [each["json_schema"] for each in msgspec.json.decode(grammar)["grammars"] if "json_schema" in each]
+    place = next((path for schema in schemas for path in _places(schema, found[1], param)), param)
+    if len(schemas) > 1:
+        place = param
     return InvalidRequest(f"`{place}`: the keyword `{found[1]}` is not supported.", param=place)
 
 

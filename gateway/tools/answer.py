@@ -32,8 +32,10 @@ class Tools(msgspec.Struct, frozen=True):
     family: str
     """Key of :data:`gateway.tools.families.registry.FAMILIES`."""
     functions: dict[str, list[str]]
-    """Names of the functions, each with its parameters that are not texts."""
+    """Names of the tools, each with its parameters that are not texts."""
     most_calls: int | None = None
+    customs: list[str] = []
+    """Names of the custom tools."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -64,7 +66,7 @@ class AnswerReader:
         self._tools: ToolParser | None = None
         if format.tools is not None:
             family = FAMILIES[format.tools.family]
-            self._tools = family.parser(format.tools.functions, family.new_id, format.tools.most_calls)
+            self._tools = family.parser(format.tools.functions, family.new_id, format.tools.most_calls, format.tools.customs)
 
     @property
     def calls(self) -> int:

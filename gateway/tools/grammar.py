@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.structure.lark import Lark, TokenOf
 from gateway.tools.families.registry import FAMILIES
 from gateway.tools.frame import Function
-from gateway.tools.lark import Lark, TokenOf
 from gateway.tools.thinking import Tags
 
+_CONSTRAINT = "constraint"
 _SPACE = r"/[ \n]{0,4}/"
 
 
@@ -38,7 +39,7 @@ def answer_grammar(
     """
     lark = Lark(token_of)
     if calls is None:
-        answer = lark.constraint(constraint)
+        answer = lark.embedded(_CONSTRAINT, constraint)
     elif calls.forced:
         answer = _first_marker(lark, calls) + _calls(lark, calls)
     else:
@@ -61,7 +62,7 @@ def _free_calls(lark: Lark, calls: Calls, constraint: str) -> str:
     frame, markers = FAMILIES[calls.family].frame, FAMILIES[calls.family].parser.markers
     expression = _calls(lark, calls)
     if constraint:
-        return f"{_first_marker(lark, calls)}{expression} | {lark.constraint(constraint)}"
+        return f"{_first_marker(lark, calls)}{expression} | {lark.embedded(_CONSTRAINT, constraint)}"
     if frame.marker is None:  # a text must not begin like a call
         begin = rf"/([ \n]*[^ \n{re.escape(frame.first or '{')}](.|\n)*)?/"
         return f"{expression} | {lark.text_without('other', markers, begin)}"

@@ -16,7 +16,23 @@ from gateway.tools.grammar import Calls, answer_grammar
 from gateway.tools.parts import joined
 from gateway.tools.thinking import THINKING
 
-CONTROLS = ["<end>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+DEEPSEEK = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"]
+ALL, ONE, SEPARATOR, ONE_END, ALL_END = DEEPSEEK
+CONTROLS = [
+    "<end>",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    *DEEPSEEK,
+]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -80,6 +96,12 @@ TWO_CALLS = {
     "qwen3_coder": '<tool_call>\n<function=find>\n<parameter=city>\na "b"\n<c>\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
     '<parameter=unit>\nf\n</parameter>\n<parameter=place>\n{"name": "é"}\n</parameter>\n</function>\n</tool_call>\n'
     "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "glm": '<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>a "b"\n<c></arg_value>\n<arg_key>days</arg_key>\n<arg_value>3'
+    "</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>f</arg_value>\n<arg_key>place</arg_key>\n<arg_value>"
+    '{"name": "é"}</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>',
+    "deepseek": f"{ALL}{ONE}find{SEPARATOR}{FIND}{ONE_END}{ONE}now{SEPARATOR}{NOW}{ONE_END}{ALL_END}",
+    "deepseek_block": f"{ALL}{ONE}function{SEPARATOR}find\n```json\n{FIND}\n```{ONE_END}\n"
+    f"{ONE}function{SEPARATOR}now\n```json\n{NOW}\n```{ONE_END}{ALL_END}",
     "llama_json": f'{{"name": "find", "parameters": {FIND}}}; {{"name": "now", "parameters": {NOW}}}',
     "pythonic": f'[find(city={json.dumps(ARGUMENTS["city"])}, days=3, unit="f", place={{"name": "é"}}), now()]',
     "mistral": f'[TOOL_CALLS][{{"name": "find", "arguments": {FIND}}}, {{"name": "now", "arguments": {NOW}}}]',
@@ -89,6 +111,10 @@ BAD = {
     "hermes": '<tool_call>\n{"name": "find", "arguments": {"city": 7}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=find>\n<parameter=city>\na\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
     "</function>\n</tool_call>",
+    "glm": "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>a</arg_value>\n<arg_key>days</arg_key>\n<arg_value>x</arg_value>\n"
+    "</tool_call>",
+    "deepseek": f"{ALL}{ONE}find{SEPARATOR}{{}}{ONE_END}{ALL_END}",
+    "deepseek_block": f"{ALL}{ONE}find{SEPARATOR}{FIND}{ONE_END}{ALL_END}",
     "llama_json": '{"name": "find", "parameters": {"days": 3}}',
     "pythonic": "[find(days=3)]",
     "mistral": '[TOOL_CALLS][{"name": "other", "arguments": {}}]',
@@ -167,7 +193,7 @@ def test_an_answer_is_a_call_or_follows_the_constraint(family: str, constraint: 
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("pythonic", "a-b"), ("pythonic", "class"), ("qwen3_coder", "a>b"), ("qwen3_coder", "")]
+    ("family", "name"), [("pythonic", "a-b"), ("pythonic", "class"), ("qwen3_coder", "a>b"), ("qwen3_coder", ""), ("glm", "a<b")]
 )
 def test_a_parameter_that_the_format_cannot_name_is_refused(family: str, name: str) -> None:
     functions = [Function(0, "f", {"type": "object", "properties": {name: {"type": "string"}}})]
@@ -183,3 +209,46 @@ def test_optional_parameters_of_pythonic_calls_may_be_left_out() -> None:
         assert accepts(grammar, text, controls=True)
     for text in ("[f(, a=1)]", "[f(a=1, )]", "[f(b=1, a=1)]"):
         assert not accepts(grammar, text, controls=True)
+
+
+LARK = 'start: pair ("\\n" pair)*\npair: WORD "=" TEXT\nWORD: /[a-z]+/\nTEXT: "\\"" /[^"]*/ "\\""'
+PATTERN = 'start: /[a-z]+="[^"]*"/'
+CUSTOM_SCHEMA = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def called_with(family: str, text: str) -> str:
+    """A call of the custom tool ``run`` with ``text``, as models of the family write it."""
+    written = json.dumps(text, ensure_ascii=False)
+    return {
+        "hermes": f'<tool_call>\n{{"name": "run", "arguments": {{"input": {written}}}}}\n</tool_call>',
+        "qwen3_coder": f"<tool_call>\n<function=run>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        "glm": f"<tool_call>run\n<arg_key>input</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        "deepseek": f'{ALL}{ONE}run{SEPARATOR}{{"input": {written}}}{ONE_END}{ALL_END}',
+        "deepseek_block": f'{ALL}{ONE}function{SEPARATOR}run\n```json\n{{"input": {written}}}\n```{ONE_END}{ALL_END}',
+        "llama_json": f'{{"name": "run", "parameters": {{"input": {written}}}}}',
+        "pythonic": f"[run(input={written})]",
+        "mistral": f'[TOOL_CALLS][{{"name": "run", "arguments": {{"input": {written}}}}}]',
+        "mistral_named": f'[TOOL_CALLS]run[ARGS]{{"input": {written}}}',
+    }[family]
+
+
+@each_family
+@with_controls
+@pytest.mark.parametrize("syntax", ["any", "lark", "regex"])
+def test_the_text_of_a_custom_tool_follows_its_grammar(family: str, controls: bool, syntax: str) -> None:
+    grammar = {"any": "", "lark": LARK, "regex": PATTERN}[syntax]
+    run = Function(0, "run", CUSTOM_SCHEMA, grammar, grammar.removeprefix("start: ") if syntax == "regex" else "")
+    whole = answer_grammar(token_of if controls else lambda _: None, calls=Calls(family, [run], forced=True, several=False))
+    good = {"any": 'say "é" \\ now', "lark": 'a="x \\ é"\nbc=""', "regex": 'a="x \\ é"'}[syntax]
+    assert accepts(whole, called_with(family, good), controls=controls)
+    assert accepts(whole, called_with(family, 'a="'), controls=controls) == (syntax == "any")
+    parser = FAMILIES[family].parser({"run": []}, lambda: "id", None, ["run"])
+    parts = [part for sign in called_with(family, good) for part in parser.push(sign)] + parser.finish()
+    (call,) = joined(parts).calls
+    assert (call.name, call.custom, call.arguments) == ("run", True, good)
+    assert joined(parts).content == ""

@@ -63,6 +63,12 @@ MISTRAL = "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS
 MISTRAL_NAMED = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}" + _TURNS.replace(
     "CALL", "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
 )
+HARMONY = """<|start|>system<|message|>{% if tools %}Calls go to the channel commentary: functions.{% for tool in tools %}
+// {{ tool.function.description }}
+type {{ tool.function.name }} = {{ tool.function.parameters | tojson }}{% endfor %}{% endif %}<|end|>{% for message in messages %}
+<|start|>{{ message.role }}{% if message.tool_calls %}{# <|channel|>analysis #}{% for call in message.tool_calls %} to=functions.
+{{- call.function.name }}<|channel|>commentary json<|message|>{{ call.function.arguments | tojson }}<|call|>{% endfor %}{% else %}
+<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
 GLM = """{% if tools %}<|system|>
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<tool_call>{function-name}
@@ -90,6 +96,7 @@ FAMILY_OF = {
     "qwen3_coder": QWEN3_CODER,
     "llama_json": LLAMA_JSON,
     "pythonic": PYTHONIC,
+    "harmony": HARMONY,
     "glm": GLM,
     "deepseek": DEEPSEEK,
     "deepseek_block": DEEPSEEK_BLOCK,

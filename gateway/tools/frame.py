@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ class Frame(ABC):
     first = last = between = ""
     """Texts before the first call, behind the last one and between two. With a marker for each call, they are outside of these."""
 
+    parallel = True
+    """Whether an answer can have several calls."""
+    text_begin = ""
+    """Text that begins an answer that is no call."""
+
     @abstractmethod
     def call(self, lark: Lark, function: Function) -> str:
         """Match one call, without its marker. Raises :class:`SchemaError`."""
@@ -74,8 +80,17 @@ class Frame(ABC):
         names = [lark.rule(f"call_{function.index}", self.call(lark, function)) for function in functions]
         call = lark.rule("call", " | ".join(names))
         again = lark.marker(self.marker) if self.marker is not None and not self.listed else ""
-        more = f"({lark.spelled(self.between)} {again} {call})*" if several else '""'
+        more = f"({lark.spelled(self.between)} {again} {call})*" if several and self.parallel else '""'
         return lark.rule("calls", f"{lark.spelled(self.first)} {call} {more} {lark.spelled(self.last)}")
+
+    def free(self, lark: Lark, calls: str, markers: Sequence[str]) -> str:
+        """Match text, or the expression ``calls``, or text and then calls. The text contains none of ``markers``, which the
+        family's parser would read as a call."""
+        if self.marker is None:  # a text must not begin like a call
+            begin = rf"/([ \n]*[^ \n{re.escape(self.first or '{')}](.|\n)*)?/"
+            return f"{calls} | {lark.text_without('other', markers, begin)}"
+        before = lark.text_until("before_calls", self.marker, without=[marker for marker in markers if marker != self.marker])
+        return f"{lark.text_without('other', markers)} | {before} {calls}"
 
 
 def json_call(lark: Lark, function: Function, key: str) -> str:

@@ -216,7 +216,7 @@ def test_any_text_divided_anywhere_gives_the_same_parts_and_loses_nothing(
     whole = read(family, [text], most_calls)
     assert read(family, chunks, most_calls) == whole
     assert read(family, list(text), most_calls) == whole
-    if not whole.calls:
+    if not whole.calls and family != "harmony":  # whose messages have headers
         assert whole.content == text
 
 

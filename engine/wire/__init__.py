@@ -40,6 +40,7 @@ from engine.wire.sampling import (
     LengthGuidance,
     Sampling,
     Thinking,
+    ThinkingLimit,
 )
 from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelihood, Readout, Score, Scored, row_length
 from engine.wire.server import Info, Limits, Stats, TokenizerFiles
@@ -83,6 +84,7 @@ __all__ = [
     "Scored",
     "Stats",
     "Thinking",
+    "ThinkingLimit",
     "TokenizerFiles",
     "encode",
     "pack_frame",

@@ -16,7 +16,7 @@ from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, with_section
+from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, thinking_limit, with_section
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -69,6 +69,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
+            thinking_limit=thinking_limit(fields.thinking_token_budget, prepared.format),
             grammar=prepared.grammar,
             bad_words=prepared.bad_words,
             param="messages",
@@ -90,14 +91,13 @@ def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
 
 def _with_budget(model: ServedModel, data: ChatRequest) -> ChatRequest:
     """Return the request with its budget of thinking as length guidance. Raises :class:`InvalidRequest`."""
-    names = [name for name in ("thinking_budget", "thinking_token_budget") if getattr(data, name) is not None]
-    if not names:
+    if data.thinking_budget is None:
         return data
-    require_lenvm(model, names[0])
-    if len(names) > 1 or data.length_guidance is not None or data.custom_params is not None:
-        message = f"`{names[-1]}` is one of several fields that set the length of the text; send one of them."
-        raise InvalidRequest(message, param=names[-1])
-    guidance = LengthGuidance(target_length=getattr(data, names[0]), applies_to="thinking")
+    require_lenvm(model, "thinking_budget")
+    if data.length_guidance is not None or data.custom_params is not None:
+        message = "`thinking_budget` is one of several fields that set the length of the text; send one of them."
+        raise InvalidRequest(message, param="thinking_budget")
+    guidance = LengthGuidance(target_length=data.thinking_budget, applies_to="thinking")
     return msgspec.structs.replace(data, length_guidance=guidance)
 
 

@@ -89,9 +89,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Whether the model thinks before it answers, where its chat template reads this."""
     thinking_budget: Count | None = None
     """Tokens of the thinking section, about; only with a model that has a length model. Short for `length_guidance` with
-    `target_length` and `applies_to` "thinking"."""
+    `target_length` and `applies_to` "thinking", with `min_p` 0.1 by default."""
     thinking_token_budget: Count | None = None
-    """Another name of `thinking_budget`."""
+    """Most tokens of the thinking section: there the closing tag is forced. Needs no length model."""
     include_reasoning: bool | None = True
     """Return the thinking section."""
 

@@ -135,7 +135,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("enable_thinking", ("responses",), EFFORT),
     Refused("thinking", ("responses",), EFFORT),
     Refused("thinking_budget", ("responses",), BUDGET),
-    Refused("thinking_token_budget", ("responses",), BUDGET),
+    Refused("thinking_token_budget", ("responses",), ON_CHAT),
     Refused("prompt_logprobs", ("responses",), ON_CHAT),
     Refused("return_token_ids", ("responses",), ON_CHAT, (False,)),
     Refused("return_tokens_as_token_ids", ("responses",), ON_CHAT, (False,)),

@@ -230,19 +230,17 @@ class CalledCustom(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The text that the model gives the tool."""
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
+class ToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     """A call of a function in the answer."""
 
     id: str
-    type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class CustomToolCall(msgspec.Struct, kw_only=True):
+class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
     """A call of a custom tool in the answer."""
 
     id: str
-    type: Literal["custom"] = "custom"
     custom: CalledCustom
 
 

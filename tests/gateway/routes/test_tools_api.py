@@ -484,7 +484,7 @@ def test_a_section_needs_a_model_whose_tags_are_tokens(server: Server) -> None:
     assert (param, "no tokens of their own" in message) == ("length_guidance.applies_to", True)
     param, message = server.refusal("plain", tools=None, thinking_budget=9)
     assert "does not think" in message
-    param, _ = server.refusal("plain", tools=None, thinking_budget=9, thinking_token_budget=9)
+    param, _ = server.refusal("thinking", tools=None, thinking_token_budget=9)
     assert param == "thinking_token_budget"
     param, _ = server.refusal("plain", tools=None, thinking_budget=9, length_guidance={"scale": 1})
     assert param == "thinking_budget"

@@ -34,4 +34,4 @@ for (let turn = 0; turn < 3; turn += 1) {
     input.push({ type: "function_call_output", call_id: call.call_id, output: getWeather(JSON.parse(call.arguments)) });
   }
 }
-console.log(JSON.stringify({ chat, response: response.output_text, kinds: input.map((item) => item.type ?? item.role), events: [...events] }));
+console.log(JSON.stringify({ chat, response: response.output.flatMap((item) => item.content ?? []).map((part) => part.text).join(""), kinds: input.map((item) => item.type ?? item.role), events: [...events] }));

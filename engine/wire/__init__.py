@@ -44,6 +44,7 @@ from engine.wire.sampling import (
 )
 from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelihood, Readout, Score, Scored, row_length
 from engine.wire.server import Info, Limits, Stats, TokenizerFiles
+from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
     "CONTROL_TOKEN",
@@ -68,6 +69,7 @@ __all__ = [
     "FrameReader",
     "Generate",
     "GrammarLimits",
+    "GrammarVocabulary",
     "GuidanceMode",
     "Info",
     "Labels",

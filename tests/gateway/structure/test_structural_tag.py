@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.structure.grammar import GrammarTextError
 from gateway.structure.structural_tag import of_structural_tag
@@ -108,3 +111,45 @@ def test_the_older_form() -> None:
 def test_what_cannot_be_followed_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(GrammarTextError, match=words):
         of_structural_tag(given, token_of)
+
+
+KINDS = [
+    "const_string",
+    "json_schema",
+    "regex",
+    "grammar",
+    "any_text",
+    "sequence",
+    "or",
+    "optional",
+    "star",
+    "plus",
+    "tag",
+    "other",
+]
+VALUES = st.sampled_from(["", "a", "<think>", "x<think>", "(", "[a-z]+", "start: /a/", None, 7, True, {}, [], ["a"], ["a", 7]])
+SOME_TAG = st.fixed_dictionaries({"type": st.just("tag"), "begin": VALUES, "content": st.just(JSON), "end": VALUES})
+FORMATS = st.recursive(
+    VALUES | st.just(JSON) | st.just(ANY),
+    lambda inner: st.fixed_dictionaries(
+        {"type": st.sampled_from([*KINDS, "triggered_tags", "tags_with_separator"])},
+        optional={
+            **dict.fromkeys(
+                ("value", "json_schema", "pattern", "grammar", "excludes", "begin", "separator", "at_least_one"), VALUES
+            ),
+            "elements": st.lists(inner, max_size=3),
+            "content": inner,
+            "end": VALUES,
+            "triggers": st.lists(VALUES, max_size=2) | VALUES,
+            "tags": st.lists(SOME_TAG, max_size=2) | VALUES,
+        },
+    ),
+    max_leaves=6,
+)
+
+
+@given(FORMATS)
+def test_any_value_is_a_grammar_or_refused(format: Any) -> None:
+    for value in ({"format": format}, format if isinstance(format, dict) else {"structures": format, "triggers": format}):
+        with suppress(GrammarTextError):
+            assert of_structural_tag(value, token_of)

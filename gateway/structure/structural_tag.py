@@ -7,13 +7,15 @@ that llguidance could not follow exactly, is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from gateway.structure.grammar import GrammarTextError, of_ebnf, of_json_schema, of_regex_text
 from gateway.structure.lark import Lark, TokenOf
 
+MAX_PARTS = 2048
+"""Most rules of a grammar. Each of several ends of a tag repeats its content, so nested tags could become any number."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -28,7 +30,7 @@ class Tag(msgspec.Struct, tag_field="type", tag="tag", forbid_unknown_fields=Tru
 class TriggeredTags(msgspec.Struct, forbid_unknown_fields=True):
     """Text, in which each of ``triggers`` must be the beginning of one of ``tags``."""
 
-    triggers: list[str]
+    triggers: Annotated[list[str], msgspec.Meta(max_length=128)]
     tags: list[Tag]
     at_least_one: bool = False
     stop_after_first: bool = False
@@ -98,6 +100,8 @@ class _Formats:
 
     def _name(self, prefix: str) -> str:
         self._names += 1
+        if self._names > MAX_PARTS:
+            raise GrammarTextError(f"it needs more than {MAX_PARTS} rules; send fewer tags")
         return f"{prefix}_{self._names}"
 
     def _end(self, end: str | None) -> str:

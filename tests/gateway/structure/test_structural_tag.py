@@ -113,6 +113,19 @@ def test_what_cannot_be_followed_is_refused(given: dict[str, Any], words: str) -
         of_structural_tag(given, token_of)
 
 
+def test_the_number_of_rules_is_bounded() -> None:
+    nested: dict[str, Any] = ANY
+    for _ in range(30):
+        nested = tag("<", nested, [">", "!"])
+    with pytest.raises(GrammarTextError, match="more than 2048 rules"):
+        of_structural_tag({"format": nested}, token_of)
+    many = triggered(*[tag(f"<{place}>", JSON, "</>") for place in range(3000)], triggers=["<"])
+    with pytest.raises(GrammarTextError, match="more than 2048 rules"):
+        of_structural_tag({"format": many}, token_of)
+    with pytest.raises(GrammarTextError, match="length <= 128"):
+        of_structural_tag({"format": triggered(F, triggers=["<"] * 129)}, token_of)
+
+
 KINDS = [
     "const_string",
     "json_schema",

@@ -66,9 +66,11 @@ class DrawReadout(Readout):
 
 
 def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
-    """Add the values that a guided draw of ``message`` would have, where another section of its output is guided."""
+    """Add the values that a guided draw of ``message`` would have, where other draws of its output are guided."""
     guidance = message.length_guidance
-    if guidance is None or not guidance.return_values or guidance.applies_to == "both":
+    if guidance is None or not guidance.return_values:
+        return told
+    if guidance.applies_to == "both" and message.thinking_limit is None:  # guidance has no effect on any draw
         return told
     return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,14 +18,16 @@ from engine.attention.branches import FixedBranches
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
 from engine.device import cgroup
+from engine.device.compilations import Compilations
 from engine.device.cuda_graphs import CudaCapture
 from engine.distributed.leader import LeadingDecoder
 from engine.distributed.placement import device_of, dtype_of, set_threads
 from engine.kvcache.kv import KVCache
 from engine.kvcache.slots import SlotPool
-from engine.lenvm.graphs import ROWS, WIDTH, PassGraphs
+from engine.lenvm.graphs import PARTS, PassGraphs
 from engine.lenvm.guided_draws import LenVMRunner
 from engine.lenvm.pairing import check_pairing, gamma_of
+from engine.lenvm.parts import WIDTHS
 from engine.loop import Loop
 from engine.models import fp8
 from engine.models.config import ModelConfig, load_config
@@ -40,6 +43,7 @@ from engine.scheduling.scheduler import Budget, Scheduler
 from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
 from engine.structured_requests import StructuredRequests
+from engine.warm_up import warm_up
 from kernels.candidates import MOST
 
 logger = logging.getLogger(__name__)
@@ -117,6 +121,7 @@ def assemble(
 ) -> Loop:
     """Build the loop around a loaded model and, if there are, the length model and the vocabulary for grammars."""
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
+    compilations = Compilations()
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention)
@@ -134,19 +139,33 @@ def assemble(
         lenvm = LenVMRunner(paired.model, lenvm_attention, paired.gamma, config.eos_token_ids, passes, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
-    lenvm_pool = None if paired is None else SlotPool(slots)
-    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
-    return Loop(
-        runner,
-        scheduler,
-        info,
-        max_waiting=settings.max_waiting,
-        max_wait_seconds=settings.max_wait_seconds,
-        overlap=overlap,
-        mean_pooling=config.pooling == "mean",
-        structured=None if vocabulary is None else StructuredRequests(vocabulary),
-    )
+
+    def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
+        lenvm_pool = None if paired is None else SlotPool(slots)
+        return Loop(
+            runner,
+            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool),
+            info,
+            max_waiting=max_waiting,
+            max_wait_seconds=max_wait_seconds,
+            overlap=overlap,
+            mean_pooling=config.pooling == "mean",
+            structured=structured,
+            compilations=compilations,
+        )
+
+    if _compiles(attention.kv.keys.device):
+        loop = make_loop(None, max_waiting=16, max_wait_seconds=math.inf)  # its steps are not counted, and it refuses nothing
+        warm_up(loop, budget, compilations)
+    compilations.ready()
+    structured = None if vocabulary is None else StructuredRequests(vocabulary)
+    return make_loop(structured, settings.max_waiting, settings.max_wait_seconds)
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled when they are first launched."""
+    return device.type == "cuda"
 
 
 def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> StepGraphs | None:
@@ -202,8 +221,8 @@ def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
 def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
     """Capture passes for as many rows as a step may draw for."""
     capture = CudaCapture(kv.keys.device)
-    buckets = [rows for rows in ROWS if rows <= max(budget.max_batched_tokens, ROWS[0])]
-    attention = FixedBranches(kv, model.config.num_heads, max(buckets), WIDTH)
+    buckets = [parts for parts in PARTS if parts <= max(budget.max_batched_tokens, PARTS[0])]
+    attention = [FixedBranches(kv, max(buckets), width) for width in WIDTHS]
     return PassGraphs(model, attention, capture, buckets)
 
 

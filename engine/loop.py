@@ -22,6 +22,7 @@ from engine import wire
 from engine.batch import Batch
 from engine.checks import MAX_CALLER_CHARACTERS, check
 from engine.core import Branch, GenerateRequest, Request, ScoreRequest
+from engine.device.compilations import Compilations
 from engine.readouts.base import Drawn, LenVMCounts, StepResult
 from engine.readouts.logprobs import join_logprobs
 from engine.request_log import Ending, RequestLog
@@ -65,9 +66,11 @@ class Loop:
         overlap: bool = False,
         mean_pooling: bool = False,
         structured: StructuredRequests | None = None,
+        compilations: Compilations | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``mean_pooling``: see :meth:`ScoreRequest.of`. ``structured``: None where the engine follows no grammars."""
+        """``mean_pooling``: see :meth:`ScoreRequest.of`. ``structured``: None where the engine follows no grammars. Steps that
+        ``runner`` computed before are not counted."""
         self._runner = runner
         self._scheduler = scheduler
         self.info = info
@@ -76,6 +79,8 @@ class Loop:
         self._overlap = overlap
         self._mean_pooling = mean_pooling
         self._structured = structured
+        self._compilations = compilations
+        self._replayed_before = runner.replayed, runner.replayed_lenvm_passes
         self._pending_step: PendingStep | None = None
         """The step whose results are not processed yet."""
         self._clock = clock
@@ -179,11 +184,12 @@ class Loop:
             steps=self._steps,
             computed_tokens=self._computed,
             cached_tokens=self._cached,
-            replayed_steps=self._runner.replayed,
+            replayed_steps=self._runner.replayed - self._replayed_before[0],
             lenvm_tokens=self._lenvm.tokens,
             guided_draws=self._lenvm.guided,
             decided_draws=self._lenvm.alone,
-            replayed_lenvm_passes=self._runner.replayed_lenvm_passes,
+            replayed_lenvm_passes=self._runner.replayed_lenvm_passes - self._replayed_before[1],
+            late_compilations=0 if self._compilations is None else self._compilations.late,
             tenants=scheduler.tenants,
             refused_invalid=self._refused.invalid,
             refused_queue=self._refused.queue,

@@ -63,7 +63,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     cuda_graphs: Annotated[str, choices(*CUDA_GRAPHS)] = "auto"
     """Capture steps of up to 2,048 tokens at the start and replay them, which saves kernel launches. With a length model, the
-    same for its passes over the candidates of up to 256 guided draws whose ``length_guidance.top_k`` is 5 to 8. ``auto``
+    same for its passes over the candidates of up to 256 guided draws; one with more than eight counts as several. ``auto``
     captures on a GPU without ``--tensor-parallel``; where a capture fails, the log says why and every step is launched. With
     ``on`` the engine then does not start.
     """

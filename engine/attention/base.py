@@ -50,5 +50,5 @@ class AttentionBackend(ABC):
         The result is called with the branches of one prefix after another, and writes nothing. Each branch attends to its prefix,
         which is filled by then, and to itself. counts: [prefixes] int64, on the device: number of real branches of each prefix,
         which come first; outputs of the others are not read. If there are prefixes, there are branches. On a GPU each prefix must
-        have the same number.
+        have the same number, at most :data:`kernels.branch_attention.MAX_ROWS` over the query heads of a key head.
         """

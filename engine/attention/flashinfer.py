@@ -62,7 +62,7 @@ class FlashInferAttention(AttentionBackend):
         return FusedAttend(attend)
 
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
-        return plan_branches(self.kv, self._heads // self.kv.keys.shape[2], prefixes, branches, counts)
+        return plan_branches(self.kv, prefixes, branches, counts)
 
     def _wrapper(self, workspace: Tensor) -> Any:
         """A wrapper planned for one row of one token, which loads the kernel, or compiles it, and settles all but the lengths."""

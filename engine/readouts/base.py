@@ -3,7 +3,7 @@
 A readout is one kind of output of a step: label log-probabilities, drawn tokens, and so on. The runner makes one object of each
 kind for each step and calls it in this order:
 
-1. :meth:`Readout.add` for each segment whose request is of the readout's kind;
+1. :meth:`Readout.add` for each segment whose request is of the readout's kind: note the rows that are read;
 2. :meth:`Readout.upload`, before the forward pass: add index arrays to the step's one copy to the device;
 3. :meth:`Readout.queue`, behind the forward pass: queue the work, and add its results to the step's one copy to the host;
 4. :meth:`Readout.read`, after that copy has arrived: write the results into the :class:`StepResult`. Steps are read in their
@@ -86,8 +86,8 @@ class ReadoutContext:
 class StepTensors:
     """Device tensors of one step that readouts read."""
 
-    hidden: Tensor | None = None
-    """[tokens, hidden], after the final norm; None where the step has no tokens on the main model."""
+    hidden: dict[Readout, Tensor] = field(default_factory=dict)
+    """[rows, hidden], after the final norm, for each readout: its :attr:`Readout.hidden_rows`."""
     logits: dict[Readout, Tensor] = field(default_factory=dict)
     """[rows, vocab] float32 for each readout with :attr:`Readout.logit_rows`."""
     guided: GuidedStep | None = None
@@ -107,6 +107,8 @@ class Readout(ABC):
         """Branches whose last token this step computes, and whose result this readout brings."""
         self.ended: list[Branch] = []
         """Branches that this step completes without a result."""
+        self.hidden_rows: list[int] = []
+        """Rows of the step whose hidden states :meth:`queue` reads."""
         self.logit_rows: list[int] = []
         """Rows of the step whose logits over the vocabulary :meth:`queue` reads."""
         self.tokens: Tensor | None = None

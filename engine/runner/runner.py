@@ -60,8 +60,8 @@ class _Inputs:
     """Rows whose token the step before draws."""
     source: Copy
     """[pending] row of that token among the draws of the step before."""
-    logit_rows: Copy
-    """Rows whose logits some readout reads."""
+    rows: Copy
+    """Rows that readouts read: hidden rows first, then those whose logits are read."""
 
 
 class Runner:
@@ -81,6 +81,8 @@ class Runner:
         self._lenvm = lenvm
         self._context = ReadoutContext(decoder, tuple(eos_token_ids))
         self._device = attention.kv.keys.device
+        self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
+        """For a step of which no row is read."""
         self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)
         """Tokens that the last step draws, on the device."""
         self._drawn_row: dict[Branch, int] = {}
@@ -124,17 +126,25 @@ class Runner:
             positions=upload.add(np.concatenate([segment.positions for segment in batch.segments])),
             pending=upload.add(pending),
             source=upload.add(source),
-            logit_rows=upload.add([row for readout in plan.readouts for row in readout.logit_rows]),
+            rows=upload.add(
+                [row for readout in plan.readouts for row in readout.hidden_rows]
+                + [row for readout in plan.readouts for row in readout.logit_rows]
+            ),
         )
 
     def _compute(self, inputs: _Inputs, batch: Batch, plan: OutputPlan, step: StepTensors) -> None:
-        """Queue the main model: hidden rows of all tokens, and logits of the rows that readouts read, in one product."""
+        """Queue the main model: the hidden rows that readouts read, and the logits, in one product."""
         tokens = self._fill(inputs.tokens.tensor, inputs.pending.tensor, inputs.source.tensor)
-        step.hidden = self._forward(tokens, inputs.positions.tensor, batch.segments)
-        reading: list[Readout] = [readout for readout in plan.readouts if readout.logit_rows]
-        if reading:
-            logits = self._decoder.logits(step.hidden.index_select(0, inputs.logit_rows.tensor)).float()
-            parts = torch.split(logits, [len(readout.logit_rows) for readout in reading])
+        hidden = self._forward(tokens, inputs.positions.tensor, batch.segments, inputs.rows.tensor)
+        reading: list[Readout] = list(plan.readouts)
+        *parts, rest = torch.split(
+            hidden,
+            [*(len(readout.hidden_rows) for readout in reading), sum(len(readout.logit_rows) for readout in reading)],
+        )
+        step.hidden = dict(zip(reading, parts, strict=True))
+        if len(rest):
+            logits = self._decoder.logits(rest).float()
+            parts = list(torch.split(logits, [len(readout.logit_rows) for readout in reading]))
             step.logits = dict(zip(reading, parts, strict=True))
 
     def _run_lenvm(self, batch: Batch, plan: OutputPlan, step: StepTensors) -> GuidedStep:
@@ -153,10 +163,15 @@ class Runner:
         branches = [branch for _, branches in drawing for branch in branches]
         self._drawn_row = {branch: row for row, branch in enumerate(branches)}
 
-    def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
-        """[tokens, hidden], from a CUDA graph where one fits."""
+    def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor:
+        """Hidden ``rows``, [rows, hidden]. A CUDA graph, where one fits, computes all rows, as does a step that needs most."""
         hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, segments)
-        return self._decoder(tokens, positions, self._attention.plan(segments)) if hidden is None else hidden
+        if hidden is None:
+            attend = self._attention.plan(segments)
+            if 0 < len(rows) < len(tokens):
+                return self._decoder(tokens, positions, attend, rows)  # type: ignore[no-any-return]
+            hidden = self._decoder(tokens, positions, attend, None if len(rows) else self._any_row)
+        return hidden.index_select(0, rows)
 
     def _pending(self, segments: Sequence[ExtendSegment]) -> tuple[Longs, Longs]:
         """Rows whose token the step before draws, and the row of each token there."""

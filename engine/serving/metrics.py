@@ -31,6 +31,10 @@ COUNTERS = {
         "Passes of the length model over candidates, replayed from a CUDA graph.",
         "replayed_lenvm_passes",
     ),
+    "yardstick_engine_late_compilations": (
+        "Triton kernels compiled or loaded after the engine was ready; 0 is expected.",
+        "late_compilations",
+    ),
     "yardstick_engine_structured_requests": ("Generations whose output follows a grammar.", "structured_requests"),
     "yardstick_engine_compiled_grammars": ("Grammars compiled.", "compiled_grammars"),
     "yardstick_engine_grammar_compile_seconds": ("Time spent in compiling grammars.", "compile_seconds"),

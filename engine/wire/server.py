@@ -69,6 +69,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Draws of guided requests that were decided without the length model: one candidate, or little entropy."""
     replayed_lenvm_passes: int = 0
     """Passes of the length model whose launches were replayed from a CUDA graph."""
+    late_compilations: int = 0
+    """Triton kernels that were compiled or loaded after the engine was ready. Each delays the requests in progress."""
     wait_seconds: float = 0.0
     """Expected queue time of a new request, of the tenant for which it is longest."""
     tenants: int = 0

@@ -42,8 +42,9 @@ def run(plan: OutputPlan, context: ReadoutContext, batch: Batch) -> StepResult:
     for readout in plan.main:
         readout.upload(upload)
     upload.send(torch.device("cpu"))
-    hidden = torch.randn(batch.tokens, 64)
-    logits = {readout: context.decoder.logits(hidden[readout.logit_rows]) for readout in plan.main}
+    rows = torch.randn(batch.tokens, 64)
+    hidden = {readout: rows[readout.hidden_rows] for readout in plan.main}
+    logits = {readout: context.decoder.logits(rows[readout.logit_rows]) for readout in plan.main}
     for readout in plan.main:
         readout.queue(StepTensors(hidden, logits), download)
     download.send()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 import kernels
 import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
+from tests import warm
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ALONE = [Path(__file__).parent / name for name in ("attacks", "cluster")]
@@ -42,6 +44,15 @@ if DEVICE == "cpu" and HAS_TRITON:
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU in the interpreter."""
     return torch.device(DEVICE)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_fork_servers() -> Iterator[None]:
+    """Gateways in this process have fork servers that start in milliseconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(os, "pidfd_open"):
+            patch.setattr("gateway.text.forks.start_fork_server", warm.start_fork_server)
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -17,8 +17,8 @@ import msgspec
 from yarl import URL
 
 from engine import wire
-from gateway.context import new_id
 from gateway.errors import EngineSilent, GatewayError, from_engine
+from gateway.ids import new_id
 from gateway.pool.stream import EngineStreams, lost, silent, unreachable, unreadable
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.context import new_id
 from gateway.errors import InvalidRequest
+from gateway.ids import new_id
 from gateway.schemas.chat import ChatMessage, ChatRequest, TextPart
 from gateway.schemas.generation import TextRequest
 from gateway.schemas.responses import ChosenFunction, InputItem, ItemPart, ResponseRequest, TextFormat

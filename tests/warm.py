@@ -1,7 +1,8 @@
 """Fork servers of text workers that start in milliseconds, because a process that has imported their modules forks them.
 
 A test process starts this warm process (``python -m tests.warm DESCRIPTOR``) when a gateway in the test process needs its first
-fork server. Gateways that run as processes start their fork servers as in production, and so do the tests of ``gateway.text.workers``.
+fork server. Gateways that run as processes start their fork servers as in production, as do the tests of
+``gateway.text.workers``.
 """
 
 from __future__ import annotations

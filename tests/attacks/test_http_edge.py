@@ -411,11 +411,6 @@ def test_a_refused_body_is_not_asked_for(gateway: Program) -> None:
 # --- times
 
 
-def seconds_until_closed(connection: socket.socket) -> tuple[float, bytes]:
-    began = time.monotonic()
-    return time.monotonic() - began, read_to_end(connection)
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("sent", [b"G", b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: "])
 def test_headers_that_do_not_come(gateway: Program, sent: bytes) -> None:

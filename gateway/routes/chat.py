@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,13 +15,15 @@ from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, with_section
+from gateway.ids import new_id
+from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, thinking_limit, with_section
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
+from gateway.routes.answer import Answer
 from gateway.routes.body import Body, post_json
-from gateway.routes.generating import Answer, Generator, system_fingerprint
+from gateway.routes.generating import Generator, system_fingerprint
 from gateway.routes.reading import Reader
 from gateway.schemas.chat import (
     AssistantMessage,
@@ -37,11 +38,13 @@ from gateway.schemas.chat import (
     TopLogprob,
 )
 from gateway.schemas.length_guidance import LengthGuidance
-from gateway.schemas.tools import CalledFunction, ToolCall, ToolCallDelta
+from gateway.schemas.tools import CalledCustom, CalledFunction, CustomToolCall, ToolCall, ToolCallDelta
 from gateway.schemas.usage import Usage
 from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import as_list
-from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
+from gateway.tools.parts import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
+
+_encoder = msgspec.json.Encoder()
 
 
 def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
@@ -69,6 +72,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
+            thinking_limit=thinking_limit(fields.thinking_token_budget, prepared.format),
             grammar=prepared.grammar,
             bad_words=prepared.bad_words,
             param="messages",
@@ -90,14 +94,13 @@ def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
 
 def _with_budget(model: ServedModel, data: ChatRequest) -> ChatRequest:
     """Return the request with its budget of thinking as length guidance. Raises :class:`InvalidRequest`."""
-    names = [name for name in ("thinking_budget", "thinking_token_budget") if getattr(data, name) is not None]
-    if not names:
+    if data.thinking_budget is None:
         return data
-    require_lenvm(model, names[0])
-    if len(names) > 1 or data.length_guidance is not None or data.custom_params is not None:
-        message = f"`{names[-1]}` is one of several fields that set the length of the text; send one of them."
-        raise InvalidRequest(message, param=names[-1])
-    guidance = LengthGuidance(target_length=getattr(data, names[0]), applies_to="thinking")
+    require_lenvm(model, "thinking_budget")
+    if data.length_guidance is not None or data.custom_params is not None:
+        message = "`thinking_budget` is one of several fields that set the length of the text; send one of them."
+        raise InvalidRequest(message, param="thinking_budget")
+    guidance = LengthGuidance(target_length=data.thinking_budget, applies_to="thinking")
     return msgspec.structs.replace(data, length_guidance=guidance)
 
 
@@ -121,10 +124,14 @@ def _message(piece: Piece) -> AssistantMessage:
     if told.reasoning:
         message.reasoning_content = message.reasoning = told.reasoning
     if told.calls:
-        message.tool_calls = [
-            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)) for call in told.calls
-        ]
+        message.tool_calls = [*map(_tool_call, told.calls)]
     return message
+
+
+def _tool_call(call: Call) -> ToolCall | CustomToolCall:
+    if call.custom:
+        return CustomToolCall(id=call.id, custom=CalledCustom(name=call.name, input=call.arguments))
+    return ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
 def _delta(parts: list[Part]) -> ChatDelta | None:
@@ -133,6 +140,7 @@ def _delta(parts: list[Part]) -> ChatDelta | None:
         return None
     content, reasoning = "", ""
     calls: dict[int, ToolCallDelta] = {}
+    texts: dict[int, str] = {}
     for part in parts:
         match part:
             case Content():
@@ -140,18 +148,36 @@ def _delta(parts: list[Part]) -> ChatDelta | None:
             case Reasoning():
                 reasoning += part.text
             case CallBegin():
-                function = CalledFunction(name=part.name, arguments="")
-                calls[part.call] = ToolCallDelta(index=part.call, id=part.id, type="function", function=function)
+                texts[part.call] = ""
+                calls[part.call] = _call_delta(part.call, part.name, custom=part.custom)
+                calls[part.call].id = part.id
             case CallArguments():
-                delta = calls.setdefault(part.call, ToolCallDelta(index=part.call, function=CalledFunction(arguments="")))
-                assert delta.function is not None
-                delta.function.arguments = (delta.function.arguments or "") + part.text
+                texts[part.call] = texts.get(part.call, "") + part.text
+                if part.call not in calls:
+                    calls[part.call] = _call_delta(part.call, None, custom=part.custom)
+    for call, delta in calls.items():
+        if delta.custom is not None:
+            delta.custom.input = texts[call]
+        elif delta.function is not None:
+            delta.function.arguments = texts[call]
     return ChatDelta(
         content=content or None,
         reasoning_content=reasoning or None,
         reasoning=reasoning or None,
         tool_calls=[*calls.values()] or None,
     )
+
+
+def _call_delta(call: int, name: str | None, *, custom: bool) -> ToolCallDelta:
+    """Return what is new of a call, without its text. ``name``: of a call that begins, else None."""
+    delta = ToolCallDelta(index=call)
+    if custom:
+        delta.custom = CalledCustom(name=name)
+    else:
+        delta.function = CalledFunction(name=name)
+    if name is not None:
+        delta.type = "custom" if custom else "function"
+    return delta
 
 
 class ChatAnswer(Answer):
@@ -164,12 +190,17 @@ class ChatAnswer(Answer):
         self._prompt = prompt
         self._ids = bool(fields.return_token_ids)
         self._gamma = gamma
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._id = f"chatcmpl-{new_id()}"
         self._created = int(time.time())
         self._name = model.name
         self._fingerprint = system_fingerprint(model)
         self._texts = TOKEN_IDS if fields.return_tokens_as_token_ids else model.tokenizer.texts
         self._spellings = model.tokenizer.spellings(skip_special_tokens=False)
+        self._encoded = None if gamma is not None or fields.return_tokens_as_token_ids else model.tokenizer.encoded
+
+    @property
+    def text_only(self) -> bool:
+        return True
 
     def logprobs(self, tokens: list[Token]) -> ChatLogprobs | None:
         return ChatLogprobs([self._token_logprob(token) for token in tokens]) if self._logprobs else None
@@ -231,14 +262,17 @@ class ChatAnswer(Answer):
             usage=usage,
         )
 
-    def _token_logprob(self, token: Token) -> TokenLogprob:
+    def _token_logprob(self, token: Token) -> Any:
+        """Return a :class:`TokenLogprob`, or the same as JSON."""
+        logprob = token.logprob or 0.0
+        if self._encoded is not None:
+            return _as_json(self._encoded, token.id, logprob, token.top)
         if self._gamma is not None:
             tops = [TopLogprob(**self._judged(id, logprob, token.values)) for id, logprob in token.top]
-            return TokenLogprob(**self._judged(token.id, token.logprob or 0.0, token.values), top_logprobs=tops)
+            return TokenLogprob(**self._judged(token.id, logprob, token.values), top_logprobs=tops)
         texts, spellings = self._texts, self._spellings
         tops = [TopLogprob(token=texts[id], logprob=logprob, bytes=list(spellings[id])) for id, logprob in token.top]
-        logprob, spelling = token.logprob or 0.0, list(spellings[token.id])
-        return TokenLogprob(token=texts[token.id], logprob=logprob, bytes=spelling, top_logprobs=tops)
+        return TokenLogprob(token=texts[token.id], logprob=logprob, bytes=list(spellings[token.id]), top_logprobs=tops)
 
     def _judged(self, id: int, logprob: float, values: Mapping[int, float]) -> dict[str, Any]:
         assert self._gamma is not None
@@ -246,3 +280,13 @@ class ChatAnswer(Answer):
         remaining = None if value is None else remaining_tokens(value, self._gamma)
         spelling = list(self._spellings[id])
         return {"token": self._texts[id], "logprob": logprob, "bytes": spelling, "value": value, "remaining_tokens": remaining}
+
+
+def _as_json(encoded: Mapping[int, tuple[bytes, bytes]], id: int, logprob: float, top: Sequence[tuple[int, float]]) -> msgspec.Raw:
+    """Return a :class:`TokenLogprob` as JSON. Most of it depends on the token only, and is encoded once for each token."""
+    own, *numbers = _encoder.encode([logprob, *[each for _, each in top]])[1:-1].split(b",")
+    tops = b",".join(
+        [b"%b%b%b}" % (encoded[each][0], number, encoded[each][1]) for (each, _), number in zip(top, numbers, strict=True)]
+    )
+    before, after = encoded[id]
+    return msgspec.Raw(b'%b%b%b,"top_logprobs":[%b]}' % (before, own, after, tops))

@@ -66,7 +66,8 @@ def requests(info: wire.Info, budget: Budget) -> Iterator[Messages]:
     if "embed" in able:
         yield [wire.Score("embeddings", [], [[0], _prompt(info)], wire.Embedding())]
     if "generate" in able:
-        yield from ([each] for each in _generations(_prompt(info)))
+        for generation in _generations(_prompt(info)):
+            yield [generation]
     if "length_guidance" in able:
         yield [_score("length values", wire.LengthValue())]
         yield from _guided(info)

@@ -64,7 +64,8 @@ class Kernel:
 
 def segments() -> tuple[list[int], list[int]]:
     """Queries and contexts of a step of :data:`TOKENS`: whole requests, and of the last one the query and as many items as fit."""
-    queries, contexts = [], []
+    queries: list[int] = []
+    contexts: list[int] = []
     while (left := TOKENS - sum(queries)) > QUERY:
         items = min(ITEMS, (left - QUERY) // ITEM)
         queries += [QUERY, *[ITEM] * items]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 from llguidance import LLTokenizer
 
@@ -26,13 +27,13 @@ from engine.lenvm.graphs import ROWS, WIDTH, PassGraphs
 from engine.lenvm.guided_draws import LenVMRunner
 from engine.lenvm.pairing import check_pairing, gamma_of
 from engine.loop import Loop
-from engine.models import fp8
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import read_json
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
+from engine.models.quantization import FORMATS, arithmetic_of
 from engine.models.source import locate
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
@@ -57,7 +58,7 @@ def build_loop(settings: EngineSettings) -> Loop:
     device = device_of(settings)
     dtype = dtype_of(settings, device)
     if settings.quantize is not None:
-        fp8.check_device(device, dtype)
+        FORMATS[settings.quantize].check_device(device, dtype)
     directory = locate(settings.model)
     shared = settings.tensor_parallel > 1
     if shared:
@@ -137,6 +138,7 @@ def assemble(
     lenvm_pool = None if paired is None else SlotPool(slots)
     scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
+    info = msgspec.structs.replace(info, arithmetic=arithmetic_of(decoder.embed.weight.dtype, settings.quantize))
     return Loop(
         runner,
         scheduler,

@@ -34,8 +34,9 @@ from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
 from examples.demo_models.evaluate import auc, spearman, values_and_truths
 from examples.demo_models.lenvm import write_texts
 from examples.demo_models.text import load_tokenizer
+from kernels.int8 import instructions
 
-FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"))
+FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"), ("float32", "int8"))
 """Number format and quantisation; the others are compared with the first."""
 SLOTS = 32_768
 OPENING = 32
@@ -125,7 +126,7 @@ def costs(model: Subject, material: Material, sizes: Sizes) -> dict[str, Cost]:
     found: dict[str, Cost] = {}
     exact: Answers | None = None
     for dtype, quantize in FORMATS:
-        if quantize is not None and torch.cuda.is_available() and dtype != "bfloat16":
+        if not supported(dtype, quantize):
             continue
         chosen = dataclasses.replace(model, dtype=dtype, quantize=quantize)
         engine = Engine(chosen.load(), dtype, slots=SLOTS)
@@ -133,6 +134,13 @@ def costs(model: Subject, material: Material, sizes: Sizes) -> dict[str, Cost]:
         exact = exact or given
         found[chosen.format] = _cost(engine, material, given, exact)
     return found
+
+
+def supported(dtype: str, quantize: str | None) -> bool:
+    """Whether this machine computes in a format."""
+    if quantize == "int8":
+        return not torch.cuda.is_available() and instructions() is not None
+    return quantize is None or not torch.cuda.is_available() or dtype == "bfloat16"
 
 
 def answers(engine: Engine, material: Material, sizes: Sizes) -> Answers:
@@ -209,6 +217,8 @@ def value_costs(sizes: Sizes) -> dict[str, dict[str, float]]:
     exact: Tensor | None = None
     found = {}
     for dtype, quantize in FORMATS:
+        if quantize == "int8" and not supported(dtype, quantize):
+            continue
         value_model = load_lenvm(MODELS / "lenvm", getattr(torch, dtype), quantize)
         values, truths = values_and_truths(value_model, texts)
         exact = values if exact is None else exact

@@ -1,7 +1,7 @@
-"""Products of matrices in 8-bit integers on a CPU: each row of activations and each output channel of weights has a scale of its own.
+"""Products of matrices in 8-bit integers on a CPU. Each row of activations and each output channel of weights has a scale.
 
-``x ≈ (codes - 128) · scale`` with ``scale = max|x| / 127``. Sums of products of codes are exact, so that a row's result does not depend
-on the rows beside it. oneDNN multiplies, with VNNI or AMX; without them, its sums of two products saturate at 16 bits.
+``x ≈ (codes - 128) · scale`` with ``scale = max|x| / 127``. Sums of products of codes are exact, so that a row's result does not
+depend on the rows beside it. oneDNN multiplies, with VNNI or AMX; without them, its sums of two products saturate at 16 bits.
 """
 
 from __future__ import annotations

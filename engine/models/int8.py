@@ -1,8 +1,8 @@
 """A decoder whose layers multiply in 8-bit integers on a CPU: a scale for each output channel of the weights and for each token of
 their input (:mod:`kernels.int8`).
 
-Embedding, head, norms, biases, keys, values, attention and what is added from layer to layer stay in float32. Where several processes
-share a decoder, each quantises its own part, as in FP8 (:mod:`engine.models.fp8`).
+Embedding, head, norms, biases, keys, values, attention and what is added from layer to layer stay in float32. Where several
+processes share a decoder, each quantises its own part, as in FP8 (:mod:`engine.models.fp8`).
 """
 
 from __future__ import annotations
@@ -61,14 +61,10 @@ def fill(layer: DecoderLayer, source: DecoderLayer) -> None:
 def check_device(device: torch.device, dtype: torch.dtype) -> None:
     """Raises :class:`ModelError` where the device cannot multiply 8-bit integers."""
     if device.type != "cpu":
-        raise ModelError(
-            "--quantize int8 computes on a CPU, and the model is on a GPU; take --quantize fp8 there, or --device cpu."
-        )
+        raise ModelError("--quantize int8 computes on a CPU, and the model is on a GPU; use --quantize fp8 there, or --device cpu.")
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
-        raise ModelError(
-            f"--quantize int8 computes in float32 around its products, and --dtype is {name}; leave one of the two out."
-        )
+        raise ModelError(f"--quantize int8 needs float32 around its products, and --dtype is {name}; leave one of the two out.")
     found = instructions()
     if found is None:
         raise ModelError(

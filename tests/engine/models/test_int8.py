@@ -96,12 +96,12 @@ def test_a_value_model_keeps_its_head(qwen3: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_compute_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="int8 computes on a CPU, and the model is on a GPU; take --quantize fp8 there"):
+    with pytest.raises(ModelError, match="int8 computes on a CPU, and the model is on a GPU; use --quantize fp8 there"):
         int8.check_device(torch.device("cuda", 0), torch.bfloat16)
-    with pytest.raises(ModelError, match="int8 computes in float32 .* --dtype is bfloat16; leave one of the two out"):
+    with pytest.raises(ModelError, match=r"int8 needs float32 around .* --dtype is bfloat16; leave one of the two out"):
         int8.check_device(CPU, torch.bfloat16)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_vnni": False})
-    with pytest.raises(ModelError, match="int8 needs a processor with one of amx_int8, avx512_vnni.* leave --quantize out"):
+    with pytest.raises(ModelError, match=r"int8 needs a processor with one of amx_int8, avx512_vnni.* leave --quantize out"):
         int8.check_device(CPU, torch.float32)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True, "amx_int8": True})
     int8.check_device(CPU, torch.float32)

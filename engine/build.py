@@ -20,7 +20,7 @@ from engine.attention.triton import FixedTritonAttention
 from engine.device import cgroup
 from engine.device.cuda_graphs import CudaCapture
 from engine.distributed.leader import LeadingDecoder
-from engine.distributed.placement import device_of, dtype_of, set_threads
+from engine.distributed.placement import device_of, dtype_of, set_threads, warn_of_slow_dtype
 from engine.kvcache.kv import KVCache
 from engine.kvcache.slots import SlotPool
 from engine.lenvm.graphs import ROWS, WIDTH, PassGraphs
@@ -57,6 +57,7 @@ def build_loop(settings: EngineSettings) -> Loop:
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
+    warn_of_slow_dtype(device, dtype)
     if settings.quantize is not None:
         FORMATS[settings.quantize].check_device(device, dtype)
     directory = locate(settings.model)

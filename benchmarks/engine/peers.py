@@ -84,13 +84,19 @@ def main(arguments: Sequence[str]) -> int:
     for runtime in RUNTIMES:
         parser.add_argument(f"--{runtime}", type=Path, metavar="PYTHON", help="the Python of its environment (left out)")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights (%(default)s)")
+    parser.add_argument("--model", help="a model directory, instead of random weights")
     parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
     records, workload, rng = Records(), Workload(), np.random.default_rng(0)
-    summary: dict[str, Any] = {"bench": "peers", "machine": machine.describe(), "shape": options.shape, "left_out": {}}
-    with subject(options.shape, None, "float32") as measured, ExitStack() as stack:
+    summary: dict[str, Any] = {
+        "bench": "peers",
+        "machine": machine.describe(),
+        "model": options.model or options.shape,
+        "left_out": {},
+    }
+    with subject(options.shape, options.model, "float32") as measured, ExitStack() as stack:
         scorers = start(measured.directory, options, summary["left_out"], stack)
         scorers["transformers, float32"] = Transformers(measured, torch.device("cpu"))
         summary["versions"] = {name: scorer.version for name, scorer in scorers.items() if isinstance(scorer, Peer)}

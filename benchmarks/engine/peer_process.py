@@ -36,7 +36,10 @@ class LastLogits(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[prompts, tokens] -> [prompts, vocabulary]"""
-        return self.model(input_ids, logits_to_keep=1, use_cache=False).logits[:, -1]  # type: ignore[no-any-return]
+        mask = torch.ones_like(
+            input_ids
+        )  # without one, transformers looks for packed sequences, which not every exporter can follow
+        return self.model(input_ids, attention_mask=mask, logits_to_keep=1, use_cache=False).logits[:, -1]  # type: ignore[no-any-return]
 
 
 def random_prompts(vocabulary: int, seed: int = 0) -> Any:
@@ -101,7 +104,8 @@ def main(runtime: str, checkpoint: str, form: str, threads: str) -> None:
     for line in sys.stdin:
         prompts, labels = json.loads(line)
         start = time.perf_counter()
-        logits = torch.from_numpy(np.asarray(run(np.array(prompts)))).float()
+        found = torch.from_numpy(np.asarray(run(np.array(prompts)))).float()
+        logits = found.reshape(len(prompts), -1)  # NNCF puts an axis before
         rows = logits.log_softmax(-1)[:, labels].tolist()
         print(json.dumps({"rows": rows, "seconds": time.perf_counter() - start}), file=answers, flush=True)
 

@@ -21,7 +21,9 @@ class Benchmark:
 BENCHMARKS = {
     "score": Benchmark("benchmarks.engine.cli:score", "scoring: 10 items of 180 tokens after a query of 120"),
     "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
-    "accuracy": Benchmark("benchmarks.engine.cli:accuracy", "accuracy of bfloat16 and FP8, on the demo models and random weights"),
+    "accuracy": Benchmark(
+        "benchmarks.engine.cli:accuracy", "accuracy of bfloat16, FP8 and int8, on the demo models and random weights"
+    ),
     "gpu": Benchmark("benchmarks.engine.cli:gpu", "everything that needs a GPU machine, in at most 8 minutes"),
     "peers": Benchmark("benchmarks.engine.peers:main", "scoring on a CPU, beside OpenVINO and ONNX Runtime"),
     "spinning": Benchmark("benchmarks.engine.spinning:main", "idle threads of the engine: spin or sleep, with and without company"),

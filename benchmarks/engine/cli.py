@@ -86,14 +86,16 @@ def length(arguments: Sequence[str]) -> int:
 
 def accuracy(arguments: Sequence[str]) -> int:
     """Parse ``arguments`` and run the benchmark of number formats; returns the exit code."""
-    parser = _parser("accuracy", "Accuracy of bfloat16 and FP8, on the demo models and on random weights.")
+    parser = _parser("accuracy", "Accuracy of bfloat16, FP8 and int8, on the demo models and on random weights.")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and float32 with this quantisation (all formats)")
     parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
     parser.add_argument("--out", type=Path, help="folder for the tables and the summary")
     parsed = parser.parse_args(arguments)
     _restart_as_engine("accuracy", arguments)
     from benchmarks.engine.accuracy import QUICK, Sizes, run
 
-    run(QUICK if parsed.quick else Sizes(), parsed.out)
+    formats = [("float32", None), ("float32", parsed.quantize)] if parsed.quantize else None
+    run(QUICK if parsed.quick else Sizes(), parsed.out, formats)
     return 0
 
 

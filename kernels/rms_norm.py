@@ -24,7 +24,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """:func:`rms_norm` in plain PyTorch. On a CPU in float32, three passes over the rows, where PyTorch's own takes five."""
     if x.is_cuda or x.dtype != torch.float32 or needs_gradient(x, weight):
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
 
 

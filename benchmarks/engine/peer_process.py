@@ -32,7 +32,8 @@ class LastLogits(torch.nn.Module):
 
     def __init__(self, checkpoint: str) -> None:
         super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa").eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+        self.eval()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[prompts, tokens] -> [prompts, vocabulary]"""

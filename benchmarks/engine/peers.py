@@ -52,7 +52,11 @@ class Peer:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
         self.taken = 0.0
         """Seconds of the last request, without its way here."""
-        self.version: str = self._read()["ready"]
+        try:
+            self.version: str = self._read()["ready"]
+        except PeerError:
+            self.close()
+            raise
 
     def score(self, message: wire.Score) -> Scores:
         """Score all prompts of a request as one batch."""
@@ -68,7 +72,7 @@ class Peer:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()  # closes the pipes
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -54,7 +54,8 @@ def serving_apart(
 @contextmanager
 def _process(arguments: Sequence[str], port: int, more: Mapping[str, str] | None = None) -> Iterator[None]:
     """Yield one of our programs when it is ready. ``more``: variables of its environment."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("YARDSTICK_")} | (more or {})
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("YARDSTICK_")}
+    environment.update(more or {})
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)  # noqa: S603 - our own modules

@@ -15,6 +15,9 @@ MAX_CODE = 127.0
 ZERO = 128
 """Code of zero in activations, which are unsigned, as the instructions want them."""
 
+MOST_COLUMNS = 65_536
+"""Longest rows whose sums of products of codes, 255 · 127 each, fit 32 bits."""
+
 MIN_PEAK = 1e-10
 """A row of zeros counts as one with a peak of this: a scale is never zero."""
 

@@ -41,7 +41,7 @@ def warn_of_slow_dtype(device: torch.device, dtype: torch.dtype) -> None:
     found = torch.cpu.get_capabilities()
     if found.get("architecture") == "x86_64" and not any(found.get(name) for name in BFLOAT16_INSTRUCTIONS):
         logger.warning(
-            "--dtype bfloat16 is four to five times slower than float32 on this processor, which lacks %s; use --dtype float32",
+            "--dtype bfloat16 is several times slower than float32 on this processor, which lacks %s; use --dtype float32",
             " and ".join(BFLOAT16_INSTRUCTIONS),
         )
 

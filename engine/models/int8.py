@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.models.decoder import Decoder, DecoderLayer, Linear
 from engine.models.errors import ModelError
-from kernels.int8 import INSTRUCTIONS, PackedWeight, instructions, int8_linear, pack
+from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_linear, pack
 
 logger = logging.getLogger(__name__)
 
@@ -74,4 +74,11 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_shapes(decoder: Decoder) -> None:
-    """All shapes can be multiplied."""
+    """Raises :class:`ModelError` where a sum of products could exceed 32 bits."""
+    for name in PROJECTIONS:
+        columns = decoder.layers[0].get_submodule(name).get_parameter("weight").shape[1]
+        if columns > MOST_COLUMNS:
+            raise ModelError(
+                f"--quantize int8 sums at most {MOST_COLUMNS:,} products, and the model's {name.rpartition('.')[2]} has {columns:,} "
+                "columns in each process; leave --quantize out."
+            )

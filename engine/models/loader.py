@@ -68,9 +68,8 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     passage = copy.deepcopy(layers[0])
     for layer in layers:
-        form.convert(
-            layer
-        )  # before weights are loaded: unwritten memory is not allocated, and memory freed later would leave holes
+        # Before weights are loaded: unwritten memory is not allocated, and memory freed later would leave holes.
+        form.convert(layer)
     for index, layer in enumerate(layers):
         checkpoint.copy(stored, decoder.layer_views(index, passage), part)
         form.fill(layer, passage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from engine import wire
 from engine.build import build_loop
 from engine.models import int8
+from engine.models.config import load_config
 from engine.models.decoder import Decoder, Linear
 from engine.models.errors import ModelError
 from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
@@ -106,6 +108,14 @@ def test_what_cannot_compute_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True, "amx_int8": True})
     int8.check_device(CPU, torch.float32)
     assert instructions() == "amx_int8"
+
+
+def test_sums_that_could_overflow_are_refused(qwen3: Path) -> None:
+    config = dataclasses.replace(load_config(qwen3), num_layers=1, intermediate_size=65_537)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    with pytest.raises(ModelError, match="at most 65,536 products, and the model's down_proj has 65,537 columns"):
+        int8.check_shapes(decoder)
 
 
 def test_the_fingerprint_knows(qwen3: Path) -> None:

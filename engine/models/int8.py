@@ -79,6 +79,6 @@ def check_shapes(decoder: Decoder) -> None:
         columns = decoder.layers[0].get_submodule(name).get_parameter("weight").shape[1]
         if columns > MOST_COLUMNS:
             raise ModelError(
-                f"--quantize int8 sums at most {MOST_COLUMNS:,} products, and the model's {name.rpartition('.')[2]} has {columns:,} "
-                "columns in each process; leave --quantize out."
+                f"--quantize int8 sums at most {MOST_COLUMNS:,} products, and the model's {name.rpartition('.')[2]} has {columns:,}"
+                " columns in each process; leave --quantize out."
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import uuid
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
@@ -13,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from engine import wire
+from gateway.context import new_id
 from gateway.errors import GatewayError, InternalError
 from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
@@ -108,7 +108,7 @@ class FanOut:
         self, model: ServedModel, prompts: Prompts, branches: list[list[int]], affinity: bytes | None, lease: Lease | None
     ) -> wire.Scored:
         prefix = as_list(prompts.prefix)
-        request = wire.Score(uuid.uuid4().hex, prefix, branches, prompts.readout, prompts.priority, caller=prompts.caller)
+        request = wire.Score(new_id(), prefix, branches, prompts.readout, prompts.priority, caller=prompts.caller)
         tokens = len(prefix) + sum(map(len, branches))
 
         async def ask(client: EngineClient) -> wire.Scored:

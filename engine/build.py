@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 from llguidance import LLTokenizer
 
@@ -21,7 +22,7 @@ from engine.device import cgroup
 from engine.device.compilations import Compilations
 from engine.device.cuda_graphs import CudaCapture
 from engine.distributed.leader import LeadingDecoder
-from engine.distributed.placement import device_of, dtype_of, set_threads
+from engine.distributed.placement import device_of, dtype_of, set_threads, warn_of_slow_dtype
 from engine.kvcache.kv import KVCache
 from engine.kvcache.slots import SlotPool
 from engine.lenvm.graphs import PARTS, PassGraphs
@@ -29,13 +30,13 @@ from engine.lenvm.guided_draws import LenVMRunner
 from engine.lenvm.pairing import check_pairing, gamma_of
 from engine.lenvm.parts import WIDTHS
 from engine.loop import Loop
-from engine.models import fp8
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.files import read_json
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
+from engine.models.quantization import FORMATS, arithmetic_of
 from engine.models.source import locate
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
@@ -60,8 +61,9 @@ def build_loop(settings: EngineSettings) -> Loop:
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
+    warn_of_slow_dtype(device, dtype)
     if settings.quantize is not None:
-        fp8.check_device(device, dtype)
+        FORMATS[settings.quantize].check_device(device, dtype)
     directory = locate(settings.model)
     shared = settings.tensor_parallel > 1
     if shared:
@@ -140,6 +142,7 @@ def assemble(
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
+    info = msgspec.structs.replace(info, arithmetic=arithmetic_of(decoder.embed.weight.dtype, settings.quantize))
 
     def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
         lenvm_pool = None if paired is None else SlotPool(slots)

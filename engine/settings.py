@@ -14,7 +14,7 @@ from msgspec import Meta
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
-QUANTIZE = ("fp8",)
+QUANTIZE = ("fp8", "int8")
 ATTENTION = ("auto", "reference", "triton", "flashinfer")
 CUDA_GRAPHS = ("auto", "on", "off")
 
@@ -56,7 +56,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     dtype: Annotated[str | None, choices(*DTYPES, unset="bfloat16 on a GPU, float32 on a CPU")] = None
     """Number format of weights, keys and values."""
     quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None
-    """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row. See FP8 below."""
+    """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row: ``fp8`` on a GPU, ``int8``
+    on a CPU. See Quantisation below.
+    """
     attention: Annotated[str, choices(*ATTENTION)] = "auto"
     """The attention backend. ``reference`` serves a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that
     ``auto`` chose.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.serving.loop_client import MALLOC
+from engine.serving.environment import with_defaults
 from engine.settings import DTYPES, QUANTIZE
 
 PARTS = ("offline", "ablations", "online")
@@ -26,7 +26,7 @@ def score(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="few repeats and short runs, to see that it works")
     parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
     parsed = parser.parse_args(arguments)
-    _restart_with_engine_malloc("score", arguments)
+    _restart_as_engine("score", arguments)
     from benchmarks.engine.score import Options, run
     from benchmarks.engine.servers import ServerError
 
@@ -67,7 +67,7 @@ def length(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="few repeats and short texts, to see that it works")
     parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
     parsed = parser.parse_args(arguments)
-    _restart_with_engine_malloc("length", arguments)
+    _restart_as_engine("length", arguments)
     from benchmarks.engine.length import Options, run
 
     quick = {"repeats": 2, "output": 24, "texts": 32} if parsed.quick else {}
@@ -86,14 +86,16 @@ def length(arguments: Sequence[str]) -> int:
 
 def accuracy(arguments: Sequence[str]) -> int:
     """Parse ``arguments`` and run the benchmark of number formats; returns the exit code."""
-    parser = _parser("accuracy", "Accuracy of bfloat16 and FP8, on the demo models and on random weights.")
+    parser = _parser("accuracy", "Accuracy of bfloat16, FP8 and int8, on the demo models and on random weights.")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and float32 with this quantisation (all formats)")
     parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
     parser.add_argument("--out", type=Path, help="folder for the tables and the summary")
     parsed = parser.parse_args(arguments)
-    _restart_with_engine_malloc("accuracy", arguments)
+    _restart_as_engine("accuracy", arguments)
     from benchmarks.engine.accuracy import QUICK, Sizes, run
 
-    run(QUICK if parsed.quick else Sizes(), parsed.out)
+    formats = [("float32", None), ("float32", parsed.quantize)] if parsed.quantize else None
+    run(QUICK if parsed.quick else Sizes(), parsed.out, formats)
     return 0
 
 
@@ -107,11 +109,11 @@ def gpu(arguments: Sequence[str]) -> int:
     return run(parsed.out)
 
 
-def _restart_with_engine_malloc(benchmark: str, arguments: Sequence[str]) -> None:
-    """Restart the process with the allocator settings of the engine's loop, which libc reads when a process starts."""
-    if not MALLOC.keys() <= os.environ.keys():
-        command = [sys.executable, "-m", "benchmarks", benchmark, *arguments]
-        os.execve(sys.executable, command, MALLOC | os.environ)  # noqa: S606 - no shell is wanted
+def _restart_as_engine(benchmark: str, arguments: Sequence[str]) -> None:
+    """Restart the process with the variables of the engine's loop, which libraries read when a process starts."""
+    environment = with_defaults(os.environ)
+    if environment != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", benchmark, *arguments], environment)  # noqa: S606 - no shell is wanted
 
 
 def _parser(benchmark: str, description: str) -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,19 +37,25 @@ def serving(subject: Subject, engine_flags: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
-def serving_apart(directory: Path, engine_flags: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield the URLs of a gateway and of the one engine behind it; both are ended afterwards. Raises :class:`ServerError`."""
+def serving_apart(
+    directory: Path, engine_flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the URLs of a gateway and of the one engine behind it; both are ended afterwards. Raises :class:`ServerError`.
+
+    ``environment``: more variables of the engine.
+    """
     engine_port, gateway_port = free_port(), free_port()
     engine = ["engine", "--port", str(engine_port), "--model", str(directory), "--name", "bench", *engine_flags]
     gateway = ["gateway", "--port", str(gateway_port), "--engine", _url(engine_port)]
-    with _process(engine, engine_port), _process(gateway, gateway_port):
+    with _process(engine, engine_port, environment), _process(gateway, gateway_port):
         yield _url(gateway_port), _url(engine_port)
 
 
 @contextmanager
-def _process(arguments: Sequence[str], port: int) -> Iterator[None]:
-    """Yield one of our programs when it is ready."""
+def _process(arguments: Sequence[str], port: int, more: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Yield one of our programs when it is ready. ``more``: variables of its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("YARDSTICK_")}
+    environment.update(more or {})
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)  # noqa: S603 - our own modules

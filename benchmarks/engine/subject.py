@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.models import fp8
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model, save_model
+from engine.models.quantization import FORMATS
 from engine.models.rope import Rope
 from engine.models.source import locate
 
@@ -56,7 +56,7 @@ class Subject:
         """Load the weights, on a GPU if there is one. Raises :class:`~engine.models.errors.ModelError`."""
         device, dtype = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), getattr(torch, self.dtype)
         if self.quantize is not None:
-            fp8.check_device(device, dtype)
+            FORMATS[self.quantize].check_device(device, dtype)
         return load_model(self.directory, dtype, self.quantize).to(device)
 
 

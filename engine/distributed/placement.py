@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
@@ -9,6 +10,11 @@ import torch
 from engine.device import cgroup
 from engine.models.errors import ModelError
 from engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+"""Any of these multiplies bfloat16."""
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
@@ -26,6 +32,18 @@ def dtype_of(settings: EngineSettings, device: torch.device) -> torch.dtype:
     """Dtype of weights, keys and values."""
     dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     return dtype
+
+
+def warn_of_slow_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """Log a warning where the processor emulates bfloat16."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return
+    found = torch.cpu.get_capabilities()
+    if found.get("architecture") == "x86_64" and not any(found.get(name) for name in BFLOAT16_INSTRUCTIONS):
+        logger.warning(
+            "--dtype bfloat16 is several times slower than float32 on this processor, which lacks %s; use --dtype float32",
+            " and ".join(BFLOAT16_INSTRUCTIONS),
+        )
 
 
 def set_threads(settings: EngineSettings) -> None:

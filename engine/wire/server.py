@@ -45,6 +45,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Whether classes exclude each other (False: softmax) or not (True: sigmoid)."""
     embedding_size: int = 0
     """Length of an :class:`Embedding` row; 0 where the model does not embed."""
+    arithmetic: str = ""
+    """What the model computes in, for people: ``float32``, or ``float32, matrix products in int8 (avx512_vnni)``."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):

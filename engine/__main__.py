@@ -83,7 +83,7 @@ async def _told_to_end() -> None:
 
 
 def _listen(host: str, port: int, flag: str) -> socket.socket:
-    """A bound socket. ``*``: all addresses of IPv4 and, where the machine has it, IPv6. Raises OSError with a line that names the
+    """A bound socket. ``*`` means all addresses, of IPv4 and of IPv6 where there is one. Raises OSError with a line that names the
     remedy.
     """
     dual = host == "*" and socket.has_dualstack_ipv6()

@@ -112,7 +112,14 @@ BARE: Values = {
     "gateway": {"podDisruptionBudget": {"enabled": False}, "spread": False, "discovery": "dns"},
     "auth": {"generateFirstKey": False, "keys": [{"name": "ci", "sha256": "ab" * 32}]},
 }
-SETS: dict[str, Values] = {"default": {}, "gpu": GPU, "everything": EVERYTHING, "external": EXTERNAL, "bare": BARE, "gitops": GITOPS}
+SETS: dict[str, Values] = {
+    "default": {},
+    "gpu": GPU,
+    "everything": EVERYTHING,
+    "external": EXTERNAL,
+    "bare": BARE,
+    "gitops": GITOPS,
+}
 
 
 @cache

@@ -339,9 +339,7 @@ def test_policies_deny_by_default_and_open_what_is_needed():
 def metric_names() -> set[str]:
     """Every series that gateway and engine can write."""
     telemetry = Telemetry()
-    telemetry.watch_replicas(
-        lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)], lambda: [ModelSample("model", 1, 0)]
-    )
+    telemetry.watch_replicas(lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)], lambda: [ModelSample("model", 1, 0)])
     telemetry.watch_keys(lambda: KeySample(1, 0.0, False))
     telemetry.watch_log(lambda: 0)
     telemetry.watch_text_queue(lambda: 0)

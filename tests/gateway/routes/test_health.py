@@ -15,7 +15,6 @@ from tests.gateway.conftest import Start, metric
 from tests.gateway.test_error_table import told
 from tests.processes import wait_until
 
-
 SCORE = {"query": [1, 2], "items": [[3]], "label_token_ids": [5]}
 
 

@@ -1,4 +1,4 @@
-"""Upgrades of the chart against a real apiserver, without pods: what it reads of the cluster, and what Kubernetes lets it change."""
+"""Upgrades of the chart against a real apiserver, without pods: what the chart reads, and what Kubernetes lets it change."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_autoscaler_takes_over_the_number_of_pods(cluster: Cluster) -> None:
 def test_a_claim_for_each_pod_can_be_added_later(cluster: Cluster) -> None:
     """With the commands of docs/operations.md: Kubernetes changes no claims of a StatefulSet that exists."""
     cluster.install({})
-    with pytest.raises(HelmError, match="Forbidden|forbidden"):
+    with pytest.raises(HelmError, match=r"[Ff]orbidden"):
         cluster.upgrade({"engine": {"modelCache": {"persistent": True}}})
     old = cluster.core.list_namespaced_pod(cluster.namespace, label_selector="app.kubernetes.io/component=engine").items
     cluster.release.kubectl("delete", f"statefulset/{ENGINE}", "--cascade=orphan")

@@ -27,8 +27,8 @@ HELM = [found] if (found := shutil.which("helm")) else [sys.executable, str(BIN 
 
 @cache
 def chart() -> Path:
-    """The chart for the cluster that KUBECONFIG names. That cluster may be older than Chart.yaml allows, with newer APIs added to it;
-    the chart then is a copy that allows it."""
+    """The chart for the cluster that KUBECONFIG names. That cluster may be older than Chart.yaml allows, with newer APIs added to
+    it; the chart then is a copy that allows it."""
     version = json.loads(kubectl("version", "-o", "json"))["serverVersion"]
     if int(version["minor"].rstrip("+")) >= 23:
         return CHART

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -60,14 +59,11 @@ def test_an_engine_whose_loop_stands_still_is_restarted(ingress: IngressProxy, r
         release.rolled_out(ENGINES)
 
 
+BODY = {"query": "Query: red shoes\nItem: ", "items": [f"shoe {i}\nRelevant:" for i in range(6)], "labels": LABELS}
+
+
 class Answers:
     """The scores of one request, asked for again and again."""
-
-    BODY: dict[str, Any] = {
-        "query": "Query: red shoes\nItem: ",
-        "items": [f"shoe {i}\nRelevant:" for i in range(6)],
-        "labels": LABELS,
-    }
 
     def __init__(self, ingress: IngressProxy, release: Release) -> None:
         headers = {"host": ingress.host, "authorization": f"Bearer {release.key}"}
@@ -77,7 +73,8 @@ class Answers:
         self.seen: list[str] = []
 
     def ask(self, **headers: str) -> str:
-        return str(self._client.post("/v1/score", json=self.BODY, headers=headers).raise_for_status().json()["scores"])
+        answer = self._client.post("/v1/score", json=BODY, headers=headers).raise_for_status().json()
+        return str([[round(score, 3) for score in scores] for scores in answer["scores"]])
 
     def _run(self) -> None:
         while not self._stop.is_set():

@@ -37,7 +37,7 @@ _ENGINE_SECONDS = 10.0
 """Time that the engine has to end after the gateway, and with it every request, has ended."""
 _SPARE_SECONDS = 5.0
 """The gateway ends within its grace period; it is killed if it takes this much longer."""
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - local addresses of servers that listen on all addresses
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}  # noqa: S104 - local addresses of servers that listen on all addresses
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,8 @@ def _told_to_stop() -> Iterator[None]:
 def _check_port(settings: Settings) -> None:
     """Check that the gateway can listen, before anything is loaded. Raises :class:`CommandError`."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        host = "0.0.0.0" if settings.host == "*" else settings.host  # noqa: S104  the operator asks for all addresses
+        family, kind, protocol, _, address = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from kubernetes.client import AppsV1Api, CoreV1Api
 
 from gateway.pool.discovery.access import find_access
 from tests.cluster.chart.kube import HelmError, Release, wait_for
-from tests.helm.chart import Values
+from tests.helm.chart import ROOT, Values
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no cluster"),
 ]
 ENGINE = "yardstick-engine"
+FIRST_CHART = "99a68da"
+"""Commit of the chart 0.1.0."""
 
 
 class Cluster:
@@ -64,6 +68,21 @@ def test_secrets_are_kept_and_redis_is_not_restarted(cluster: Cluster) -> None:
     cluster.upgrade({"gateway": {"replicas": 3}})
     assert [cluster.secret(name) for name in names] == before
     assert cluster.annotations("yardstick-redis") == redis
+
+
+def test_the_chart_of_version_0_1_0_is_upgraded(cluster: Cluster, tmp_path: Path) -> None:
+    """Kubernetes refuses an upgrade that changes selectors, names of Services or claims."""
+    archive = subprocess.run(["git", "archive", FIRST_CHART, "helm"], cwd=ROOT, capture_output=True)
+    if archive.returncode != 0:
+        pytest.skip("this checkout has no history")
+    subprocess.run(["tar", "-x", "-C", tmp_path], input=archive.stdout, check=True)
+    cluster.release.run_helm("install", tmp_path / "helm", "--create-namespace", values={"engine": {"replicas": 2}})
+    names = ["yardstick-engine-token", "yardstick-first-key", "yardstick-api-keys"]
+    before, password = [cluster.secret(name) for name in names], cluster.secret("yardstick-redis")["password"]
+    cluster.upgrade({})
+    assert [cluster.secret(name) for name in names] == before
+    assert cluster.secret("yardstick-redis")["password"] == password
+    assert cluster.replicas() == 2
 
 
 def test_a_changed_password_of_an_existing_secret_restarts_redis(cluster: Cluster) -> None:

@@ -75,25 +75,26 @@ class Release:
 
     def install(self, values: Values, *, wait: bool = True) -> None:
         """Install, and wait until all of it is ready."""
-        self._helm("install", chart(), "--create-namespace", *(["--wait"] if wait else []), values=values)
+        self.run_helm("install", chart(), "--create-namespace", *(["--wait"] if wait else []), values=values)
 
     def upgrade(self, values: Values, *, wait: bool = True) -> None:
         """Change the values given, keep the others, and wait."""
-        self._helm("upgrade", chart(), "--reset-then-reuse-values", *(["--wait"] if wait else []), values=values)
+        self.run_helm("upgrade", chart(), "--reset-then-reuse-values", *(["--wait"] if wait else []), values=values)
 
     def rollback(self, revision: int) -> None:
         """Go back, and wait."""
-        self._helm("rollback", str(revision), "--wait")
+        self.run_helm("rollback", str(revision), "--wait")
 
     def uninstall(self) -> None:
         """Take everything away, and wait."""
-        self._helm("uninstall", "--wait")
+        self.run_helm("uninstall", "--wait")
 
     def test(self) -> str:
         """What its own test says."""
-        return self._helm("test", "--logs")
+        return self.run_helm("test", "--logs")
 
-    def _helm(self, command: str, *arguments: str | Path, values: Values | None = None) -> str:
+    def run_helm(self, command: str, *arguments: str | Path, values: Values | None = None) -> str:
+        """What a command of Helm prints. Raises HelmError."""
         given = ["--namespace", self.namespace, "--timeout", f"{READY_SECONDS}s", *(() if values is None else ("--values", "-"))]
         told = [*HELM, command, self.name, *arguments, *given]
         text = None if values is None else yaml.safe_dump(values)

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import yaml
 from kubernetes import config
 from kubernetes.client import ApiClient, Configuration
-from kubernetes.config import ConfigException
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -40,7 +38,7 @@ def find_access(environment: Mapping[str, str]) -> Access:
             config.load_incluster_config(client_configuration=settings)
             settings.proxy = None  # the API is beside the pod, whatever proxy the pod has for others
             return Access(ApiClient(settings), NAMESPACE_FILE.read_text().strip())
-    except (ConfigException, OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except Exception as error:  # the package raises what its parsers raise, of many kinds
         raise AccessError(f"the credentials for Kubernetes cannot be read: {error}") from None
     raise AccessError(
         "this process does not run in a Kubernetes pod (KUBERNETES_SERVICE_HOST is not set), and KUBECONFIG names no file"

@@ -40,9 +40,11 @@ from engine.wire.sampling import (
     LengthGuidance,
     Sampling,
     Thinking,
+    ThinkingLimit,
 )
 from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelihood, Readout, Score, Scored, row_length
 from engine.wire.server import Info, Limits, Stats, TokenizerFiles
+from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
     "CONTROL_TOKEN",
@@ -67,6 +69,7 @@ __all__ = [
     "FrameReader",
     "Generate",
     "GrammarLimits",
+    "GrammarVocabulary",
     "GuidanceMode",
     "Info",
     "Labels",
@@ -83,6 +86,7 @@ __all__ = [
     "Scored",
     "Stats",
     "Thinking",
+    "ThinkingLimit",
     "TokenizerFiles",
     "encode",
     "pack_frame",

@@ -58,13 +58,14 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 def build_loop(settings: EngineSettings) -> Loop:
     """Load the model and build the loop around it. Raises :class:`ModelError`."""
+    settings = located(settings)
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
     warn_of_slow_dtype(device, dtype)
     if settings.quantize is not None:
         FORMATS[settings.quantize].check_device(device, dtype)
-    directory = locate(settings.model)
+    directory = Path(settings.model)
     shared = settings.tensor_parallel > 1
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
@@ -74,10 +75,19 @@ def build_loop(settings: EngineSettings) -> Loop:
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
     if settings.lenvm_model is None:
         return assemble(decoder, settings, digest, vocabulary=vocabulary)
-    lenvm_directory = locate(settings.lenvm_model)
+    lenvm_directory = Path(settings.lenvm_model)
     paired = load_pair(lenvm_directory, directory, settings, dtype, device)
     both = hashlib.sha256(f"{digest} {fingerprint(lenvm_directory, dtype, settings.quantize)} {paired.gamma}".encode()).hexdigest()
     return assemble(decoder, settings, both[: len(digest)], paired, vocabulary)
+
+
+def located(settings: EngineSettings) -> EngineSettings:
+    """``settings`` with directories as models, so that all processes of an engine load the same files although a branch of a
+    repository may move. Raises :class:`ModelError`.
+    """
+    model = locate(settings.model, settings.revision)
+    lenvm = None if settings.lenvm_model is None else str(locate(settings.lenvm_model, settings.lenvm_revision))
+    return msgspec.structs.replace(settings, model=str(model), revision=None, lenvm_model=lenvm, lenvm_revision=None)
 
 
 def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> LLTokenizer | None:

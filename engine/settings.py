@@ -47,8 +47,12 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A model directory in Hugging Face's layout, or a hub id such as ``Qwen/Qwen3-0.6B``."""
     name: Annotated[str, unset("the last part of ``--model``")]
     """The name that clients use for the model."""
+    revision: Annotated[str | None, unset("the repository's main branch")] = None
+    """Branch, tag or commit of a hub repository. A commit pins the model: a restarted pod serves the same weights."""
     lenvm_model: Annotated[str | None, unset("none")] = None
     """A length-value model for guided generations: a directory or a hub id. Its vocabulary must be that of the model."""
+    lenvm_revision: Annotated[str | None, unset("the repository's main branch")] = None
+    """Branch, tag or commit of the length model's repository."""
     lenvm_gamma: Annotated[Share | None, unset("``lenvm.json`` beside the weights, or 0.997")] = None
     """The discount gamma of the length model, in (0, 1)."""
     device: Annotated[str | None, choices(*DEVICES, unset="a GPU where there is one")] = None
@@ -100,7 +104,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Settings of the pod's HTTP server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Without ``--token-file`` everyone who reaches it can use the engine."""
+    """Address to listen on; ``*`` means all addresses, of IPv4 and IPv6. Without ``--token-file`` everyone who reaches it can use
+    the engine."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8100
     """Port to listen on."""
     health_port: Annotated[Annotated[int, Meta(ge=1, le=65535)] | None, unset("none")] = None

@@ -32,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``kubernetes://namespace/service:port`` is one at each endpoint of a Service (port: name or number; default namespace: the
     gateway's own). Engines that serve the same model share its requests, whichever entries list them."""
     host: str = "127.0.0.1"
-    """Address to listen on. Beyond loopback, ``api_keys_file`` is required."""
+    """Address to listen on; ``*`` means all addresses, of IPv4 and IPv6. Beyond loopback, ``api_keys_file`` is required."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     """TCP port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None

@@ -148,7 +148,7 @@ class LoopClient:
                     if queue is not None:
                         queue.put_nowait(reply)
             elif isinstance(event, channel.Ready):
-                self.ready = event
+                self.ready, self.stats = event, event.stats
                 cpu_seconds = partial(tree_cpu_seconds, self._process.pid)
                 self.pulse = Pulse(cpu_seconds, stall_seconds=self._settings.stall_seconds)
                 self._tasks.append(asyncio.create_task(self._feel(self.pulse)))

@@ -151,7 +151,8 @@ def _gateway_arguments(settings: Settings) -> list[str]:
 def _check_port(settings: Settings) -> None:
     """Check that the gateway can listen, before anything is loaded. Raises :class:`CommandError`."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        host = "0.0.0.0" if settings.host == "*" else settings.host  # noqa: S104  the operator asks for all addresses
+        family, kind, protocol, _, address = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)

@@ -23,7 +23,7 @@ _ENGINE_SECONDS = 10.0
 """Time that the engine has to end after the gateway, and with it every request, has ended."""
 _SPARE_SECONDS = 5.0
 """The gateway ends within its grace period; it is killed if it takes this much longer."""
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - local addresses of servers that listen on all addresses
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}  # noqa: S104 - local addresses of servers that listen on all
 
 
 class Stop(Exception):

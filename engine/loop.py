@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -290,6 +291,8 @@ class Loop:
             replies = self._fail(step.batch, error)
             if self._pending_step is not None:
                 replies += self._fail(self._pending_step.batch, error)
+                with suppress(*DEVICE_ERRORS):  # its buffers are used again, so it must be done
+                    self._pending_step.discard()
                 self._pending_step = None
             return replies
         for branch in step.plan.branches:

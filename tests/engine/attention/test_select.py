@@ -15,6 +15,7 @@ from engine.attention.triton import TritonAttention
 from engine.models.config import ModelConfig
 from engine.models.errors import ModelError
 from engine.models.rope import Rope
+from tests.engine.device import skip_without_flashinfer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.bfloat16
@@ -118,3 +119,16 @@ def test_flashinfer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashinfer.metadata, "version", absent)
     assert flashinfer.problem(GPU, 128, HALF) == "flashinfer-python 0.6.6 is not installed"
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_tests_never_compile_flashinfer(hopper: pytest.MonkeyPatch, ready: bool) -> None:
+    """The GPU host has a compiler, and float16 is not among the modules that are built beforehand."""
+    hopper.setattr(flashinfer, "compiled", lambda head_dim, dtype: ready)
+    hopper.setattr(flashinfer, "_compiler", lambda: True)
+    assert flashinfer.problem(GPU, 128, torch.float16) is None
+    if ready:
+        skip_without_flashinfer(GPU, 128, torch.float16)
+    else:
+        with pytest.raises(pytest.skip.Exception, match=r"its module for torch.float16 and heads of 128 is not compiled"):
+            skip_without_flashinfer(GPU, 128, torch.float16)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 from llguidance import LLTokenizer
 
@@ -120,6 +121,7 @@ def assemble(
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention)
+    description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
@@ -137,6 +139,7 @@ def assemble(
     lenvm_pool = None if paired is None else SlotPool(slots)
     scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
+    info = msgspec.structs.replace(info, attention=description)
     return Loop(
         runner,
         scheduler,

@@ -181,6 +181,7 @@ class Loop:
             computed_tokens=self._computed,
             cached_tokens=self._cached,
             replayed_steps=self._runner.replayed,
+            attention_fallback=int(self.info.attention is not None and self.info.attention.fallback),
             lenvm_tokens=self._lenvm.tokens,
             guided_draws=self._lenvm.guided,
             decided_draws=self._lenvm.alone,

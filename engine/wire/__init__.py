@@ -42,9 +42,10 @@ from engine.wire.sampling import (
     Thinking,
 )
 from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelihood, Readout, Score, Scored, row_length
-from engine.wire.server import Info, Limits, Stats, TokenizerFiles
+from engine.wire.server import Attention, Info, Limits, Stats, TokenizerFiles
 
 __all__ = [
+    "Attention",
     "CONTROL_TOKEN",
     "GRAMMAR_LIMITS",
     "MAX_BAD_TOKENS",

@@ -94,6 +94,7 @@ class Late:
         for module in (attention_layout, branch_attention):
             patch.setattr(module, "PROGRAMS", 8)
         patch.setattr(flashinfer, "problem", lambda *given: None)
+        patch.setattr(flashinfer, "origin", lambda *given: "prebuilt")
         patch.setattr(build, "CudaCapture", lambda device: self.gpu)
         patch.setattr("engine.runner.graphs.BUCKETS", (4, 16))
         patch.setattr(build, "BUCKETS", (4, 16))
@@ -106,6 +107,8 @@ class Late:
         paired = None if lenvm is None else PairedLenVM(self.gpu.move(load_lenvm(lenvm)), GAMMA)
         loop = assemble(decoder, given, "digest", paired, load_grammar_vocabulary(base, decoder.config))
         assert loop._overlap
+        modules = "prebuilt" if given.attention == "flashinfer" else ""
+        assert loop.info.attention == wire.Attention(given.attention, "asked for", modules=modules)
         self._watch(loop)
         return loop
 

@@ -1,8 +1,8 @@
 """Pack compiled modules of FlashInfer as a wheel: ``python scripts/flashinfer_wheel.py ZIP FOLDER``. Prints the wheel's path.
 
-ZIP is named ``flashinfer-VERSION-aot-TARGET.zip``, such as ``flashinfer-0.6.6-aot-sm90a-cu130.zip``, and has ``aot/NAME/NAME.so`` for
-each module. The wheel puts them where FlashInfer of that version looks for modules: ``flashinfer/data/aot`` beside its own files. With
-them, nothing is compiled at a start.
+ZIP is named ``flashinfer-VERSION-aot-TARGET.zip``, such as ``flashinfer-0.6.6-aot-sm90a-cu130.zip``, and has ``aot/NAME/NAME.so``
+for each module. The wheel puts them where FlashInfer of that version looks for them: ``flashinfer/data/aot`` beside its own files.
+With them, nothing is compiled at a start.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def pack(source: Path, folder: Path) -> Path:
             raise ValueError(f"{source.name}: there is no module in it")
         summary = "Compiled modules of FlashInfer, which are not compiled again where they are installed."
         requires = f"Requires-Dist: flashinfer-python=={found['version']}"
-        write(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\nSummary: {summary}\n{requires}\n".encode())
+        write(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\nSummary: {summary}\n{requires}\n".encode(),
+        )
         write(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: flashinfer_wheel\nRoot-Is-Purelib: false\nTag: {TAG}\n".encode())
         packed.writestr(zipfile.ZipInfo(f"{info}/RECORD", DATE), "\n".join([*record, f"{info}/RECORD,,", ""]))
     return wheel

@@ -34,7 +34,18 @@ def zipped(folder: Path, *names: str, name: str = "flashinfer-0.6.6-aot-sm90a-cu
 def test_modules_are_packed_where_flashinfer_looks(tmp_path: Path) -> None:
     wheel = pack(zipped(tmp_path, "aot/", "aot/page/", "aot/page/page.so", "aot/rope/rope.so"), tmp_path / "out")
     assert wheel.name == "yardstick_flashinfer_modules-0.6.6+sm90a.cu130-py3-none-manylinux_2_28_x86_64.whl"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(tmp_path / "site"), wheel]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "site"),
+        wheel,
+    ]
     subprocess.run(command, check=True, timeout=60)
     installed = tmp_path / "site" / "flashinfer" / "data" / "aot"
     assert (installed / "page" / "page.so").read_text() == "aot/page/page.so"
@@ -95,7 +106,9 @@ def test_the_wheelhouse_is_all_that_a_host_with_torch_needs(tmp_path: Path) -> N
     python = only_torch(tmp_path / "host")
     install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--find-links", "wheelhouse"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | {"PIP_CONFIG_FILE": os.devnull}
-    subprocess.run([python, *install, "--requirement", "wheelhouse/requirements.txt"], cwd=tmp_path, env=clean, check=True, timeout=120)
+    subprocess.run(
+        [python, *install, "--requirement", "wheelhouse/requirements.txt"], cwd=tmp_path, env=clean, check=True, timeout=120
+    )
     program = """
 import torch, flashinfer
 from engine.attention.flashinfer import compiled, problem, import_module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.engine.engines import seconds
+from benchmarks.engine.store import Store, replace
 
 PERCENTILES = (50, 90, 99)
 FILE_WIDTH = 110
@@ -22,8 +24,11 @@ FILE_WIDTH = 110
 class Records:
     """Collects raw measurements and tables; :meth:`write` puts them into a folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.store = store or Store()
+        self.wrong: list[str] = []
+        """What gave other scores than the engine."""
         self.console = Console(record=True, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
         self._progress = Console(stderr=True)
 
@@ -38,12 +43,15 @@ class Records:
         return taken
 
     def write(self, folder: Path, summary: Mapping[str, Any]) -> None:
-        """Write ``records.jsonl``, ``tables.txt`` and ``summary.json``."""
+        """Write ``records.jsonl``, ``tables.txt`` and ``summary.json``. Records of an earlier run are kept if this one goes on."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        rows = "".join(json.dumps(row) + "\n" for row in self.rows)
+        path = folder / "records.jsonl"
+        before = path.read_text(encoding="utf-8") if self.store.resumed and path.is_file() else ""
+        replace(path, (before + rows).encode())
         tables = "\n".join(line.rstrip() for line in self.console.export_text().splitlines())
-        (folder / "tables.txt").write_text(tables + "\n", encoding="utf-8")
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        replace(folder / "tables.txt", (tables + "\n").encode())
+        replace(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -53,7 +61,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def plot(folder: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Write ``latency.png`` and ``latency.svg``: percentiles of latency against the completed items a second."""
+    """Write ``latency.png`` and ``latency.svg``, where matplotlib is installed: percentiles of latency against the offered items a
+    second."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -45,7 +45,6 @@ from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelih
 from engine.wire.server import Attention, Info, Limits, Stats, TokenizerFiles
 
 __all__ = [
-    "Attention",
     "CONTROL_TOKEN",
     "GRAMMAR_LIMITS",
     "MAX_BAD_TOKENS",
@@ -57,6 +56,7 @@ __all__ = [
     "SMALLEST_VALUE",
     "STATUS_OF_CODE",
     "Abort",
+    "Attention",
     "Caller",
     "Classes",
     "Constraint",

@@ -1,10 +1,10 @@
 """A GPU that is always late, for tests without one.
 
-Its tensors report the device ``cuda:0`` and hold their data in the memory of the CPU. Work on them is queued, as in a CUDA stream, and
-runs as late as :attr:`LateGpu.pace` allows: at the latest when the host waits for an event behind it. So a copy from pinned memory
-reads its source long after the host has queued it, and a result reaches the host only after its event. A copy notes what its source
-held when it was queued; :attr:`LateGpu.overwritten` lists those that found something else. Pageable memory is read at once, as CUDA
-does. What waits for the device otherwise, such as ``item()``, is an error.
+Its tensors report the device ``cuda:0`` and hold their data in the memory of the CPU. Work on them is queued, as in a CUDA stream,
+and runs as late as :attr:`LateGpu.pace` allows: at the latest when the host waits for an event behind it. So a copy from pinned
+memory reads its source long after the host has queued it, and a result reaches the host only after its event. A copy notes what its
+source held when it was queued; :attr:`LateGpu.overwritten` lists those that found something else. Pageable memory is read at once,
+as CUDA does. What waits for the device otherwise, such as ``item()``, is an error.
 
 Triton's interpreter runs the kernels, each as one piece of queued work. :class:`LateFlashInfer` is FlashInfer's wrapper with its
 staging buffer; called with some work, the device captures it as a CUDA graph.
@@ -261,8 +261,8 @@ class LateEvent:
 class LateFlashInfer:
     """``BatchPrefillWithPagedKVCacheWrapper`` of FlashInfer 0.6.6, as far as the engine uses it.
 
-    As PrefillPlan in its ``attention/scheduler.cuh`` does, :meth:`_plan` writes the tiles to the pinned buffer at once and queues one
-    copy of it to the device, which the kernel reads.
+    As PrefillPlan in its ``attention/scheduler.cuh`` does, :meth:`_plan` writes the tiles to the pinned buffer at once and queues
+    one copy of it to the device, which the kernel reads.
     """
 
     gpu: LateGpu

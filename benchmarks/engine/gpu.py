@@ -1,8 +1,8 @@
 """``python -m benchmarks gpu``: runs everything that needs a GPU machine, in two calls of limited time, and writes one folder.
 
 The most valuable parts come first. Each is a program with a time limit that writes what it measures at once; one that fails or
-runs out of time does not stop the others. A call with ``--continue`` runs what earlier calls left: parts that did not begin, and the
-rest of those that were stopped. The files are valid at every moment.
+runs out of time does not stop the others. A call with ``--continue`` runs what earlier calls left: parts that did not begin, and
+the rest of those that were stopped. The files are valid at every moment.
 """
 
 from __future__ import annotations

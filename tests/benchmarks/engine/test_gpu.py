@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,10 @@ import pytest
 
 from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, WELL, Part, parts, run_part, run_parts
 from benchmarks.engine.offline import agrees, spread
+from benchmarks.engine.score import Options, run
 from benchmarks.engine.store import FILE, Store
+from benchmarks.engine.subject import SHAPES, SMALL, random_decoder, subject
+from tests.checkpoints import make_checkpoint
 
 
 class Killed(BaseException):
@@ -158,3 +162,37 @@ def test_differences_in_few_bits_are_judged_by_most_of_them() -> None:
     found = spread(rounding[0])
     assert found["p50"] < found["rms"] < found["p90"] < found["p99"] <= found["max"]
     assert found["values"] == 320
+
+
+@pytest.mark.slow
+def test_a_benchmark_without_time_is_completed_by_a_second_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.engine.roofline.MATRIX", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr("benchmarks.engine.roofline.COPIED_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    model, out = make_checkpoint(tmp_path / "model", "qwen3"), tmp_path / "out"
+
+    def call(**given: object) -> dict:
+        assert run(Options(model=str(model), sweeps=False, repeats=1, out=out, **given)) == 0
+        return json.loads((out / "summary.json").read_text())
+
+    assert call(limit=0.0)["left_out"] == ["comparison"]
+    complete = call(resume=True)
+    assert complete["left_out"] == complete["disagree"] == []
+    assert complete["differences"]["values"] == 20
+    assert complete["engine"]["attention"]["backend"] == "reference"
+    assert complete["engine"]["steps"] > 0
+    records = (out / "records.jsonl").read_text()
+    again = call(resume=True)
+    assert again["ratio"] == complete["ratio"]
+    assert (out / "records.jsonl").read_text() == records
+
+
+def test_random_weights_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setitem(SHAPES, "small", replace(SMALL, num_layers=1, hidden_size=64, intermediate_size=64, vocab_size=300))
+    monkeypatch.setattr("benchmarks.engine.subject.random_decoder", lambda config: made.append(config) or random_decoder(config))
+    for _ in range(2):
+        with subject("small", None, "float32", models=tmp_path) as measured:
+            assert measured.directory == tmp_path / "small-float32"
+            assert (measured.directory / "tokenizer.json").is_file()
+    assert len(made) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["small-float32"]

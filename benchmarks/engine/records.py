@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.engine.engines import seconds
-from benchmarks.engine.store import Store, replace
+from benchmarks.engine.store import RECORDS, Store, append, replace
 
 PERCENTILES = (50, 90, 99)
 FILE_WIDTH = 110
@@ -27,6 +27,8 @@ class Records:
     def __init__(self, store: Store | None = None) -> None:
         self.rows: list[dict[str, Any]] = []
         self.store = store or Store()
+        self.store.stored = self._save_rows
+        self._saved = 0
         self.wrong: list[str] = []
         """What gave other scores than the engine."""
         self.console = Console(record=True, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
@@ -43,15 +45,20 @@ class Records:
         return taken
 
     def write(self, folder: Path, summary: Mapping[str, Any]) -> None:
-        """Write ``records.jsonl``, ``tables.txt`` and ``summary.json``. Records of an earlier run are kept if this one goes on."""
+        """Write ``tables.txt``, ``summary.json``, and what ``records.jsonl`` lacks: all rows, unless the store has the folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        rows = "".join(json.dumps(row) + "\n" for row in self.rows)
-        path = folder / "records.jsonl"
-        before = path.read_text(encoding="utf-8") if self.store.resumed and path.is_file() else ""
-        replace(path, (before + rows).encode())
+        if self.store.folder is None:
+            replace(folder / RECORDS, b"")
+            append(folder / RECORDS, self.rows)
+        self._save_rows()
         tables = "\n".join(line.rstrip() for line in self.console.export_text().splitlines())
         replace(folder / "tables.txt", (tables + "\n").encode())
         replace(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+
+    def _save_rows(self) -> None:
+        if self.store.folder is not None:
+            append(self.store.folder / RECORDS, self.rows[self._saved :])
+            self._saved = len(self.rows)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

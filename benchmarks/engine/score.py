@@ -103,10 +103,15 @@ def _in_process(measured: Subject, options: Options, records: Records) -> dict[s
         launched = Engine(decoder, measured.dtype, slots=LAUNCHED_SLOTS, cuda_graphs="off") if on_gpu else None
         scorers = ablations.variants(engine, decoder, launched)
         given = measured.config.vocab_size, options.repeats
-        ablate = partial(ablations.ablate, scorers, *given, _tolerance(measured), records, exact=_exact(measured))
-        if times := records.store.measure("ablations", SHORT_SECONDS, ablate):
-            found["ablations_ms"] = times
-            ablations.show_ablations(times, records)
+
+        def ablate() -> dict[str, Any]:
+            times = ablations.ablate(scorers, *given, _tolerance(measured), records, exact=_exact(measured))
+            return {"ms": times, "disagree": records.wrong}
+
+        if ablated := records.store.measure("ablations", SHORT_SECONDS, ablate):
+            found["ablations_ms"] = ablated["ms"]
+            records.wrong = sorted({*records.wrong, *ablated["disagree"]})
+            ablations.show_ablations(ablated["ms"], records)
         if on_gpu:
             loops = {"overlapped": engine, "synchronous": Engine(decoder, measured.dtype, overlap=False)}
             times = records.store.measure("loops", SHORT_SECONDS, partial(ablations.compare_loops, loops, *given, records))

@@ -6,11 +6,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 FILE = "results.jsonl"
+RECORDS = "records.jsonl"
+"""Raw measurements; :class:`benchmarks.engine.records.Records` writes them."""
 
 
 class Store:
@@ -25,16 +27,21 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``resume``: take the results that are in the folder; otherwise they are removed. ``limit``: seconds from now."""
-        self.resumed = resume
+        self.folder = folder
+        self.stored: Callable[[], None] = lambda: None
+        """Called after a result is stored."""
         self.results: dict[str, Any] = {}
         self.left_out: list[str] = []
         """Keys for which there was no time."""
         self._clock = clock
         self._end = clock() + limit
         self._path = None if folder is None else folder / FILE
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._open(self._path, resume=resume)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            whole_lines(folder / RECORDS, keep=resume)
+            for line in whole_lines(folder / FILE, keep=resume):
+                entry = json.loads(line)
+                self.results[entry["key"]] = entry["result"]
 
     @property
     def left(self) -> float:
@@ -53,21 +60,25 @@ class Store:
         assert result is not None, key
         self.results[key] = result
         if self._path is not None:
-            line = json.dumps({"key": key, "result": result}) + "\n"
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+            append(self._path, [{"key": key, "result": result}])
+        self.stored()
         return result
 
-    def _open(self, path: Path, *, resume: bool) -> None:
-        """Read the results of an earlier run, without a last line that it did not complete."""
-        content = path.read_bytes() if resume and path.is_file() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            entry = json.loads(line)
-            self.results[entry["key"]] = entry["result"]
-        replace(path, whole)
+
+def whole_lines(path: Path, *, keep: bool) -> list[bytes]:
+    """The lines of a file, which loses a last one that its writer did not complete. Without ``keep`` it loses all of them."""
+    content = path.read_bytes() if keep and path.is_file() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    replace(path, whole)
+    return whole.splitlines()
+
+
+def append(path: Path, rows: Sequence[Any]) -> None:
+    """Add rows to a file of JSON lines; they are on disk then."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -174,6 +174,14 @@ def test_a_benchmark_without_time_is_completed_by_a_second_call(tmp_path: Path, 
         assert run(Options(model=str(model), sweeps=False, repeats=1, out=out, **given)) == 0
         return json.loads((out / "summary.json").read_text())
 
+    def killed(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("benchmarks.engine.score.Transformers", killed)
+        with pytest.raises(Killed):
+            call()
+    assert (out / "results.jsonl").read_bytes() == b""
     assert call(limit=0.0)["left_out"] == ["comparison"]
     complete = call(resume=True)
     assert complete["left_out"] == complete["disagree"] == []

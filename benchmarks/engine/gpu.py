@@ -84,7 +84,8 @@ def run(out: Path, *, limit: float = LIMIT_SECONDS, resume: bool = False) -> int
         print("bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.", file=sys.stderr)
         return 1
     out.mkdir(parents=True, exist_ok=True)
-    summary = {"bench": "gpu", "machine": machine.describe(), "parts": run_parts(parts(out), out, limit, resume=resume)}
+    summary: dict[str, Any] = {"bench": "gpu", "machine": machine.describe()}
+    summary["parts"] = run_parts(parts(out), out, limit, resume=resume)
     table = Table("part", "seconds", "ended", "last line")
     for name, result in summary["parts"].items():
         table.add_row(name, f"{result['seconds']:.0f}", result["ended"], result["last_line"][:80])

@@ -25,7 +25,7 @@ def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
 
 def _gpu_problem(device: torch.device, available: int, needed: int) -> str | None:
     """Why the GPUs cannot be used, and what to do about it; None where they can."""
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"torch {torch.__version__} is built without CUDA; install a build with CUDA, or take --device cpu"
     if not available:
         return (

@@ -47,7 +47,6 @@ test-cluster: $(READY) ## Run the tests that need a cluster, as CI does, on the 
 	$(BIN)/python -m pytest -q -m "cluster and not slow" --durations=12 tests/cluster
 test-cluster-all: $(READY) ## Run also the cluster tests that take minutes each
 	$(BIN)/python -m pytest -q -m cluster --durations=12 tests/cluster
-
 check: lint types imports test-all ## Run all checks, as CI does
 lint: $(READY) ## Check style and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -57,7 +56,6 @@ imports: $(READY) ## Check imports between packages
 	$(BIN)/lint-imports
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
-
 bench: $(READY) ## Measure the engine on this machine, with FLAGS= of python -m benchmarks score
 	$(BIN)/python -m benchmarks score $(FLAGS)
 gpu: ## On a GPU host: run GPU tests, then benchmarks, into OUT=gpu-run; CONTINUE=1 runs what the first call of 8 minutes left

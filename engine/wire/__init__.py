@@ -40,9 +40,11 @@ from engine.wire.sampling import (
     LengthGuidance,
     Sampling,
     Thinking,
+    ThinkingLimit,
 )
 from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelihood, Readout, Score, Scored, row_length
 from engine.wire.server import Attention, Info, Limits, Stats, TokenizerFiles
+from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
     "CONTROL_TOKEN",
@@ -68,6 +70,7 @@ __all__ = [
     "FrameReader",
     "Generate",
     "GrammarLimits",
+    "GrammarVocabulary",
     "GuidanceMode",
     "Info",
     "Labels",
@@ -84,6 +87,7 @@ __all__ = [
     "Scored",
     "Stats",
     "Thinking",
+    "ThinkingLimit",
     "TokenizerFiles",
     "encode",
     "pack_frame",

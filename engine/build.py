@@ -137,6 +137,7 @@ def assemble(
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention)
+    description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
@@ -152,7 +153,8 @@ def assemble(
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
-    info = msgspec.structs.replace(info, arithmetic=arithmetic_of(decoder.embed.weight.dtype, settings.quantize))
+    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize)
+    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description)
 
     def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
         lenvm_pool = None if paired is None else SlotPool(slots)

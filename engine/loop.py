@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -185,6 +186,7 @@ class Loop:
             computed_tokens=self._computed,
             cached_tokens=self._cached,
             replayed_steps=self._runner.replayed - self._replayed_before[0],
+            attention_fallback=int(self.info.attention is not None and self.info.attention.fallback),
             lenvm_tokens=self._lenvm.tokens,
             guided_draws=self._lenvm.guided,
             decided_draws=self._lenvm.alone,
@@ -296,6 +298,8 @@ class Loop:
             replies = self._fail(step.batch, error)
             if self._pending_step is not None:
                 replies += self._fail(self._pending_step.batch, error)
+                with suppress(*DEVICE_ERRORS):  # its buffers are used again, so it must be done
+                    self._pending_step.discard()
                 self._pending_step = None
             return replies
         for branch in step.plan.branches:

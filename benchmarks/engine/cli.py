@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -24,7 +25,8 @@ def score(arguments: Sequence[str]) -> int:
     _add_subject(parser)
     parser.add_argument("--repeats", type=int, help=f"requests measured offline ({REPEATS})")
     parser.add_argument("--quick", action="store_true", help="few repeats and short runs, to see that it works")
-    parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
+    parser.add_argument("--models", type=Path, help="folder in which random weights are kept for other runs")
+    _add_output(parser)
     parsed = parser.parse_args(arguments)
     _restart_as_engine("score", arguments)
     from benchmarks.engine.score import Options, run
@@ -45,13 +47,15 @@ def score(arguments: Sequence[str]) -> int:
         seconds=parsed.seconds or (QUICK_SECONDS if parsed.quick else SECONDS),
         engine_flags=tuple(shlex.split(parsed.engine_flags)),
         out=parsed.out,
+        resume=parsed.resume,
+        limit=parsed.limit,
+        models=parsed.models,
     )
     try:
-        run(options)
+        return run(options)
     except ServerError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def length(arguments: Sequence[str]) -> int:
@@ -65,7 +69,7 @@ def length(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-ablations", action="store_true", help="leave the ablations out")
     parser.add_argument("--no-distributions", action="store_true", help="leave the lengths by scale out")
     parser.add_argument("--quick", action="store_true", help="few repeats and short texts, to see that it works")
-    parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
+    _add_output(parser)
     parsed = parser.parse_args(arguments)
     _restart_as_engine("length", arguments)
     from benchmarks.engine.length import Options, run
@@ -79,6 +83,8 @@ def length(arguments: Sequence[str]) -> int:
         ablations=not parsed.no_ablations,
         distributions=not parsed.no_distributions,
         out=parsed.out,
+        resume=parsed.resume,
+        limit=parsed.limit,
     )
     run(options)
     return 0
@@ -101,12 +107,16 @@ def accuracy(arguments: Sequence[str]) -> int:
 
 def gpu(arguments: Sequence[str]) -> int:
     """Parse ``arguments`` and run everything that needs a GPU machine; returns the exit code."""
-    parser = _parser("gpu", "Everything that needs a GPU machine: tests, kernels, scoring, guidance; at most 8 minutes.")
+    parser = _parser(
+        "gpu", "Everything that needs a GPU machine: tests, scoring, guidance, kernels; two calls of at most 8 minutes."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds of this call (%(default)g)")
+    parser.add_argument("--continue", dest="resume", action="store_true", help="run what an earlier call into this folder left")
     parsed = parser.parse_args(arguments)
     from benchmarks.engine.gpu import run
 
-    return run(parsed.out)
+    return run(parsed.out, limit=parsed.limit, resume=parsed.resume)
 
 
 def _restart_as_engine(benchmark: str, arguments: Sequence[str]) -> None:
@@ -118,6 +128,12 @@ def _restart_as_engine(benchmark: str, arguments: Sequence[str]) -> None:
 
 def _parser(benchmark: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"python -m benchmarks {benchmark}", description=description)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="folder for results, raw records, tables, plot and summary")
+    parser.add_argument("--continue", dest="resume", action="store_true", help="measure only what the results in --out lack")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which nothing more is measured")
 
 
 def _add_parts(parser: argparse.ArgumentParser) -> None:

@@ -61,16 +61,26 @@ class Subject:
 
 
 @contextmanager
-def subject(shape: str, model: str | None, dtype: str, quantize: str | None = None) -> Iterator[Subject]:
-    """Yield ``model``, a directory or hub id, or else random weights of ``shape`` in a directory that is deleted afterwards."""
+def subject(
+    shape: str, model: str | None, dtype: str, quantize: str | None = None, models: Path | None = None
+) -> Iterator[Subject]:
+    """Yield ``model``, a directory or hub id, or else random weights of ``shape`` in a directory that is deleted afterwards, or
+    kept in the folder ``models`` for other runs."""
     if model is not None:
         directory = locate(model)
         yield Subject(directory, load_config(directory), dtype, quantize)
         return
-    with tempfile.TemporaryDirectory(prefix="yardstick-bench-") as name:
-        save_model(random_decoder(SHAPES[shape]), SHAPES[shape], Path(name), getattr(torch, dtype))
-        _write_tokenizer(Path(name))
-        yield Subject(Path(name), SHAPES[shape], dtype, quantize)
+    kept = None if models is None else models / f"{shape}-{dtype}"
+    if kept is not None and kept.is_dir():
+        yield Subject(kept, SHAPES[shape], dtype, quantize)
+        return
+    if models is not None:
+        models.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="yardstick-bench-", dir=models) as name:
+        made = Path(name) / "model"
+        save_model(random_decoder(SHAPES[shape]), SHAPES[shape], made, getattr(torch, dtype))
+        _write_tokenizer(made)
+        yield Subject(made if kept is None else made.rename(kept), SHAPES[shape], dtype, quantize)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from engine import wire
 from engine.batch import ExtendSegment
 from engine.ints import Ints
 from engine.kvcache.kv import KVCache
@@ -25,6 +26,8 @@ class AttentionBackend(ABC):
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
+        self.description: wire.Attention | None = None
+        """Set by :func:`engine.attention.select.make_attention`."""
 
     @abstractmethod
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:

@@ -18,14 +18,34 @@ BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 
 
 def device_of(settings: EngineSettings, rank: int = 0) -> torch.device:
-    """Device of process ``rank``. Raises :class:`ModelError` where there are too few GPUs."""
+    """Device of process ``rank``. Raises :class:`ModelError` where the GPUs that are asked for cannot be used."""
     available = torch.cuda.device_count()
     kind = settings.device or ("cuda" if available else "cpu")
-    if kind == "cuda" and available < settings.tensor_parallel:
-        raise ModelError(
-            f"GPUs needed: {settings.tensor_parallel}, found: {available}; lower --tensor-parallel, or take --device cpu."
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device("cuda", rank)
+    if problem := _gpu_problem(device, available, settings.tensor_parallel):
+        raise ModelError(f"The engine cannot compute on the GPU: {problem}.")
+    return device
+
+
+def _gpu_problem(device: torch.device, available: int, needed: int) -> str | None:
+    """Why the GPUs cannot be used, and what to do about it; None where they can."""
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return f"torch {torch.__version__} is built without CUDA; install a build with CUDA, or take --device cpu"
+    if not available:
+        return (
+            "torch finds no GPU; check that nvidia-smi lists one here, and that a container or pod is given one "
+            '(docker run --gpus, limits."nvidia.com/gpu"), or take --device cpu'
         )
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if available < needed:
+        return f"{needed} are needed and {available} found; lower --tensor-parallel, or take --device cpu"
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:  # such as a driver that is too old for this build, or a GPU that another process owns
+        first = str(error).partition("\n")[0].rstrip(".")
+        return f"{device} does not work: {first}; check the driver with nvidia-smi, or take --device cpu"
+    return None
 
 
 def dtype_of(settings: EngineSettings, device: torch.device) -> torch.dtype:

@@ -10,6 +10,7 @@ behind the main model's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,10 @@ class PendingStep:
     batch: Batch
     plan: OutputPlan
     download: Download
+
+    def discard(self) -> None:
+        """Block until the step is done, and leave its results. Raises what the device raised."""
+        self.download.wait()
 
     def wait(self) -> StepResult:
         """Block until the results are on the host. Raises what the device raised."""
@@ -90,7 +95,18 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
-        """Queue all segments of ``batch``, and the outputs that they ask for, on the device."""
+        """Queue all segments of ``batch``, and the outputs that they ask for, on the device.
+
+        Where that fails midway, wait for what is queued, because no :class:`PendingStep` will: its buffers are used again.
+        """
+        try:
+            return self._launch(batch)
+        except Exception:
+            with suppress(RuntimeError):  # a device that cannot go on has nothing queued
+                self._wait_for_device()
+            raise
+
+    def _launch(self, batch: Batch) -> PendingStep:
         plan, step, download = OutputPlan(batch, self._context), StepTensors(), Download(self._device)
         upload = Upload()
         for readout in plan.readouts:
@@ -108,6 +124,11 @@ class Runner:
         self._keep_drawn(plan)
         download.send()
         return PendingStep(batch, plan, download)
+
+    def _wait_for_device(self) -> None:
+        nothing = Download(self._device)
+        nothing.send()
+        nothing.wait()
 
     @property
     def replayed(self) -> int:

@@ -17,6 +17,7 @@ GAUGES = {
     "yardstick_engine_tenants": ("Tenants with a request that has not ended.", "tenants"),
     "yardstick_engine_slots": ("Slots for keys and values, one a token.", "slots_total"),
     "yardstick_engine_slots_free": ("Free slots.", "slots_free"),
+    "yardstick_engine_attention_fallback": ("1 if `auto` could not choose the fastest attention backend.", "attention_fallback"),
     "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),
 }
 COUNTERS = {

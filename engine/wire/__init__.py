@@ -43,7 +43,7 @@ from engine.wire.sampling import (
     ThinkingLimit,
 )
 from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelihood, Readout, Score, Scored, row_length
-from engine.wire.server import Info, Limits, Stats, TokenizerFiles
+from engine.wire.server import Attention, Info, Limits, Stats, TokenizerFiles
 from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "SMALLEST_VALUE",
     "STATUS_OF_CODE",
     "Abort",
+    "Attention",
     "Caller",
     "Classes",
     "Constraint",

@@ -20,6 +20,19 @@ class Limits(msgspec.Struct, frozen=True):
     """``LengthGuidance.top_k``."""
 
 
+class Attention(msgspec.Struct, frozen=True):
+    """The attention backend of an engine."""
+
+    backend: str
+    """``reference``, ``triton`` or ``flashinfer``."""
+    reason: str
+    """Why it was chosen, as a clause."""
+    fallback: bool = False
+    """Whether ``auto`` chose it because the fastest backend of the device cannot be used."""
+    modules: str = ""
+    """Of FlashInfer: ``prebuilt`` or ``compiled`` on this machine."""
+
+
 class Info(msgspec.Struct, tag="info", frozen=True):
     """Description of a served model. Constant for the life of the pod."""
 
@@ -47,6 +60,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Length of an :class:`Embedding` row; 0 where the model does not embed."""
     arithmetic: str = ""
     """What the model computes in, for people: ``float32``, or ``float32, matrix products in int8 (avx512_vnni)``."""
+    attention: Attention | None = None
+    """None from an engine that does not say."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -63,6 +78,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     cached_tokens: int
     replayed_steps: int = 0
     """Steps whose launches were replayed from a CUDA graph."""
+    attention_fallback: int = 0
+    """1 if :attr:`Attention.fallback`."""
     lenvm_tokens: int = 0
     """Tokens that the length model computed, candidates included."""
     guided_draws: int = 0

@@ -219,6 +219,16 @@ def test_a_gpu_makes_a_gpu_pod():
     assert not [argument for argument in container["args"] if argument.startswith("--name")]
 
 
+@pytest.mark.parametrize(
+    ("engine", "flags"),
+    [(GPU["engine"], ["cuda"]), (GPU["engine"] | {"device": "cpu"}, ["cpu"]), ({}, []), ({"device": "cuda"}, ["cuda"])],
+)
+def test_a_pod_with_a_gpu_does_not_serve_without_it(engine: Values, flags: list[str]):
+    """The engine refuses to start then; without the flag it would serve slowly on the CPU."""
+    (container,) = one(manifests({"engine": engine}), "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]["containers"]
+    assert [argument for argument in container["args"] if argument.startswith("--device")] == [f"--device={flag}" for flag in flags]
+
+
 @pytest.mark.parametrize(("threads", "flags"), [(3, ["--threads=3"]), (None, [])])
 def test_threads_may_be_left_to_the_limit(threads: int | None, flags: list[str]):
     spec = one(manifests({"engine": {"threads": threads}}), "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]

@@ -23,6 +23,9 @@ BENCHMARKS = {
     "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
     "accuracy": Benchmark("benchmarks.engine.cli:accuracy", "accuracy of bfloat16 and FP8, on the demo models and random weights"),
     "gpu": Benchmark("benchmarks.engine.cli:gpu", "everything that needs a GPU machine, in at most 8 minutes"),
+    "host": Benchmark(
+        "benchmarks.engine.host:main", "processor time of the engine's host for each step, with models that cost nothing"
+    ),
     "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),

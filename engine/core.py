@@ -52,8 +52,9 @@ class Branch:
     request: Request
     index: int
     tokens: IntBuffer
-    slots: IntBuffer = field(default_factory=IntBuffer)
-    """Slots of the tokens computed so far. This branch owns them."""
+    context: IntBuffer = field(default_factory=IntBuffer)
+    """Slots of the prefix, and behind them those of the branch's tokens computed so far, which this branch owns. Empty before the
+    first token is computed. Views stay valid while tokens are added."""
     given: int = 0
     """Number of tokens that came with the request; the tokens behind them are output."""
     prompt_logprobs: list[wire.Logprobs] = field(default_factory=list)
@@ -64,6 +65,8 @@ class Branch:
     """Deltas that wait until they have as many tokens as the caller wants in one message."""
     pending_steps: int = 0
     """Pending steps that compute the branch's last token."""
+    pending: bool = False
+    """Whether a pending step draws the newest token, which is :data:`PENDING` until then."""
     done: bool = False
     constraint: Constraint | None = None
     """The state of the grammar that the output follows; None without a grammar."""
@@ -77,32 +80,49 @@ class Branch:
     def __post_init__(self) -> None:
         self.given = len(self.tokens)
 
-    @property
-    def pending(self) -> bool:
-        """Whether a pending step draws the newest token."""
-        return len(self.tokens) > 0 and int(self.tokens.view[-1]) == PENDING
+    def await_draw(self) -> None:
+        """Add the token that a pending step draws."""
+        self.tokens.append(PENDING)
+        self.pending = True
 
     def draw(self, token: int) -> None:
         """Take the token that a settled step has drawn."""
         if self.pending:
-            self.tokens.view[-1] = token
+            self.tokens.replace_last(token)
+            self.pending = False
         else:
-            self.tokens.extend([token])
+            self.tokens.append(token)
 
     @property
-    def may_draw(self) -> bool:
-        """Whether it is known which tokens can be drawn next."""
-        return self.constraint is None or self.constraint.ready
+    def computed(self) -> int:
+        """Tokens with a slot."""
+        return max(0, self.context.size - self.request.prefix.size)
+
+    @property
+    def slots(self) -> Ints:
+        """Slots of the tokens computed so far."""
+        return self.context.from_(self.request.prefix.size)
 
     @property
     def remaining(self) -> int:
         """Tokens without a slot."""
-        return len(self.tokens) - len(self.slots)
+        return self.tokens.size - self.computed
+
+    def enter(self, slots: Ints) -> None:
+        """Take ``slots`` for the next tokens."""
+        if not self.context.size:
+            self.context.extend(self.request.prefix_slots.view)
+        self.context.extend(slots)
+
+    @property
+    def drawn(self) -> int:
+        """Number of :attr:`outputs`."""
+        return self.tokens.size - self.given
 
     @property
     def outputs(self) -> Ints:
         """Tokens drawn so far, in this attempt."""
-        return self.tokens.view[self.given :]
+        return self.tokens.from_(self.given)
 
     def partial_before(self, start: int) -> npt.NDArray[np.float32] | None:
         """Return the values for the tokens before ``start``; None if ``start`` is 0. A preempted branch begins again at 0, and the
@@ -174,7 +194,7 @@ class Request:
     @property
     def prefix_remaining(self) -> int:
         """Prefix tokens without a slot."""
-        return len(self.prefix) - len(self.prefix_slots)
+        return self.prefix.size - self.prefix_slots.size
 
     @property
     def salt(self) -> str | None:
@@ -282,6 +302,8 @@ class GenerateRequest(Request):
     aux_request: AuxRequest | None = None
     allowed: Bits | None = None
     """``Sampling.allowed_token_ids``."""
+    depends_on_output: bool = False
+    """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
 
     @classmethod
     def of(cls, message: wire.Generate, now: float) -> GenerateRequest:
@@ -301,6 +323,7 @@ class GenerateRequest(Request):
             prompt=prompt,
             length_guidance=effective(message),
             allowed=_allowed(message.sampling),
+            depends_on_output=_depends_on_output(message.sampling),
         )
         request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
         if request.length_guidance is not None:
@@ -322,7 +345,7 @@ class GenerateRequest(Request):
 
     @property
     def reserve(self) -> int:
-        if self.prefix_remaining or (self.aux_request is not None and self.aux_request.prefix_remaining):
+        if self.prefix.size != self.prefix_slots.size or (self.aux_request is not None and self.aux_request.prefix_remaining):
             return 0
         return len(self.branches) * (1 + self.candidates)
 
@@ -330,15 +353,8 @@ class GenerateRequest(Request):
         """Whether a token is drawn behind the newest of ``branch``."""
         return self.offset(branch) < self.message.sampling.max_tokens
 
-    @property
-    def depends_on_output(self) -> bool:
-        """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
-        sampling = self.message.sampling
-        penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
-        return penalties != (0.0, 0.0, 1.0) or any(len(word) > 1 for word in sampling.bad_words)
-
     def may_run_ahead(self, branch: Branch) -> bool:
-        if self.depends_on_output or self.message.grammar:
+        if self.depends_on_output or branch.constraint is not None:
             return False
         if branch.section is not None:
             self.guided_from(branch)  # reads the known tokens
@@ -359,12 +375,17 @@ class GenerateRequest(Request):
 
     def offset(self, branch: Branch) -> int:
         """Output tokens of ``branch`` so far, those of an earlier attempt included."""
-        return self.message.resume_offset + len(branch.outputs)
+        return self.message.resume_offset + branch.tokens.size - branch.given
 
     def output(self, branch: Branch) -> Ints:
         """Output tokens of ``branch`` so far, those of an earlier attempt included."""
         earlier = self.prompt[len(self.prompt) - self.message.resume_offset :]
         return np.concatenate([earlier, branch.outputs])
+
+
+def _depends_on_output(sampling: wire.Sampling) -> bool:
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    return penalties != (0.0, 0.0, 1.0) or any(len(word) > 1 for word in sampling.bad_words)
 
 
 def _allowed(sampling: wire.Sampling) -> Bits | None:

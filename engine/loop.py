@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,7 +22,7 @@ from engine import wire
 from engine.batch import Batch
 from engine.checks import MAX_CALLER_CHARACTERS, check
 from engine.core import Branch, GenerateRequest, Request, ScoreRequest
-from engine.readouts.base import Drawn, LenVMCounts, StepResult
+from engine.readouts.base import LenVMCounts, StepResult
 from engine.readouts.logprobs import join_logprobs
 from engine.request_log import Ending, RequestLog
 from engine.runner.runner import PendingStep, Runner
@@ -294,27 +294,29 @@ class Loop:
             return replies
         for branch in step.plan.branches:
             branch.pending_steps -= 1
-        return list(self._process_results(result))
+        return self._process_results(result)
 
-    def _process_results(self, result: StepResult) -> Iterator[wire.Reply]:
+    def _process_results(self, result: StepResult) -> list[wire.Reply]:
+        replies: list[wire.Reply] = []
         for part in result.prompts:
             if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
                 part.branch.prompt_logprobs += part.logprobs
         for branch, row in result.rows:
             if self._open(branch):
-                yield from self._process_row(branch, row)
+                self._process_row(branch, row, replies)
         for branch in filter(self._open, result.ended):
-            yield from self._tell(branch, self._delta(branch, None, "length"))
+            self._process_draw(branch, None, None, replies)
         for drawn in result.drawn:
             if self._open(drawn.branch):
-                yield from self._tell(drawn.branch, self._delta(drawn.branch, drawn, None))
+                self._process_draw(drawn.branch, drawn.token, drawn.logprobs, replies)
         if self._structured is not None:
             self._structured.start_masks()
         self._lenvm.tokens += result.lenvm.tokens
         self._lenvm.guided += result.lenvm.guided
         self._lenvm.alone += result.lenvm.alone
+        return replies
 
-    def _process_row(self, branch: Branch, row: list[float]) -> Iterator[wire.Reply]:
+    def _process_row(self, branch: Branch, row: list[float], replies: list[wire.Reply]) -> None:
         request = branch.request
         assert isinstance(request, ScoreRequest)
         request.rows[branch.index] = row
@@ -323,56 +325,69 @@ class Loop:
             if not request.on_lenvm:
                 self._count_cached(request)
             self._note("finished", request)
-            yield wire.Scored(request.id, request.rows, request.cached_tokens, request.computed_tokens, request.queue_seconds)
+            scored = wire.Scored(request.id, request.rows, request.cached_tokens, request.computed_tokens, request.queue_seconds)
+            replies.append(scored)
 
     def _open(self, branch: Branch) -> bool:
         """Whether the results of ``branch`` are still wanted. With overlap a step may compute more than was needed."""
         return not branch.done and self._scheduler.get(branch.request.id) is branch.request
 
-    def _delta(self, branch: Branch, drawn: Drawn | None, finish: wire.FinishReason | None) -> wire.Delta:
+    def _process_draw(self, branch: Branch, token: int | None, logprobs: wire.Logprobs | None, replies: list[wire.Reply]) -> None:
+        """Take a drawn token, and send it once the caller's number of tokens is there. ``token`` None: the sequence ends without a
+        draw."""
         request = branch.request
         assert isinstance(request, GenerateRequest)
+        message = request.message
         offset = request.offset(branch) - branch.pending
-        first = branch.index == 0 and offset == request.message.resume_offset
+        finish: wire.FinishReason | None = "length"
+        if token is not None:
+            branch.draw(token)
+            finish = self._finish_reason(message, branch, token, offset + 1)
+        if finish is not None:
+            self._finish(branch)
+        elif branch.constraint is not None and token is not None:
+            assert self._structured is not None
+            self._structured.advance(branch, token)
+        delta = wire.Delta(request.id, offset, [] if token is None else [token], branch.index, logprobs, finish)
+        if offset == message.resume_offset or branch.prompt_logprobs:
+            delta = self._with_prompt(delta, branch)
+        if branch.unsent or message.tokens_per_delta > 1 or delta.prompt_logprobs is not None:
+            branch.unsent.append(delta)
+            if finish is not None or len(branch.unsent) >= message.tokens_per_delta:
+                replies += wire.prompt_parts(join_deltas(branch.unsent))
+                branch.unsent = []
+        else:
+            replies.append(delta)
+
+    def _with_prompt(self, delta: wire.Delta, branch: Branch) -> wire.Delta:
+        """Add what is known of the prompt to the first delta of a sequence."""
+        request = branch.request
+        assert isinstance(request, GenerateRequest)
+        pieces, branch.prompt_logprobs = branch.prompt_logprobs, []
+        first = branch.index == 0 and delta.offset == request.message.resume_offset
         if first:
             self._count_cached(request)
-        if drawn is not None:
-            branch.draw(drawn.token)
-            finish = self._finish_reason(request, branch, drawn.token)
-        if finish is not None:
-            self._scheduler.finish(branch)
-            if not request.branches:
-                self._note("finished", request)
-        elif drawn is not None and self._structured is not None:
-            self._structured.advance(branch, drawn.token)
-        pieces, branch.prompt_logprobs = branch.prompt_logprobs, []
-        return wire.Delta(
-            id=request.id,
-            offset=offset,
-            tokens=[] if drawn is None else [drawn.token],
-            index=branch.index,
-            logprobs=None if drawn is None else drawn.logprobs,
-            finish=finish,
+        return msgspec.structs.replace(
+            delta,
             prompt_logprobs=join_logprobs(pieces) if pieces else None,
             cached_tokens=request.cached_tokens if first else 0,
             queue_seconds=request.queue_seconds if first else 0.0,
         )
 
-    def _tell(self, branch: Branch, delta: wire.Delta) -> Iterator[wire.Delta]:
-        """Send ``delta`` and the deltas kept back before it, once they have enough tokens."""
+    def _finish(self, branch: Branch) -> None:
+        """End a sequence."""
         request = branch.request
-        assert isinstance(request, GenerateRequest)
-        branch.unsent.append(delta)
-        if delta.finish is not None or len(branch.unsent) >= request.message.tokens_per_delta:
-            yield from wire.prompt_parts(join_deltas(branch.unsent))
-            branch.unsent = []
+        self._scheduler.finish(branch)
+        if not request.branches:
+            self._note("finished", request)
 
-    def _finish_reason(self, request: GenerateRequest, branch: Branch, token: int) -> wire.FinishReason | None:
-        sampling = request.message.sampling
+    def _finish_reason(self, message: wire.Generate, branch: Branch, token: int, drawn: int) -> wire.FinishReason | None:
+        """``drawn``: output tokens so far, with ``token`` and those of an earlier attempt."""
+        sampling = message.sampling
         if token in sampling.stop_token_ids or (token in self.info.eos_token_ids and not sampling.ignore_eos):
             return "stop"
-        context = len(request.prompt) + len(branch.outputs)
-        return "length" if request.offset(branch) >= sampling.max_tokens or context >= self.info.max_context else None
+        context = len(message.prompt) + branch.drawn
+        return "length" if drawn >= sampling.max_tokens or context >= self.info.max_context else None
 
     def _count_cached(self, request: Request) -> None:
         self._cached += request.cached_tokens

@@ -48,6 +48,7 @@ GIGAHERTZ = 2.5
 WARM_STEPS = 20
 ITEMS, ITEM_TOKENS, QUERY_TOKENS, OPEN_REQUESTS = 10, 180, 120, 16
 PROMPT_TOKENS = 300
+BYTES = 256
 COLUMNS = 32
 """Of the logits: few, so that operations on the device take little more than their dispatch."""
 LIMITS = {"score": 4.0, "decode": 5.0, "guided": 8.0}
@@ -219,7 +220,7 @@ def _guided() -> tuple[Loop, Feed]:
 
 
 def _structured() -> tuple[Loop, Feed]:
-    loop = null_loop(256, tokenizer_json=tokenizer_json(VOCABULARY - 4))
+    loop = null_loop(BYTES, tokenizer_json=tokenizer_json(BYTES))  # any byte may be the next token; the bits are for all tokens
     return loop, Rows(64, grammar=of_json_schema(LONG))
 
 

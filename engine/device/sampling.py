@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -64,8 +65,7 @@ _ROUNDS = ((np.uint64(30), np.uint64(MIX_1)), (np.uint64(27), np.uint64(MIX_2)))
 _LAST_SHIFT = np.uint64(31)
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(msgspec.Struct, frozen=True, eq=False):
     """Parameters of one draw."""
 
     params: Sampling
@@ -114,18 +114,18 @@ class SamplingBatch:
 def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
     """Return the parameters of ``rows`` for :func:`draw`, in one copy to the device that the host does not wait for."""
     params = [row.params for row in rows]
-    integers = [
-        noise_keys([some.seed for some in params], [row.index for row in rows], [row.position for row in rows]).view(np.int64),
-        np.array([some.top_k for some in params], np.int64),
-    ]
-    floats = [
-        np.array([max(some.temperature, SMALLEST_TEMPERATURE) if some.temperature > 0 else 0 for some in params], np.float32),
-        np.array([some.top_p for some in params], np.float32),
-        np.array([math.log(some.min_p) if some.min_p else -math.inf for some in params], np.float32),
-    ]
+    keys = noise_keys([some.seed for some in params], [row.index for row in rows], [row.position for row in rows])
+    top_k = np.array([some.top_k for some in params], np.int64)
+    temperatures = np.array([some.temperature for some in params])
+    temperatures = np.where(temperatures > 0, np.maximum(temperatures, SMALLEST_TEMPERATURE), 0).astype(np.float32)
+    top_p = np.array([some.top_p for some in params])
+    floors = np.array([math.log(some.min_p) if some.min_p else -math.inf for some in params], np.float32)
+    drawn, kept = temperatures > 0, (top_k <= 0) & (top_p >= 1) & (floors == -np.inf)
+    integers, floats = [keys.view(np.int64), top_k], [temperatures, top_p.astype(np.float32), floors]
     changes = []
+    changed = [(at, row) for at, row in enumerate(rows) if _changes_logits(row.params)]
     for entries_of, change in _EDITS:
-        found = [(at, entries) for at, row in enumerate(rows) if (entries := entries_of(row)) is not None]
+        found = [(at, entries) for at, row in changed if (entries := entries_of(row)) is not None]
         if found:
             changes.append(change)
             integers.append(np.repeat([at for at, _ in found], [len(ids) for _, (ids, _) in found]))
@@ -135,12 +135,12 @@ def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
     words = max((len(bits) for _, bits in held), default=0)
     integers.append(np.array([at for at, _ in held], np.int64))
     integers.append(_stacked([bits for _, bits in held], words))
-    (keys, top_k, *places, held_rows, held_bits), (temperatures, top_p, floors, *values) = _send(integers, floats, device)
+    longs, shorts = _send(integers, floats, device)
+    places, values = longs[2:-2], shorts[3:]
     edits = tuple(zip(changes, places[::2], places[1::2], values, strict=True))
-    allowed = (held_rows, held_bits.view(torch.int32).view(len(held), words)) if held else None
-    drawn = [some for some in params if some.temperature > 0]
-    filtered = any(some.top_k > 0 or some.top_p < 1 or some.min_p for some in drawn)
-    return SamplingBatch(temperatures, keys, top_k, top_p, floors, edits, allowed, not drawn, filtered)
+    allowed = (longs[-2], longs[-1].view(torch.int32).view(len(held), words)) if held else None
+    greedy, filtered = not drawn.any(), bool((drawn & ~kept).any())
+    return SamplingBatch(shorts[0], longs[0], longs[1], shorts[1], shorts[2], edits, allowed, greedy, filtered)
 
 
 def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
@@ -233,6 +233,17 @@ def _send(
 
 Entries = tuple[Integers, Floats]
 """Token ids, each once, and a value for each."""
+
+
+def _changes_logits(params: Sampling) -> bool:
+    """Whether some function of :data:`_EDITS` may have entries for a row."""
+    return (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or params.min_tokens > 0
+        or bool(params.logit_bias or params.bad_words)
+    )
 
 
 def _repetition(row: SamplingRow) -> Entries | None:

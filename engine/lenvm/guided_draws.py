@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.batch import CandidatePass, ExtendSegment
+from engine.batch import CandidatePass, ExtendSegment, Tokens
 from engine.device.sampling import SamplingBatch, SamplingRow, edited, gumbel, prepare
 from engine.device.transfer import Upload
 from engine.length_guidance import target
@@ -248,8 +248,9 @@ class LenVMRunner:
                 return LenVMOutput(raw, None, self._graphs.kept)
         lengths = [len(candidate_pass.prefix) for candidate_pass in passes]
         upload = Upload()
-        tokens = upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
-        positions = upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
+        known_tokens = Tokens.of(segments)
+        tokens = upload.add(known_tokens.ids)
+        positions = upload.add(np.concatenate([known_tokens.positions, np.repeat(lengths, branches)]))
         ends = np.cumsum([len(segment.tokens) for segment in segments])
         valued_rows = upload.add(ends[list(valued)] - 1 if valued else [])
         upload.send(self._device)

@@ -15,7 +15,6 @@ Steps 1 to 3 never wait for the device. Readouts without an output are skipped a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -30,13 +29,12 @@ from engine.lenvm.guided_draws import GuidedStep
 from engine.models.decoder import Decoder
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(msgspec.Struct, frozen=True, eq=False):
     """The next token of a sequence."""
 
     branch: Branch
     token: int
-    logprobs: wire.Logprobs | None
+    logprobs: wire.Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +133,3 @@ class Readout(ABC):
     @abstractmethod
     def read(self, result: StepResult) -> None:
         """Write the results, which are on the host now."""
-
-
-def wanted_rows(requests: Sequence[wire.Generate]) -> list[int]:
-    """Places of the draws whose log-probabilities are asked for."""
-    return [place for place, message in enumerate(requests) if message.logprobs is not None]

@@ -10,7 +10,7 @@ from engine.core import Branch, GenerateRequest
 from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
 from engine.device.transfer import Download, Upload
 from engine.ints import EMPTY
-from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows
+from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
 from engine.structured.bits import Bits
 
@@ -22,46 +22,49 @@ class DrawReadout(Readout):
 
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         super().__init__(context, batch)
-        self._messages: list[wire.Generate] = []
         self._sampling_rows: list[SamplingRow] = []
+        self._reported: dict[int, wire.Generate] = {}
+        """Places of the draws whose log-probabilities are asked for, and their messages."""
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
         request = segment.request
         assert isinstance(request, GenerateRequest)
-        if not segment.completes or branch in self.batch.candidate_passes:
+        if branch in self.batch.candidate_passes or not segment.completes:
             return
-        if not request.draws(branch):
+        position = request.offset(branch)
+        if position >= request.message.sampling.max_tokens:
             self.ended.append(branch)
             return
+        if request.message.logprobs is not None:
+            self._reported[len(self.branches)] = request.message
         self.branches.append(branch)
-        self.logit_rows.append(row + len(segment.tokens) - 1)
-        self._messages.append(request.message)
-        self._sampling_rows.append(sampling_row(branch, request, self.context.eos_token_ids))
+        self.logit_rows.append(row + segment.tokens.size - 1)
+        self._sampling_rows.append(sampling_row(branch, request, position, self.context.eos_token_ids))
 
     def upload(self, upload: Upload) -> None:
-        self._wanted = wanted_rows(self._messages)
-        self._wanted_copy = upload.add(self._wanted)
+        self._reported_copy = upload.add(list(self._reported))
 
     def queue(self, step: StepTensors, download: Download) -> None:
         if not self.branches:
             return
         logits = step.logits[self]
-        wanted = logits.index_select(0, self._wanted_copy.tensor) if self._wanted else None
+        reported = logits.index_select(0, self._reported_copy.tensor) if self._reported else None
         self.tokens = draw(logits, prepare(self._sampling_rows, logits.device), in_place=True)
         self._token_copy = download.add(self.tokens)
-        if wanted is not None:
-            self._counts = [self._messages[place].logprobs or 0 for place in self._wanted]
-            chosen = self.tokens.index_select(0, self._wanted_copy.tensor)
-            self._logprobs = LogprobsCopy(download, token_logprobs(wanted, chosen, max(self._counts)))
+        if reported is not None:
+            self._counts = [message.logprobs or 0 for message in self._reported.values()]
+            chosen = self.tokens.index_select(0, self._reported_copy.tensor)
+            self._logprobs = LogprobsCopy(download, token_logprobs(reported, chosen, max(self._counts)))
 
     def read(self, result: StepResult) -> None:
         result.ended += self.ended
         if not self.branches:
             return
-        read = zip(self._wanted, self._logprobs.read(self._counts), strict=True) if self._wanted else ()
-        logprobs = {place: _with_values(told, self._messages[place]) for place, told in read}
-        tokens = enumerate(zip(self.branches, self._token_copy.tensor.tolist(), strict=True))
-        result.drawn += [Drawn(branch, token, logprobs.get(place)) for place, (branch, token) in tokens]
+        logprobs: list[wire.Logprobs | None] = [None] * len(self.branches)
+        if self._reported:
+            for (place, message), told in zip(self._reported.items(), self._logprobs.read(self._counts), strict=True):
+                logprobs[place] = _with_values(told, message)
+        result.drawn += map(Drawn, self.branches, self._token_copy.tensor.tolist(), logprobs)
 
 
 def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
@@ -72,17 +75,17 @@ def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
     return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
 
 
-def sampling_row(branch: Branch, request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> SamplingRow:
-    """Parameters of the next draw of ``branch``."""
+def sampling_row(branch: Branch, request: GenerateRequest, position: int, eos_token_ids: tuple[int, ...]) -> SamplingRow:
+    """Parameters of the next draw of ``branch``. position: :meth:`GenerateRequest.offset`."""
     return SamplingRow(
-        params=request.message.sampling,
-        index=request.message.index + branch.index,
-        position=request.offset(branch),
-        prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
-        output_tokens=request.output(branch) if request.depends_on_output else EMPTY,
-        eos_ids=eos_token_ids,
-        bits=_bits(branch, request),
-        complete=branch.constraint is not None and branch.constraint.complete,
+        request.message.sampling,
+        request.message.index + branch.index,
+        position,
+        request.prompt[: len(request.prompt) - request.message.resume_offset] if request.depends_on_output else EMPTY,
+        request.output(branch) if request.depends_on_output else EMPTY,
+        eos_token_ids,
+        _bits(branch, request),
+        branch.constraint is not None and branch.constraint.complete,
     )
 
 

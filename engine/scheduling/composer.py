@@ -9,10 +9,8 @@ token to be drawn is allocated before the draw.
 
 from __future__ import annotations
 
-import numpy as np
-
 from engine.batch import Batch, CandidatePass, ExtendSegment
-from engine.core import PENDING, Branch, GenerateRequest, Request
+from engine.core import Branch, GenerateRequest, Request
 from engine.ints import EMPTY, Ints
 from engine.scheduling.allocation import Allocator
 
@@ -24,31 +22,44 @@ class StepComposer:
         self._allocator = allocator
         self._run_ahead = run_ahead
 
-    def compute(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
-        """Add up to ``room`` tokens of a running request to the step, and at least one of each sequence that is being generated."""
-        limit = batch.load + room
-        least = 1 if request.reserve else 0
-        lacking = 0
-        for part in request.with_aux:
-            if part.prefix_remaining:
-                self._compute_prefix(batch, part, limit - batch.load, may_preempt=may_preempt)
-                lacking += part.prefix_remaining
-        if lacking:
+    def compute(self, batch: Batch, request: Request, room: int, reserve: int, *, may_preempt: bool) -> None:
+        """Add up to ``room`` tokens of a running request to the step, and at least one of each sequence that is being generated.
+
+        reserve: :attr:`Request.reserve`, which is not 0 only behind the prefix.
+        """
+        limit, least = batch.load + room, min(reserve, 1)
+        if not reserve and not self._compute_prefixes(batch, request, limit, may_preempt=may_preempt):
             return
         for branch in request.branches:
-            if not self._can_go_on(request, branch):
+            remaining = self._computable(request, branch)
+            if not remaining:
                 continue
-            compute = self._compute_guided if _draws_guided(branch) else self._compute_branch
-            if not compute(batch, branch, max(limit - batch.load, least), may_preempt=may_preempt):
+            room = max(limit - batch.load, least)
+            if branch.aux_branch is not None and _draws_guided(branch):
+                added = self._compute_guided(batch, branch, room, may_preempt=may_preempt)
+            else:
+                added = self._compute_branch(batch, branch, min(remaining, room), may_preempt=may_preempt)
+            if not added:
                 return
 
-    def _compute_branch(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
-        """Add up to ``room`` tokens of ``branch`` to the step. Returns False if there is no room or no slot."""
-        count = min(branch.remaining, room)
+    def _computable(self, request: Request, branch: Branch) -> int:
+        """Number of tokens of ``branch`` that can be computed now. A token that a pending step draws is added as
+        :data:`~engine.core.PENDING`."""
+        if branch.constraint is not None and not branch.constraint.ready:
+            return 0
+        if branch.pending_steps and not branch.pending:
+            if not (self._run_ahead and request.may_run_ahead(branch)):
+                return 0
+            branch.await_draw()
+        return branch.remaining
+
+    def _compute_branch(self, batch: Batch, branch: Branch, count: int, *, may_preempt: bool) -> bool:
+        """Add ``count`` tokens of ``branch`` to the step. Returns False if that is none, or if there is no slot."""
         slots = self._allocator.allocate(count, branch.request, branch, may_preempt=may_preempt) if count > 0 else EMPTY
-        if len(slots):
-            self._enter(batch, branch, slots)
-        return len(slots) > 0
+        if not slots.size:
+            return False
+        self._enter(batch, branch, slots)
+        return True
 
     def _compute_guided(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
         """Add up to ``room`` tokens of a guided branch to the step. Its last token is added only together with everything that the
@@ -61,39 +72,40 @@ class StepComposer:
         if behind or branch.remaining > room:
             limit = batch.load + room
             self._compute_branch(batch, branch, min(room, branch.remaining - 1), may_preempt=may_preempt)
-            return self._compute_branch(batch, aux_branch, limit - batch.load, may_preempt=may_preempt)
+            count = min(aux_branch.remaining, limit - batch.load)
+            return self._compute_branch(batch, aux_branch, count, may_preempt=may_preempt)
         ahead = self._allocator.allocate(aux_branch.remaining + 1, aux_branch.request, aux_branch, may_preempt=may_preempt)
         slots = self._allocator.allocate(branch.remaining, request, branch, may_preempt=may_preempt) if len(ahead) else EMPTY
         if not len(slots):
             self._allocator.kv_pool(aux_branch.request).pool.free(ahead)
             return False
         self._enter(batch, branch, slots)
-        start = len(aux_branch.slots)
-        aux_branch.slots.extend(ahead)
+        start = aux_branch.computed
+        aux_branch.enter(ahead)
         self._allocator.count_taken(aux_branch.request, len(ahead))
-        prefix = np.concatenate([aux_branch.request.prefix_slots.view, aux_branch.slots.view[:-1]])
-        pending = ExtendSegment(aux_branch.request, aux_branch, aux_branch.tokens.view[start:], prefix) if len(ahead) > 1 else None
+        prefix = aux_branch.context.view[:-1]
+        pending = None
+        if len(ahead) > 1:
+            pending = ExtendSegment(aux_branch.request, aux_branch, aux_branch.tokens.from_(start), prefix)
         batch.add_candidate_pass(branch, CandidatePass(aux_branch, prefix, pending, int(ahead[-1])), request.candidates)
         return True
 
     def _enter(self, batch: Batch, branch: Branch, slots: Ints) -> None:
         """Add the next tokens of ``branch`` to the step, with their ``slots``."""
-        start = len(branch.slots)
-        branch.slots.extend(slots)
-        self._allocator.count_taken(branch.request, len(slots))
-        context = np.concatenate([branch.request.prefix_slots.view, branch.slots.view])
-        batch.add(ExtendSegment(branch.request, branch, branch.tokens.view[start : start + len(slots)], context))
-        branch.request.computed_tokens += len(slots)
+        request, start, count = branch.request, branch.computed, slots.size
+        branch.enter(slots)
+        self._allocator.count_taken(request, count)
+        batch.add(ExtendSegment(request, branch, branch.tokens.from_(start)[:count], branch.context.view))
+        request.computed_tokens += count
 
-    def _can_go_on(self, request: Request, branch: Branch) -> bool:
-        """Whether ``branch`` has tokens to compute now. A token that a pending step draws is added as :data:`PENDING`."""
-        if not branch.may_draw:
-            return False
-        if branch.pending_steps and not branch.pending:
-            if not (self._run_ahead and request.may_run_ahead(branch)):
-                return False
-            branch.tokens.extend([PENDING])
-        return branch.remaining > 0
+    def _compute_prefixes(self, batch: Batch, request: Request, limit: int, *, may_preempt: bool) -> bool:
+        """Compute prefixes until the step has a load of ``limit``; returns whether none lacks a token."""
+        complete = True
+        for part in request.with_aux:
+            if part.prefix_remaining:
+                self._compute_prefix(batch, part, limit - batch.load, may_preempt=may_preempt)
+                complete = complete and not part.prefix_remaining
+        return complete
 
     def _compute_prefix(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Match the rest of the prefix in the cache again, and compute up to ``room`` tokens that the cache lacks."""

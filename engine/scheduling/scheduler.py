@@ -191,7 +191,7 @@ class Scheduler:
             for flow in granted:
                 self._make_way(batch, flow)
         for request in self.running:
-            if request.id in self._running and request.step != self._allocator.step:
+            if request.step != self._allocator.step and request.id in self._running:
                 self._go_on(batch, request)
         if shared:
             for flow in granted:
@@ -243,17 +243,17 @@ class Scheduler:
     def _go_on(self, batch: Batch, request: Request) -> None:
         """Compute a running request: its decoding branches, and other tokens within the share of its tenant."""
         flow, reserve = self._queue.of(request), request.reserve
-        room = flow.room + reserve
-        flow.room = room - self._serve(batch, request, room, may_preempt=True)
+        flow.room += reserve
+        flow.room -= self._serve(batch, flow, request, flow.room, reserve, may_preempt=True)
 
-    def _serve(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> int:
-        """Compute up to ``room`` tokens of a request; returns how many."""
+    def _serve(self, batch: Batch, flow: Flow, request: Request, room: int, reserve: int, *, may_preempt: bool) -> int:
+        """Compute up to ``room`` tokens of a request of ``flow``; returns how many. reserve: :attr:`Request.reserve`."""
         before = batch.load
-        self._composer.compute(batch, request, room, may_preempt=may_preempt)
+        self._composer.compute(batch, request, room, reserve, may_preempt=may_preempt)
         spent = batch.load - before
         if spent:
             request.step = self._allocator.step
-            self._queue.of(request).spent += spent
+            flow.spent += spent
         return spent
 
     def _admit_waiting(self, batch: Batch, flow: Flow, most: int, *, contended: bool) -> None:
@@ -295,7 +295,7 @@ class Scheduler:
         for request in list(flow.running.values()):
             again = request.step == self._allocator.step
             if batch.load < most and request.id in self._running and not (again and len(request.with_aux) > 1):
-                self._serve(batch, request, most - batch.load, may_preempt=not again)
+                self._serve(batch, flow, request, most - batch.load, request.reserve, may_preempt=not again)
 
     def _admit(self, batch: Batch, flow: Flow, room: int) -> bool:
         """Start the first waiting request of a tenant if at least one of its tokens fits into ``room``."""
@@ -303,7 +303,7 @@ class Scheduler:
         self._running[request.id] = request
         for part in request.with_aux:
             part.node = self._allocator.kv_pool(part).cache.enter(part.salt)
-        spent = self._serve(batch, request, room, may_preempt=False)
+        spent = self._serve(batch, flow, request, room, request.reserve, may_preempt=False)
         if not spent:
             self._allocator.preempt(request)
             return False

@@ -105,7 +105,7 @@ def _check_kv_pool(kv_pool: KVPool, with_aux: list[Request]) -> None:
     cache = kv_pool.cache
     nodes = list(cache.nodes())
     owners = [kv_pool.pool.free_slots.tolist()] + [node.slots.tolist() for node in nodes]
-    owners += [branch.slots.view.tolist() for part in with_aux for branch in part.branches]
+    owners += [branch.slots.tolist() for part in with_aux for branch in part.branches]
     owned = [slot for slots in owners for slot in slots]
     assert sorted(owned) == list(range(kv_pool.pool.size))
 

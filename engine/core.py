@@ -96,7 +96,7 @@ class Branch:
     @property
     def computed(self) -> int:
         """Tokens with a slot."""
-        return max(0, self.context.size - self.request.prefix.size)
+        return self.context.size - self.request.prefix.size if self.context.size else 0
 
     @property
     def slots(self) -> Ints:
@@ -302,6 +302,8 @@ class GenerateRequest(Request):
     aux_request: AuxRequest | None = None
     allowed: Bits | None = None
     """``Sampling.allowed_token_ids``."""
+    packed_sampling: bytes = b""
+    """:func:`engine.device.sampling.pack` of the message's sampling, once it was needed."""
     depends_on_output: bool = False
     """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
 

@@ -49,7 +49,7 @@ WARM_STEPS = 20
 ITEMS, ITEM_TOKENS, QUERY_TOKENS, OPEN_REQUESTS = 10, 180, 120, 16
 PROMPT_TOKENS = 300
 BYTES = 256
-COLUMNS = 32
+COLUMNS = 8
 """Of the logits: few, so that operations on the device take little more than their dispatch."""
 LIMITS = {"score": 4.0, "decode": 5.0, "guided": 8.0}
 """Milliseconds of a step."""

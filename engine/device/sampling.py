@@ -81,6 +81,23 @@ class SamplingRow(msgspec.Struct, frozen=True, eq=False):
     """The only tokens that the grammar and ``allowed_token_ids`` allow; None for all."""
     complete: bool = False
     """Whether the grammar allows nothing but the end of the output, so that ``min_tokens`` cannot hold."""
+    packed: bytes = b""
+    """:func:`pack` of ``params``, where it was kept from an earlier draw of the request."""
+
+
+_PACKED = np.dtype(
+    [("seed", np.uint64), ("top_k", np.int64), ("temperature", "f4"), ("top_p", "f4"), ("floor", "f4"), ("changes", "i4")]
+)
+
+
+def pack(params: Sampling) -> bytes:
+    """Return the numbers of ``params`` that a draw needs on the device, and whether it may change logits, as bytes: those of all
+    rows of a step are joined at once."""
+    temperature = max(params.temperature, SMALLEST_TEMPERATURE) if params.temperature > 0 else 0.0
+    floor = math.log(params.min_p) if params.min_p else -math.inf
+    seed = int(_mix(np.array([params.seed & _MASK], np.uint64))[0])
+    row = (seed, params.top_k, temperature, params.top_p, floor, _changes_logits(params))
+    return np.array([row], _PACKED).tobytes()
 
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -113,17 +130,13 @@ class SamplingBatch:
 
 def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
     """Return the parameters of ``rows`` for :func:`draw`, in one copy to the device that the host does not wait for."""
-    params = [row.params for row in rows]
-    keys = noise_keys([some.seed for some in params], [row.index for row in rows], [row.position for row in rows])
-    top_k = np.array([some.top_k for some in params], np.int64)
-    temperatures = np.array([some.temperature for some in params])
-    temperatures = np.where(temperatures > 0, np.maximum(temperatures, SMALLEST_TEMPERATURE), 0).astype(np.float32)
-    top_p = np.array([some.top_p for some in params])
-    floors = np.array([math.log(some.min_p) if some.min_p else -math.inf for some in params], np.float32)
-    drawn, kept = temperatures > 0, (top_k <= 0) & (top_p >= 1) & (floors == -np.inf)
-    integers, floats = [keys.view(np.int64), top_k], [temperatures, top_p.astype(np.float32), floors]
+    table = np.frombuffer(b"".join([row.packed or pack(row.params) for row in rows]), _PACKED)
+    drawn = table["temperature"] > 0
+    filtered = (table["top_k"] > 0) | (table["top_p"] < 1) | (table["floor"] > -np.inf)
+    keys = _keys(table["seed"], [row.index for row in rows], [row.position for row in rows])
+    integers, floats = [keys.view(np.int64), table["top_k"]], [table["temperature"], table["top_p"], table["floor"]]
     changes = []
-    changed = [(at, row) for at, row in enumerate(rows) if _changes_logits(row.params)]
+    changed = [(at, rows[at]) for at in np.flatnonzero(table["changes"]).tolist()]
     for entries_of, change in _EDITS:
         found = [(at, entries) for at, row in changed if (entries := entries_of(row)) is not None]
         if found:
@@ -139,8 +152,8 @@ def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
     places, values = longs[2:-2], shorts[3:]
     edits = tuple(zip(changes, places[::2], places[1::2], values, strict=True))
     allowed = (longs[-2], longs[-1].view(torch.int32).view(len(held), words)) if held else None
-    greedy, filtered = not drawn.any(), bool((drawn & ~kept).any())
-    return SamplingBatch(shorts[0], longs[0], longs[1], shorts[1], shorts[2], edits, allowed, greedy, filtered)
+    flags = {"greedy": not drawn.any(), "filtered": bool((drawn & filtered).any())}
+    return SamplingBatch(shorts[0], longs[0], longs[1], shorts[1], shorts[2], edits, allowed, **flags)
 
 
 def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
@@ -206,9 +219,13 @@ def noise_key(seed: int, index: int, position: int) -> int:
 
 def noise_keys(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint64]:
     """The :func:`noise_key` of each draw."""
-    keys = _mix(np.array([seed & _MASK for seed in seeds], np.uint64))
+    return _keys(_mix(np.array([seed & _MASK for seed in seeds], np.uint64)), indices, positions)
+
+
+def _keys(keys: npt.NDArray[np.uint64], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """:func:`noise_keys`, where ``keys`` are the mixed seeds."""
     for numbers in (indices, positions):
-        keys = _mix(keys + _INCREMENT * np.array([number + 1 for number in numbers], np.uint64))
+        keys = _mix(keys + _INCREMENT * (np.array(numbers, np.uint64) + np.uint64(1)))
     return keys
 
 
@@ -223,10 +240,11 @@ def _send(
     integers: Sequence[Integers], floats: Sequence[Floats], device: torch.device
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Arrays to the device in one copy, from pinned memory where there is a GPU to copy to: int64 and float32, in their order."""
-    words = [*(array.view(np.int32) for array in integers), *(array.view(np.int32) for array in floats)]
-    packed = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate(words, out=packed.numpy())
     longs, shorts = [len(array) for array in integers], [len(array) for array in floats]
+    packed = torch.empty(2 * sum(longs) + sum(shorts), dtype=torch.int32, pin_memory=device.type == "cuda")
+    words = packed.numpy()
+    np.concatenate(integers, out=words[: 2 * sum(longs)].view(np.int64))
+    np.concatenate(floats, out=words[2 * sum(longs) :].view(np.float32))
     first, second = torch.split(packed.to(device, non_blocking=True), [2 * sum(longs), sum(shorts)])
     return torch.split(first.view(torch.int64), longs), torch.split(second.view(torch.float32), shorts)
 

@@ -7,7 +7,7 @@ import msgspec
 from engine import wire
 from engine.batch import Batch, ExtendSegment
 from engine.core import Branch, GenerateRequest
-from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
+from engine.device.sampling import SamplingRow, draw, pack, prepare, token_logprobs
 from engine.device.transfer import Download, Upload
 from engine.ints import EMPTY
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
@@ -77,6 +77,7 @@ def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
 
 def sampling_row(branch: Branch, request: GenerateRequest, position: int, eos_token_ids: tuple[int, ...]) -> SamplingRow:
     """Parameters of the next draw of ``branch``. position: :meth:`GenerateRequest.offset`."""
+    request.packed_sampling = request.packed_sampling or pack(request.message.sampling)
     return SamplingRow(
         request.message.sampling,
         request.message.index + branch.index,
@@ -86,6 +87,7 @@ def sampling_row(branch: Branch, request: GenerateRequest, position: int, eos_to
         eos_token_ids,
         _bits(branch, request),
         branch.constraint is not None and branch.constraint.complete,
+        request.packed_sampling,
     )
 
 

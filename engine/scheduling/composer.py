@@ -27,7 +27,7 @@ class StepComposer:
 
         reserve: :attr:`Request.reserve`, which is not 0 only behind the prefix.
         """
-        limit, least = batch.load + room, min(reserve, 1)
+        limit, least = batch.load + room, 1 if reserve else 0
         if not reserve and not self._compute_prefixes(batch, request, limit, may_preempt=may_preempt):
             return
         for branch in request.branches:

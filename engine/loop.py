@@ -12,18 +12,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import msgspec
 import torch
 
 from engine import wire
 from engine.batch import Batch
 from engine.checks import MAX_CALLER_CHARACTERS, check
-from engine.core import Branch, GenerateRequest, Request, ScoreRequest
-from engine.readouts.base import LenVMCounts, StepResult
-from engine.readouts.logprobs import join_logprobs
+from engine.core import Branch, Request, ScoreRequest
+from engine.counters import Counters
+from engine.deltas import Deltas, unsent
+from engine.generation import GenerateRequest
+from engine.readouts.base import StepResult
 from engine.request_log import Ending, RequestLog
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
@@ -36,19 +36,6 @@ DEVICE_ERRORS = (RuntimeError, MemoryError)
 WAIT_SECONDS = 0.001
 """Pause between steps where every request waits for a grammar or a mask."""
 QUEUE_FULL = "The engine's queue is full."
-
-
-@dataclass(slots=True)
-class Refused:
-    """Numbers of requests that the engine refused, or dropped while they waited, by reason."""
-
-    invalid: int = 0
-    queue: int = 0
-    """The queue was full."""
-    wait: int = 0
-    """The expected wait was too long."""
-    displaced: int = 0
-    """A tenant with fewer requests in a full queue took the place."""
 
 
 class Loop:
@@ -80,15 +67,12 @@ class Loop:
         """The step whose results are not processed yet."""
         self._clock = clock
         self._log = RequestLog(clock)
-        self._refused = Refused()
+        self._counters = Counters()
+        self._deltas = Deltas(info, scheduler, structured, self._counters)
         self._step_seconds = 0.0
         """Time of the last step, without its wait for masks."""
         self._ended: list[wire.Reply] = []
         """Terminal replies that the next step returns."""
-        self._steps = 0
-        self._computed = 0
-        self._cached = 0
-        self._lenvm = LenVMCounts()
 
     def submit(self, message: wire.Request) -> None:
         """Accept or refuse a message. The next :meth:`step` returns the replies to refusals and aborts."""
@@ -107,7 +91,7 @@ class Loop:
 
     def refuse(self, request_id: str, problem: str) -> None:
         """Refuse a message that could not be decoded; the next :meth:`step` replies."""
-        self._refused.invalid += 1
+        self._counters.refused.invalid += 1
         self._log.write("refused", wire.Caller(), request_id[:MAX_CALLER_CHARACTERS], code="invalid")
         self._ended.append(wire.Failed(request_id, "invalid", problem))
 
@@ -121,8 +105,7 @@ class Loop:
         """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
         replies += self._settle_structured()
-        late = self._scheduler.expire()
-        for request in late:
+        for request in self._scheduler.expire():
             replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
         began = time.perf_counter()
@@ -168,29 +151,7 @@ class Loop:
     @property
     def stats(self) -> wire.Stats:
         """A snapshot."""
-        scheduler = self._scheduler
-        return wire.Stats(
-            running=len(scheduler.running),
-            waiting=scheduler.waiting,
-            wait_seconds=scheduler.longest_wait,
-            slots_total=scheduler.pool.size,
-            slots_free=scheduler.pool.available,
-            slots_cached=scheduler.cache.evictable,
-            steps=self._steps,
-            computed_tokens=self._computed,
-            cached_tokens=self._cached,
-            replayed_steps=self._runner.replayed,
-            lenvm_tokens=self._lenvm.tokens,
-            guided_draws=self._lenvm.guided,
-            decided_draws=self._lenvm.alone,
-            replayed_lenvm_passes=self._runner.replayed_lenvm_passes,
-            tenants=scheduler.tenants,
-            refused_invalid=self._refused.invalid,
-            refused_queue=self._refused.queue,
-            refused_wait=self._refused.wait,
-            displaced=self._refused.displaced,
-            **self._structured.counts if self._structured is not None else {},
-        )
+        return self._counters.snapshot(self._scheduler, self._runner, self._structured)
 
     def _submit_score(self, message: wire.Score) -> None:
         if message.branches:
@@ -207,11 +168,11 @@ class Loop:
             return self._invalid(message, problem)
         wait = self._scheduler.wait_seconds(message.priority, message.caller.tenant)
         if wait > self._max_wait_seconds:
-            self._refused.wait += 1
+            self._counters.refused.wait += 1
             return self._overloaded(message, "wait", wait)
         compiling = 0 if self._structured is None else self._structured.compiling
         if self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
-            self._refused.queue += 1
+            self._counters.refused.queue += 1
             return self._overloaded(message, "queue_full", wait)
         return None
 
@@ -222,7 +183,7 @@ class Loop:
 
     def _invalid(self, message: wire.Score | wire.Generate, problem: str) -> wire.Failed:
         """The refusal of a faulty message. Its strings may be of any length, so that the log gets their beginnings."""
-        self._refused.invalid += 1
+        self._counters.refused.invalid += 1
         caller = wire.Caller(message.caller.request_id[:MAX_CALLER_CHARACTERS], message.caller.tenant[:MAX_CALLER_CHARACTERS])
         self._log.write("refused", caller, message.id[:MAX_CALLER_CHARACTERS], code="invalid")
         return wire.Failed(message.id, "invalid", problem)
@@ -236,7 +197,7 @@ class Loop:
         displaced = self._scheduler.displace(caller)
         if displaced is None:
             return False
-        self._refused.displaced += 1
+        self._counters.refused.displaced += 1
         wait = self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)
         self._ended.append(wire.Failed(displaced.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait)))
         self._note("displaced", displaced, code="overloaded")
@@ -244,20 +205,15 @@ class Loop:
 
     def _note(self, ending: Ending, request: Request, **fields: str) -> None:
         """A line in the log about a request that was accepted."""
-        if not self._log.writes(ending):
-            return
-        waited = request.first_computed is None
-        queued = self._clock() - request.received if waited else request.queue_seconds
-        times = {"queue_seconds": round(queued, 3), "computed_tokens": request.computed_tokens}
-        self._log.write(ending, request.caller, request.id, **fields, **times)
+        self._log.note(ending, request, self._clock(), **fields)
 
     def _abort(self, request_id: str) -> None:
         request = self._request(request_id)
         if request is None:
             return
         if isinstance(request, GenerateRequest):
-            for branch in filter(lambda branch: branch.unsent, request.branches):
-                self._ended += wire.prompt_parts(join_deltas(branch.unsent))
+            for branch in request.branches:
+                self._ended += unsent(branch)
             open_ones = [(branch, request.offset(branch) - branch.pending) for branch in request.branches]
             self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
         else:
@@ -271,8 +227,8 @@ class Loop:
         self._note("aborted", request)
 
     def _launch(self, batch: Batch) -> PendingStep:
-        self._steps += 1
-        self._computed += batch.tokens
+        self._counters.steps += 1
+        self._counters.computed_tokens += batch.tokens
         step = self._runner.launch(batch)
         for branch in step.plan.branches:
             branch.pending_steps += 1
@@ -304,16 +260,15 @@ class Loop:
         for branch, row in result.rows:
             if self._open(branch):
                 self._process_row(branch, row, replies)
-        for branch in filter(self._open, result.ended):
-            self._process_draw(branch, None, None, replies)
         for drawn in result.drawn:
-            if self._open(drawn.branch):
-                self._process_draw(drawn.branch, drawn.token, drawn.logprobs, replies)
+            branch = drawn.branch
+            if self._open(branch):
+                replies += self._deltas.take(branch, drawn.token, drawn.logprobs)
+                if not branch.request.branches:
+                    self._note("finished", branch.request)
         if self._structured is not None:
             self._structured.start_masks()
-        self._lenvm.tokens += result.lenvm.tokens
-        self._lenvm.guided += result.lenvm.guided
-        self._lenvm.alone += result.lenvm.alone
+        self._counters.add(result.lenvm)
         return replies
 
     def _process_row(self, branch: Branch, row: list[float], replies: list[wire.Reply]) -> None:
@@ -323,7 +278,7 @@ class Loop:
         self._scheduler.finish(branch)
         if not request.branches:
             if not request.on_lenvm:
-                self._count_cached(request)
+                self._counters.cached_tokens += request.cached_tokens
             self._note("finished", request)
             scored = wire.Scored(request.id, request.rows, request.cached_tokens, request.computed_tokens, request.queue_seconds)
             replies.append(scored)
@@ -331,66 +286,6 @@ class Loop:
     def _open(self, branch: Branch) -> bool:
         """Whether the results of ``branch`` are still wanted. With overlap a step may compute more than was needed."""
         return not branch.done and self._scheduler.get(branch.request.id) is branch.request
-
-    def _process_draw(self, branch: Branch, token: int | None, logprobs: wire.Logprobs | None, replies: list[wire.Reply]) -> None:
-        """Take a drawn token, and send it once the caller's number of tokens is there. ``token`` None: the sequence ends without a
-        draw."""
-        request = branch.request
-        assert isinstance(request, GenerateRequest)
-        message = request.message
-        offset = request.offset(branch) - branch.pending
-        finish: wire.FinishReason | None = "length"
-        if token is not None:
-            branch.draw(token)
-            finish = self._finish_reason(message, branch, token, offset + 1)
-        if finish is not None:
-            self._finish(branch)
-        elif branch.constraint is not None and token is not None:
-            assert self._structured is not None
-            self._structured.advance(branch, token)
-        delta = wire.Delta(request.id, offset, [] if token is None else [token], branch.index, logprobs, finish)
-        if offset == message.resume_offset or branch.prompt_logprobs:
-            delta = self._with_prompt(delta, branch)
-        if branch.unsent or message.tokens_per_delta > 1 or delta.prompt_logprobs is not None:
-            branch.unsent.append(delta)
-            if finish is not None or len(branch.unsent) >= message.tokens_per_delta:
-                replies += wire.prompt_parts(join_deltas(branch.unsent))
-                branch.unsent = []
-        else:
-            replies.append(delta)
-
-    def _with_prompt(self, delta: wire.Delta, branch: Branch) -> wire.Delta:
-        """Add what is known of the prompt to the first delta of a sequence."""
-        request = branch.request
-        assert isinstance(request, GenerateRequest)
-        pieces, branch.prompt_logprobs = branch.prompt_logprobs, []
-        first = branch.index == 0 and delta.offset == request.message.resume_offset
-        if first:
-            self._count_cached(request)
-        return msgspec.structs.replace(
-            delta,
-            prompt_logprobs=join_logprobs(pieces) if pieces else None,
-            cached_tokens=request.cached_tokens if first else 0,
-            queue_seconds=request.queue_seconds if first else 0.0,
-        )
-
-    def _finish(self, branch: Branch) -> None:
-        """End a sequence."""
-        request = branch.request
-        self._scheduler.finish(branch)
-        if not request.branches:
-            self._note("finished", request)
-
-    def _finish_reason(self, message: wire.Generate, branch: Branch, token: int, drawn: int) -> wire.FinishReason | None:
-        """``drawn``: output tokens so far, with ``token`` and those of an earlier attempt."""
-        sampling = message.sampling
-        if token in sampling.stop_token_ids or (token in self.info.eos_token_ids and not sampling.ignore_eos):
-            return "stop"
-        context = len(message.prompt) + branch.drawn
-        return "length" if drawn >= sampling.max_tokens or context >= self.info.max_context else None
-
-    def _count_cached(self, request: Request) -> None:
-        self._cached += request.cached_tokens
 
     def _fail(self, batch: Batch, error: Exception) -> list[wire.Reply]:
         """End the requests of a failed step. The engine continues."""
@@ -402,17 +297,3 @@ class Loop:
         for request in failed:
             self._note("failed", request, code=code)
         return [wire.Failed(request.id, code, message, retryable=True) for request in failed]
-
-
-def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
-    """Join consecutive deltas of one sequence. Only the first may carry prompt fields, and only the last ``finish``."""
-    first, last = pieces[0], pieces[-1]
-    if first is last:
-        return first
-    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    return msgspec.structs.replace(
-        first,
-        tokens=[token for piece in pieces for token in piece.tokens],
-        logprobs=join_logprobs(logprobs) if logprobs else None,
-        finish=last.finish,
-    )

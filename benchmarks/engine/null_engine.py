@@ -1,14 +1,16 @@
 """An engine whose models and kernels cost nothing, so that what is left is the work of the host.
 
 Loop, scheduler, slots, prefix cache, attention layouts, copies, readouts and grammars are the real ones, set up as on a GPU: steps
-overlap, small steps fill the tables of CUDA graphs, and the length model computes all candidates. Forward passes return zeros of
-the right shape, and logits have few columns, so that operations on the device cost little more than their dispatch.
+overlap, small steps fill the tables of CUDA graphs, and the length model computes all candidates. Forward passes and the project's
+kernels return constants of the right shape. Other operations on tensors run, on logits of few columns, so that they cost little
+more than their dispatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from benchmarks.engine.subject import QWEN3_06B
 from engine import build, wire
 from engine.attention.triton import TritonAttention
+from engine.device import sampling
 from engine.device.cuda_graphs import Captured
 from engine.kvcache.kv import KVCache
 from engine.kvcache.slots import SlotPool
@@ -25,10 +28,11 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Attend, Decoder
 from engine.models.lenvm import LenVM
 from engine.runner.runner import Runner
-from engine.scheduling.scheduler import Budget, Scheduler
+from engine.scheduling.admission import Budget
+from engine.scheduling.scheduler import Scheduler
 from engine.structured.vocabulary import load_vocabulary
 from engine.structured_requests import StructuredRequests
-from kernels import token_bits
+from kernels import candidates, label_logprobs, length_tilt, seeded_sampling, token_bits
 
 VOCABULARY = 151_936
 MAX_BATCHED_TOKENS = 8192
@@ -75,6 +79,9 @@ def null_loop(columns: int, *, guided: bool = False, tokenizer_json: bytes | Non
     config = replace(QWEN3_06B, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_layers=1, head_dim=HEAD_DIM, eos_token_ids=(EOS,))
     decoder, budget = NullDecoder(config, columns), Budget(MAX_BATCHED_TOKENS, 512)
     build.CudaCapture = NullCapture  # type: ignore[assignment,misc]
+    candidates.candidates_reference = _candidates  # type: ignore[assignment]
+    length_tilt.length_tilt_reference = _tilt  # type: ignore[assignment]
+    label_logprobs.label_logprobs_reference = _label_logprobs  # type: ignore[assignment]
     attention = _attention(config)
     lenvm = None
     if guided:
@@ -87,7 +94,10 @@ def null_loop(columns: int, *, guided: bool = False, tokenizer_json: bytes | Non
     structured = None
     if tokenizer_json is not None:
         structured = StructuredRequests(load_vocabulary(tokenizer_json, VOCABULARY, (EOS,)))
-        token_bits.exclude_reference_ = _exclude_columns  # the product's kernel for GPUs excludes all in one launch
+        sampling.FEW = 1 << 40  # what a CPU does apart
+        token_bits.exclude_reference_ = _exclude_columns  # type: ignore[assignment]  # the kernel for GPUs excludes all in one launch
+    else:
+        seeded_sampling.seeded_draw_reference = _draw  # type: ignore[assignment]  # draws that follow a grammar are real
     return Loop(runner, scheduler, _info(structured is not None, guided), max_waiting=1024, overlap=True, structured=structured)
 
 
@@ -95,6 +105,24 @@ def _attention(config: ModelConfig) -> TritonAttention:
     """Attention with as many heads as the real model, over a KV cache of small heads."""
     kv = KVCache(layers=1, slots=SLOTS, kv_heads=config.num_kv_heads, head_dim=HEAD_DIM, dtype=torch.float32)
     return TritonAttention(kv, config.num_heads)
+
+
+def _candidates(logits: Tensor, *others: Any) -> candidates.Candidates:
+    rows, width = len(logits), others[-1]
+    ids = torch.arange(width).expand(rows, -1).contiguous()
+    return candidates.Candidates(ids, torch.full((rows, width), 1 / width), torch.full((rows,), width))
+
+
+def _tilt(p: Tensor, *_: Any) -> Tensor:
+    return p
+
+
+def _label_logprobs(*given: Any) -> Tensor:
+    return torch.zeros(given[-1].shape)
+
+
+def _draw(logits: Tensor, *_: Any) -> Tensor:
+    return torch.zeros(len(logits), dtype=torch.int64)
 
 
 def _exclude_columns(logits: Tensor, rows: Tensor, bits: Tensor) -> None:

@@ -14,9 +14,9 @@ tokens. A pass of the first form without other segments may be replayed from a C
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]
 """Fills in the tokens of some segments that the step before draws: (tokens on the device, the segments) -> tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class GuidedRow:
+class GuidedRow(msgspec.Struct, frozen=True, eq=False):
     """Parameters of one guided draw."""
 
     sampling: SamplingRow

@@ -33,7 +33,8 @@ class Drawn(msgspec.Struct, frozen=True, eq=False):
     """The next token of a sequence."""
 
     branch: Branch
-    token: int
+    token: int | None
+    """None: the sequence is complete without a draw, because ``max_tokens`` is 0."""
     logprobs: wire.Logprobs | None = None
 
 
@@ -67,8 +68,6 @@ class StepResult:
     rows: list[tuple[Branch, list[float]]] = field(default_factory=list)
     """Rows of :class:`engine.wire.Scored`, of complete branches."""
     drawn: list[Drawn] = field(default_factory=list)
-    ended: list[Branch] = field(default_factory=list)
-    """Sequences that are complete without a draw, because ``max_tokens`` is 0."""
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
 
 

@@ -6,9 +6,10 @@ import msgspec
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch, GenerateRequest
+from engine.core import Branch
 from engine.device.sampling import SamplingRow, draw, pack, prepare, token_logprobs
 from engine.device.transfer import Download, Upload
+from engine.generation import GenerateRequest
 from engine.ints import EMPTY
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
@@ -57,7 +58,7 @@ class DrawReadout(Readout):
             self._logprobs = LogprobsCopy(download, token_logprobs(reported, chosen, max(self._counts)))
 
     def read(self, result: StepResult) -> None:
-        result.ended += self.ended
+        result.drawn += [Drawn(branch, None) for branch in self.ended]
         if not self.branches:
             return
         logprobs: list[wire.Logprobs | None] = [None] * len(self.branches)

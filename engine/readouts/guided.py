@@ -11,8 +11,9 @@ from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, CandidatePass, ExtendSegment
-from engine.core import Branch, GenerateRequest
+from engine.core import Branch
 from engine.device.transfer import Copy, Download, Upload
+from engine.generation import GenerateRequest
 from engine.lenvm.guided_draws import GuidedDraws, GuidedRow
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.draws import sampling_row

@@ -10,9 +10,11 @@ token to be drawn is allocated before the draw.
 from __future__ import annotations
 
 from engine.batch import Batch, CandidatePass, ExtendSegment
-from engine.core import Branch, GenerateRequest, Request
+from engine.core import Branch, Request
+from engine.generation import GenerateRequest
 from engine.ints import EMPTY, Ints
 from engine.scheduling.allocation import Allocator
+from engine.scheduling.flow import Flow
 
 
 class StepComposer:
@@ -22,11 +24,21 @@ class StepComposer:
         self._allocator = allocator
         self._run_ahead = run_ahead
 
-    def compute(self, batch: Batch, request: Request, room: int, reserve: int, *, may_preempt: bool) -> None:
+    def compute(self, batch: Batch, flow: Flow, request: Request, room: int, reserve: int, *, may_preempt: bool) -> int:
         """Add up to ``room`` tokens of a running request to the step, and at least one of each sequence that is being generated.
+        Returns the number of tokens, with which ``flow``, that of the request, is charged.
 
         reserve: :attr:`Request.reserve`, which is not 0 only behind the prefix.
         """
+        before = batch.load
+        self._compute(batch, request, room, reserve, may_preempt=may_preempt)
+        spent = batch.load - before
+        if spent:
+            request.step = self._allocator.step
+            flow.spent += spent
+        return spent
+
+    def _compute(self, batch: Batch, request: Request, room: int, reserve: int, *, may_preempt: bool) -> None:
         limit, least = batch.load + room, 1 if reserve else 0
         if not reserve and not self._compute_prefixes(batch, request, limit, may_preempt=may_preempt):
             return
@@ -36,7 +48,7 @@ class StepComposer:
                 continue
             room = max(limit - batch.load, least)
             if branch.aux_branch is not None and _draws_guided(branch):
-                added = self._compute_guided(batch, branch, room, may_preempt=may_preempt)
+                added = self._compute_guided(batch, branch, remaining, room, may_preempt=may_preempt)
             else:
                 added = self._compute_branch(batch, branch, min(remaining, room), may_preempt=may_preempt)
             if not added:
@@ -61,31 +73,30 @@ class StepComposer:
         self._enter(batch, branch, slots)
         return True
 
-    def _compute_guided(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
-        """Add up to ``room`` tokens of a guided branch to the step. Its last token is added only together with everything that the
-        length model needs for the draw. Returns False if there is no room or no slot.
+    def _compute_guided(self, batch: Batch, branch: Branch, remaining: int, room: int, *, may_preempt: bool) -> bool:
+        """Add up to ``room`` of the ``remaining`` tokens of a guided branch to the step. Its last token is added only together with
+        everything that the length model needs for the draw. Returns False if there is no room or no slot.
         """
         aux_branch, request = branch.aux_branch, branch.request
         assert aux_branch is not None
         assert isinstance(request, GenerateRequest)
-        behind = aux_branch.remaining > 0 and branch.remaining + aux_branch.remaining + request.candidates > room
-        if behind or branch.remaining > room:
+        behind = aux_branch.remaining
+        if remaining > room or (behind > 0 and remaining + behind + request.candidates > room):
             limit = batch.load + room
-            self._compute_branch(batch, branch, min(room, branch.remaining - 1), may_preempt=may_preempt)
-            count = min(aux_branch.remaining, limit - batch.load)
-            return self._compute_branch(batch, aux_branch, count, may_preempt=may_preempt)
-        ahead = self._allocator.allocate(aux_branch.remaining + 1, aux_branch.request, aux_branch, may_preempt=may_preempt)
-        slots = self._allocator.allocate(branch.remaining, request, branch, may_preempt=may_preempt) if len(ahead) else EMPTY
-        if not len(slots):
+            self._compute_branch(batch, branch, min(room, remaining - 1), may_preempt=may_preempt)
+            return self._compute_branch(batch, aux_branch, min(behind, limit - batch.load), may_preempt=may_preempt)
+        ahead = self._allocator.allocate(behind + 1, aux_branch.request, aux_branch, may_preempt=may_preempt)
+        slots = self._allocator.allocate(remaining, request, branch, may_preempt=may_preempt) if ahead.size else EMPTY
+        if not slots.size:
             self._allocator.kv_pool(aux_branch.request).pool.free(ahead)
             return False
         self._enter(batch, branch, slots)
         start = aux_branch.computed
         aux_branch.enter(ahead)
-        self._allocator.count_taken(aux_branch.request, len(ahead))
+        self._allocator.count_taken(aux_branch.request, ahead.size)
         prefix = aux_branch.context.view[:-1]
         pending = None
-        if len(ahead) > 1:
+        if behind > 0:
             pending = ExtendSegment(aux_branch.request, aux_branch, aux_branch.tokens.from_(start), prefix)
         batch.add_candidate_pass(branch, CandidatePass(aux_branch, prefix, pending, int(ahead[-1])), request.candidates)
         return True
@@ -131,4 +142,5 @@ class StepComposer:
 def _draws_guided(branch: Branch) -> bool:
     """Whether a guided draw follows the last token of ``branch``."""
     request = branch.request
-    return isinstance(request, GenerateRequest) and request.guided_from(branch) is not None and request.draws(branch)
+    assert isinstance(request, GenerateRequest)
+    return (branch.section is None or request.guided_from(branch) is not None) and request.draws(branch)

@@ -16,12 +16,13 @@ import msgspec
 import zmq
 
 from engine import wire
-from engine.build import build_loop, tokenizer_files
+from engine.build import build_loop
 from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.models.source import locate
 from engine.serving import channel, logs
 from engine.settings import EngineSettings
+from engine.tokenizer_files import tokenizer_files
 
 COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
 """Steps since the last collection."""

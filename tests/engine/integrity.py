@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Container
 
 from engine.batch import Batch, CandidatePass
-from engine.core import Branch, GenerateRequest, Request
+from engine.core import Branch, Request
+from engine.generation import GenerateRequest
 from engine.ints import Ints
 from engine.scheduling.allocation import KVPool
 from engine.scheduling.flow import rank

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from engine import wire
-from engine.core import NOBODY, Branch, GenerateRequest, ScoreRequest
+from engine.core import NOBODY, Branch, ScoreRequest
+from engine.generation import GenerateRequest
 from engine.kvcache.slots import SlotPool
-from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
+from engine.scheduling.admission import Budget
+from engine.scheduling.scheduler import PREFILL_SHARE, Scheduler
 from tests.engine.integrity import SlotContents, check
 
 

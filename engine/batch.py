@@ -73,12 +73,13 @@ class Batch:
 
     def add(self, segment: ExtendSegment) -> None:
         """Add a segment. Segments of a model are computed in the order in which they are added."""
-        self.load += len(segment.tokens)
+        count = segment.tokens.size
+        self.load += count
         if segment.request.on_lenvm:
             self.lenvm_segments.append(segment)
         else:
             self.segments.append(segment)
-            self.tokens += len(segment.tokens)
+            self.tokens += count
 
     def add_candidate_pass(self, branch: Branch, candidate_pass: CandidatePass, candidates: int) -> None:
         """Let ``branch`` draw among ``candidates`` tokens at most."""

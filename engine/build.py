@@ -35,8 +35,7 @@ from engine.models.loader import fingerprint, load_model
 from engine.models.source import locate
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
-from engine.scheduling.admission import Budget
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import Budget, Scheduler
 from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
 from engine.structured_requests import StructuredRequests

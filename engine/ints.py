@@ -69,6 +69,10 @@ class IntBuffer:
         """The values from place ``start``, like :attr:`view`."""
         return self._data[start : self.size]
 
+    def part(self, start: int, end: int) -> Ints:
+        """The values from place ``start`` to before ``end``, like :attr:`view`."""
+        return self._data[start:end]
+
     def _grow(self, least: int) -> None:
         grown = np.empty(max(least, 2 * len(self._data)), np.int32)
         grown[: self.size] = self._data[: self.size]

@@ -19,6 +19,7 @@ import cProfile
 import ctypes
 import json
 import mmap
+import os
 import platform
 import pstats
 import random
@@ -55,6 +56,8 @@ LIMITS = {"score": 4.0, "decode": 5.0, "guided": 8.0}
 """Milliseconds of a step."""
 COUNT_DOWN = bytes.fromhex("48ffcf 75fb c3")
 """x86-64: ``dec rdi; jnz -5; ret``, one cycle a round on every processor of the last ten years."""
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
+"""As the engine's server sets for the loop process."""
 HERE = Path(__file__).resolve().parents[2]
 
 
@@ -104,7 +107,9 @@ def in_process(checkout: Path, case: str, steps: int) -> dict[str, float]:
         "print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))"
     )
     command = [sys.executable, "-c", code, str(checkout), case, str(steps)]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=600, check=False)  # noqa: S603
+    done = subprocess.run(  # noqa: S603
+        command, cwd=HERE, env=MALLOC | os.environ, capture_output=True, text=True, timeout=600, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

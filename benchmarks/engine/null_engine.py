@@ -28,8 +28,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Attend, Decoder
 from engine.models.lenvm import LenVM
 from engine.runner.runner import Runner
-from engine.scheduling.admission import Budget
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import Budget, Scheduler
 from engine.structured.vocabulary import load_vocabulary
 from engine.structured_requests import StructuredRequests
 from kernels import candidates, label_logprobs, length_tilt, seeded_sampling, token_bits

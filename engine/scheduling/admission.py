@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 from engine.batch import Batch
 from engine.scheduling.allocation import Allocator
@@ -19,23 +18,18 @@ than this many times the number of free ones. Source: Choudhury and Hahne 1998, 
 packet switches"; 8 leaves a ninth free beside one flood."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Bounds of a step."""
-
-    max_batched_tokens: int
-    """Tokens a step, decoding branches included; a :data:`CONTENDED_SHARE` of it while several tenants share the engine."""
-    max_running_requests: int
-    """Requests admitted at once."""
-
-
 class Admission:
     """Starts waiting requests of flows, and gives flows the rest of a step."""
 
     def __init__(
-        self, budget: Budget, queue: FairQueue, allocator: Allocator, composer: StepComposer, wait_estimator: WaitEstimator
+        self,
+        max_running_requests: int,
+        queue: FairQueue,
+        allocator: Allocator,
+        composer: StepComposer,
+        wait_estimator: WaitEstimator,
     ) -> None:
-        self._budget = budget
+        self._max_running_requests = max_running_requests
         self._queue = queue
         self._allocator = allocator
         self._composer = composer
@@ -62,7 +56,7 @@ class Admission:
 
     def _has_room(self, flow: Flow) -> bool:
         """Whether there is a running place for a tenant, with which it leaves enough places and slots to others."""
-        free = self._budget.max_running_requests - len(self._allocator.running)
+        free = self._max_running_requests - len(self._allocator.running)
         if not self._contended or free <= 0:
             return free > 0
         available = [kv_pool.pool.available + kv_pool.cache.evictable for kv_pool in self._allocator.kv_pools]
@@ -79,7 +73,7 @@ class Admission:
             flow.room = self._most - batch.load
             self.admit_waiting(batch, flow)
         for flow in self._queue.others():
-            places = self._budget.max_running_requests - len(self._allocator.running)
+            places = self._max_running_requests - len(self._allocator.running)
             if batch.load >= self._most or places <= 0 or self._closed_above <= 0:
                 return
             flow.room = self._most - batch.load
@@ -119,7 +113,7 @@ class Admission:
         """
         if not flow.waiting:
             return
-        if len(self._allocator.running) >= self._budget.max_running_requests:
+        if len(self._allocator.running) >= self._max_running_requests:
             victim = self._allocator.victim_for_place(flow)
             victims = [] if victim is None else [victim]
         else:

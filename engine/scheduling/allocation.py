@@ -135,4 +135,4 @@ class Allocator:
     def count_taken(self, request: Request, count: int) -> None:
         """Count slots that ``request`` took from the pool; a negative number was given back."""
         request.taken += count
-        self._queue.of(request).held[request.on_lenvm] += count
+        self._queue.flows[request.caller.tenant].held[request.on_lenvm] += count

@@ -43,34 +43,39 @@ class StepComposer:
         if not reserve and not self._compute_prefixes(batch, request, limit, may_preempt=may_preempt):
             return
         for branch in request.branches:
-            remaining = self._computable(request, branch)
-            if not remaining:
+            if not self._can_go_on(request, branch):
                 continue
-            room = max(limit - batch.load, least)
+            start = branch.computed
+            remaining, room = branch.tokens.size - start, limit - batch.load
+            if remaining <= 0:
+                continue
+            if room < least:
+                room = least
             if branch.aux_branch is not None and _draws_guided(branch):
                 added = self._compute_guided(batch, branch, remaining, room, may_preempt=may_preempt)
             else:
-                added = self._compute_branch(batch, branch, min(remaining, room), may_preempt=may_preempt)
+                count = remaining if remaining < room else room
+                added = self._compute_branch(batch, branch, start, count, may_preempt=may_preempt)
             if not added:
                 return
 
-    def _computable(self, request: Request, branch: Branch) -> int:
-        """Number of tokens of ``branch`` that can be computed now. A token that a pending step draws is added as
+    def _can_go_on(self, request: Request, branch: Branch) -> bool:
+        """Whether it is known how ``branch`` continues. A token that a pending step draws is added as
         :data:`~engine.core.PENDING`."""
         if branch.constraint is not None and not branch.constraint.ready:
-            return 0
+            return False
         if branch.pending_steps and not branch.pending:
             if not (self._run_ahead and request.may_run_ahead(branch)):
-                return 0
+                return False
             branch.await_draw()
-        return branch.remaining
+        return True
 
-    def _compute_branch(self, batch: Batch, branch: Branch, count: int, *, may_preempt: bool) -> bool:
-        """Add ``count`` tokens of ``branch`` to the step. Returns False if that is none, or if there is no slot."""
+    def _compute_branch(self, batch: Batch, branch: Branch, start: int, count: int, *, may_preempt: bool) -> bool:
+        """Add ``count`` tokens of ``branch`` from ``start`` to the step. Returns False if that is none, or if there is no slot."""
         slots = self._allocator.allocate(count, branch.request, branch, may_preempt=may_preempt) if count > 0 else EMPTY
         if not slots.size:
             return False
-        self._enter(batch, branch, slots)
+        self._enter(batch, branch, start, slots)
         return True
 
     def _compute_guided(self, batch: Batch, branch: Branch, remaining: int, room: int, *, may_preempt: bool) -> bool:
@@ -83,14 +88,15 @@ class StepComposer:
         behind = aux_branch.remaining
         if remaining > room or (behind > 0 and remaining + behind + request.candidates > room):
             limit = batch.load + room
-            self._compute_branch(batch, branch, min(room, remaining - 1), may_preempt=may_preempt)
-            return self._compute_branch(batch, aux_branch, min(behind, limit - batch.load), may_preempt=may_preempt)
+            self._compute_branch(batch, branch, branch.computed, min(room, remaining - 1), may_preempt=may_preempt)
+            count = min(behind, limit - batch.load)
+            return self._compute_branch(batch, aux_branch, aux_branch.computed, count, may_preempt=may_preempt)
         ahead = self._allocator.allocate(behind + 1, aux_branch.request, aux_branch, may_preempt=may_preempt)
         slots = self._allocator.allocate(remaining, request, branch, may_preempt=may_preempt) if ahead.size else EMPTY
         if not slots.size:
             self._allocator.kv_pool(aux_branch.request).pool.free(ahead)
             return False
-        self._enter(batch, branch, slots)
+        self._enter(batch, branch, branch.computed, slots)
         start = aux_branch.computed
         aux_branch.enter(ahead)
         self._allocator.count_taken(aux_branch.request, ahead.size)
@@ -101,13 +107,13 @@ class StepComposer:
         batch.add_candidate_pass(branch, CandidatePass(aux_branch, prefix, pending, int(ahead[-1])), request.candidates)
         return True
 
-    def _enter(self, batch: Batch, branch: Branch, slots: Ints) -> None:
-        """Add the next tokens of ``branch`` to the step, with their ``slots``."""
-        request, start, count = branch.request, branch.computed, slots.size
+    def _enter(self, batch: Batch, branch: Branch, start: int, slots: Ints) -> None:
+        """Add the tokens of ``branch`` from ``start`` to the step, with their ``slots``."""
+        request, count = branch.request, slots.size
         branch.enter(slots)
         self._allocator.count_taken(request, count)
-        batch.add(ExtendSegment(request, branch, branch.tokens.from_(start)[:count], branch.context.view))
         request.computed_tokens += count
+        batch.add(ExtendSegment(request, branch, branch.tokens.part(start, start + count), branch.context.view))
 
     def _compute_prefixes(self, batch: Batch, request: Request, limit: int, *, may_preempt: bool) -> bool:
         """Compute prefixes until the step has a load of ``limit``; returns whether none lacks a token."""

@@ -30,6 +30,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine import wire
 from engine.batch import Batch, CandidatePass
@@ -37,7 +38,7 @@ from engine.core import Branch, Request
 from engine.generation import GenerateRequest
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
-from engine.scheduling.admission import Admission, Budget
+from engine.scheduling.admission import Admission
 from engine.scheduling.allocation import Allocator, KVPool
 from engine.scheduling.composer import StepComposer
 from engine.scheduling.fair_queue import FairQueue
@@ -46,6 +47,16 @@ from engine.scheduling.wait_estimator import WaitEstimator
 PREFILL_SHARE = 0.25
 CONTENDED_SHARE = 0.25
 """Part of the budget that a step has while several tenants share the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bounds of a step."""
+
+    max_batched_tokens: int
+    """Tokens a step, decoding branches included; a :data:`CONTENDED_SHARE` of it while several tenants share the engine."""
+    max_running_requests: int
+    """Requests admitted at once."""
 
 
 class Scheduler:
@@ -71,7 +82,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._expiring: list[tuple[float, int, Request]] = []
         self._wait_estimator = WaitEstimator(clock)
-        self._admission = Admission(budget, self._queue, self._allocator, self._composer, self._wait_estimator)
+        self._admission = Admission(budget.max_running_requests, self._queue, self._allocator, self._composer, self._wait_estimator)
 
     @property
     def kv_pools(self) -> list[KVPool]:

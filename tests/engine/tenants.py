@@ -12,8 +12,7 @@ from engine.batch import Batch, ExtendSegment
 from engine.core import Request, ScoreRequest
 from engine.generation import GenerateRequest
 from engine.kvcache.slots import SlotPool
-from engine.scheduling.admission import Budget
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import Budget, Scheduler
 
 STEP_SECONDS, TOKEN_SECONDS = 0.002, 0.0001
 """About those of a small model on a CPU: 0.2 s for a step of 2,048 tokens."""

@@ -32,7 +32,7 @@ from engine.models.errors import ModelError
 from engine.models.loader import load_model
 from engine.runner.graphs import StepGraphs
 from engine.runner.runner import PendingStep, Runner
-from engine.scheduling.admission import Budget
+from engine.scheduling.scheduler import Budget
 from engine.serving.metrics import render
 from engine.settings import EngineSettings
 from kernels import attention_layout

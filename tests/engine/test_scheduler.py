@@ -13,8 +13,7 @@ from engine import wire
 from engine.core import NOBODY, Branch, ScoreRequest
 from engine.generation import GenerateRequest
 from engine.kvcache.slots import SlotPool
-from engine.scheduling.admission import Budget
-from engine.scheduling.scheduler import PREFILL_SHARE, Scheduler
+from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check
 
 

@@ -27,7 +27,7 @@ from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.runner.runner import PendingStep
-from engine.scheduling.admission import Budget
+from engine.scheduling.scheduler import Budget
 from engine.serving.metrics import render
 from engine.settings import EngineSettings
 from kernels import branch_attention

@@ -71,6 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--profile", action="store_true", help="print where the time of each case goes, and end")
     options = parser.parse_args(arguments)
     cases = options.cases or list(CASES)
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; cases are {', '.join(CASES)}")
     if options.profile:
         for case in cases:
             measure(case, options.steps, cProfile.Profile(time.thread_time))

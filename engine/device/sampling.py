@@ -108,7 +108,8 @@ def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
     """Return the parameters of ``rows`` for :func:`draw`, in one copy to the device that the host does not wait for."""
     table = np.frombuffer(b"".join([row.packed or pack(row.params) for row in rows]), _PACKED)
     drawn = table["temperature"] > 0
-    filtered = (table["top_k"] > 0) | (table["top_p"] < 1) | (table["floor"] > -np.inf)
+    filters = (table["top_k"] > 0) | (table["top_p"] < 1) | (table["floor"] > -np.inf)
+    filtered = bool((drawn & filters).any())
     keys = _keys(table["seed"], [row.index for row in rows], [row.position for row in rows])
     integers, floats = [keys.view(np.int64), table["top_k"]], [table["temperature"], table["top_p"], table["floor"]]
     changes = []
@@ -128,9 +129,8 @@ def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
     places, values = longs[2:-2], shorts[3:]
     edits = tuple(zip(changes, places[::2], places[1::2], values, strict=True))
     allowed = (longs[-2], longs[-1].view(torch.int32).view(len(held), words)) if held else None
-    flags = {"greedy": not drawn.any(), "filtered": bool((drawn & filtered).any())}
-    few = _few(held) if device.type == "cpu" and not flags["filtered"] else {}
-    return SamplingBatch(shorts[0], longs[0], longs[1], shorts[1], shorts[2], edits, allowed, **flags, few=few)
+    few = _few(held) if device.type == "cpu" and not filtered else {}
+    return SamplingBatch(shorts[0], longs[0], longs[1], shorts[1], shorts[2], edits, allowed, not drawn.any(), filtered, few)
 
 
 def _few(held: Sequence[tuple[int, Bits]]) -> dict[int, Tensor]:

@@ -28,6 +28,9 @@ BENCHMARKS = {
     "budget": Benchmark("benchmarks.engine.budget:main", "the predicted time of each kernel on an H200, for docs/gpu-budget.md"),
     "peers": Benchmark("benchmarks.engine.peers:main", "scoring on a CPU, beside OpenVINO and ONNX Runtime"),
     "spinning": Benchmark("benchmarks.engine.spinning:main", "idle threads of the engine: spin or sleep, with and without company"),
+    "host": Benchmark(
+        "benchmarks.engine.host:main", "processor time of the engine's host for each step, with models that cost nothing"
+    ),
     "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),

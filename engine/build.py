@@ -33,7 +33,6 @@ from engine.loop import Loop
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
-from engine.models.files import read_json
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
 from engine.models.quantization import FORMATS, arithmetic_of
@@ -51,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 131_072
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
-PRESET_FILE = "yardstick.toml"
-MAX_PRESET_BYTES = 64 << 10
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def build_loop(settings: EngineSettings) -> Loop:
@@ -285,50 +281,6 @@ def capabilities(config: ModelConfig, paired: PairedLenVM | None, *, grammar: bo
         "grammar": grammar,
     }
     return [name for name, is_able in able.items() if is_able]
-
-
-def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
-    """Return the tokeniser files of a model directory, for the gateway. Raises :class:`ModelError` if there are none."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError("There is no tokenizer.json in the model directory; the gateway needs one to turn text into tokens.")
-    config_path = directory / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
-    return wire.TokenizerFiles(
-        tokenizer_json=path.read_bytes(),
-        chat_template=_chat_template(directory, config.get("chat_template")),
-        special_tokens={name: _text_of(config[name]) for name in SPECIAL_TOKENS if config.get(name)},
-        preset=_preset(directory / PRESET_FILE),
-        architecture=load_config(directory).architecture,
-    )
-
-
-def _preset(path: Path) -> str | None:
-    """Contents of :data:`PRESET_FILE`; None where there is none. Raises :class:`ModelError`."""
-    if not path.is_file():
-        return None
-    if path.stat().st_size > MAX_PRESET_BYTES:
-        raise ModelError(f"{path.name} in the model directory has more than {MAX_PRESET_BYTES} bytes; shorten it.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise ModelError(f"{path.name} in the model directory is not UTF-8; save it in that encoding.") from error
-
-
-def _text_of(token: object) -> str:
-    """A special token is written as its text or as an object with its text under ``content``."""
-    return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _chat_template(directory: Path, configured: object) -> str | None:
-    """A separate file takes precedence over ``tokenizer_config.json``, which has one template or a list of named ones."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if isinstance(configured, list):
-        named = {entry["name"]: entry["template"] for entry in configured}
-        configured = named.get("default")
-    return configured if isinstance(configured, str) else None
 
 
 def _default_slots(decoders: Sequence[Decoder], processes: int) -> int:

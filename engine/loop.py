@@ -12,20 +12,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from engine import wire
 from engine.batch import Batch
 from engine.checks import MAX_CALLER_CHARACTERS, check
-from engine.core import Branch, GenerateRequest, Request, ScoreRequest
+from engine.core import Branch, Request, ScoreRequest
+from engine.counters import Counters
+from engine.deltas import Deltas, unsent
 from engine.device.compilations import Compilations
-from engine.readouts.base import Drawn, LenVMCounts, StepResult
-from engine.readouts.logprobs import join_logprobs
+from engine.generation import GenerateRequest
+from engine.readouts.base import StepResult
 from engine.request_log import Ending, RequestLog
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
@@ -38,19 +38,6 @@ DEVICE_ERRORS = (RuntimeError, MemoryError)
 WAIT_SECONDS = 0.001
 """Pause between steps where every request waits for a grammar or a mask."""
 QUEUE_FULL = "The engine's queue is full."
-
-
-@dataclass(slots=True)
-class Refused:
-    """Numbers of requests that the engine refused, or dropped while they waited, by reason."""
-
-    invalid: int = 0
-    queue: int = 0
-    """The queue was full."""
-    wait: int = 0
-    """The expected wait was too long."""
-    displaced: int = 0
-    """A tenant with fewer requests in a full queue took the place."""
 
 
 class Loop:
@@ -81,20 +68,16 @@ class Loop:
         self._mean_pooling = mean_pooling
         self._structured = structured
         self._compilations = compilations
-        self._replayed_before = runner.replayed, runner.replayed_lenvm_passes
         self._pending_step: PendingStep | None = None
         """The step whose results are not processed yet."""
         self._clock = clock
         self._log = RequestLog(clock)
-        self._refused = Refused()
+        self._counters = Counters((runner.replayed, runner.replayed_lenvm_passes))
+        self._deltas = Deltas(info, scheduler, structured, self._counters)
         self._step_seconds = 0.0
         """Time of the last step, without its wait for masks."""
         self._ended: list[wire.Reply] = []
         """Terminal replies that the next step returns."""
-        self._steps = 0
-        self._computed = 0
-        self._cached = 0
-        self._lenvm = LenVMCounts()
 
     def submit(self, message: wire.Request) -> None:
         """Accept or refuse a message. The next :meth:`step` returns the replies to refusals and aborts."""
@@ -113,7 +96,7 @@ class Loop:
 
     def refuse(self, request_id: str, problem: str) -> None:
         """Refuse a message that could not be decoded; the next :meth:`step` replies."""
-        self._refused.invalid += 1
+        self._counters.refused.invalid += 1
         self._log.write("refused", wire.Caller(), request_id[:MAX_CALLER_CHARACTERS], code="invalid")
         self._ended.append(wire.Failed(request_id, "invalid", problem))
 
@@ -127,8 +110,7 @@ class Loop:
         """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
         replies += self._settle_structured()
-        late = self._scheduler.expire()
-        for request in late:
+        for request in self._scheduler.expire():
             replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
         began = time.perf_counter()
@@ -174,31 +156,7 @@ class Loop:
     @property
     def stats(self) -> wire.Stats:
         """A snapshot."""
-        scheduler = self._scheduler
-        return wire.Stats(
-            running=len(scheduler.running),
-            waiting=scheduler.waiting,
-            wait_seconds=scheduler.longest_wait,
-            slots_total=scheduler.pool.size,
-            slots_free=scheduler.pool.available,
-            slots_cached=scheduler.cache.evictable,
-            steps=self._steps,
-            computed_tokens=self._computed,
-            cached_tokens=self._cached,
-            replayed_steps=self._runner.replayed - self._replayed_before[0],
-            attention_fallback=int(self.info.attention is not None and self.info.attention.fallback),
-            lenvm_tokens=self._lenvm.tokens,
-            guided_draws=self._lenvm.guided,
-            decided_draws=self._lenvm.alone,
-            replayed_lenvm_passes=self._runner.replayed_lenvm_passes - self._replayed_before[1],
-            late_compilations=0 if self._compilations is None else self._compilations.late,
-            tenants=scheduler.tenants,
-            refused_invalid=self._refused.invalid,
-            refused_queue=self._refused.queue,
-            refused_wait=self._refused.wait,
-            displaced=self._refused.displaced,
-            **self._structured.counts if self._structured is not None else {},
-        )
+        return self._counters.snapshot(self.info, self._scheduler, self._runner, self._structured, self._compilations)
 
     def _submit_score(self, message: wire.Score) -> None:
         if message.branches:
@@ -215,11 +173,11 @@ class Loop:
             return self._invalid(message, problem)
         wait = self._scheduler.wait_seconds(message.priority, message.caller.tenant)
         if wait > self._max_wait_seconds:
-            self._refused.wait += 1
+            self._counters.refused.wait += 1
             return self._overloaded(message, "wait", wait)
         compiling = 0 if self._structured is None else self._structured.compiling
         if self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
-            self._refused.queue += 1
+            self._counters.refused.queue += 1
             return self._overloaded(message, "queue_full", wait)
         return None
 
@@ -230,7 +188,7 @@ class Loop:
 
     def _invalid(self, message: wire.Score | wire.Generate, problem: str) -> wire.Failed:
         """The refusal of a faulty message. Its strings may be of any length, so that the log gets their beginnings."""
-        self._refused.invalid += 1
+        self._counters.refused.invalid += 1
         caller = wire.Caller(message.caller.request_id[:MAX_CALLER_CHARACTERS], message.caller.tenant[:MAX_CALLER_CHARACTERS])
         self._log.write("refused", caller, message.id[:MAX_CALLER_CHARACTERS], code="invalid")
         return wire.Failed(message.id, "invalid", problem)
@@ -244,7 +202,7 @@ class Loop:
         displaced = self._scheduler.displace(caller)
         if displaced is None:
             return False
-        self._refused.displaced += 1
+        self._counters.refused.displaced += 1
         wait = self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)
         self._ended.append(wire.Failed(displaced.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait)))
         self._note("displaced", displaced, code="overloaded")
@@ -252,20 +210,15 @@ class Loop:
 
     def _note(self, ending: Ending, request: Request, **fields: str) -> None:
         """A line in the log about a request that was accepted."""
-        if not self._log.writes(ending):
-            return
-        waited = request.first_computed is None
-        queued = self._clock() - request.received if waited else request.queue_seconds
-        times = {"queue_seconds": round(queued, 3), "computed_tokens": request.computed_tokens}
-        self._log.write(ending, request.caller, request.id, **fields, **times)
+        self._log.note(ending, request, self._clock(), **fields)
 
     def _abort(self, request_id: str) -> None:
         request = self._request(request_id)
         if request is None:
             return
         if isinstance(request, GenerateRequest):
-            for branch in filter(lambda branch: branch.unsent, request.branches):
-                self._ended += wire.prompt_parts(join_deltas(branch.unsent))
+            for branch in request.branches:
+                self._ended += unsent(branch)
             open_ones = [(branch, request.offset(branch) - branch.pending) for branch in request.branches]
             self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
         else:
@@ -279,8 +232,8 @@ class Loop:
         self._note("aborted", request)
 
     def _launch(self, batch: Batch) -> PendingStep:
-        self._steps += 1
-        self._computed += batch.tokens
+        self._counters.steps += 1
+        self._counters.computed_tokens += batch.tokens
         step = self._runner.launch(batch)
         for branch in step.plan.branches:
             branch.pending_steps += 1
@@ -304,88 +257,42 @@ class Loop:
             return replies
         for branch in step.plan.branches:
             branch.pending_steps -= 1
-        return list(self._process_results(result))
+        return self._process_results(result)
 
-    def _process_results(self, result: StepResult) -> Iterator[wire.Reply]:
+    def _process_results(self, result: StepResult) -> list[wire.Reply]:
+        replies: list[wire.Reply] = []
         for part in result.prompts:
             if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
                 part.branch.prompt_logprobs += part.logprobs
         for branch, row in result.rows:
             if self._open(branch):
-                yield from self._process_row(branch, row)
-        for branch in filter(self._open, result.ended):
-            yield from self._tell(branch, self._delta(branch, None, "length"))
+                self._process_row(branch, row, replies)
         for drawn in result.drawn:
-            if self._open(drawn.branch):
-                yield from self._tell(drawn.branch, self._delta(drawn.branch, drawn, None))
+            branch = drawn.branch
+            if self._open(branch):
+                replies += self._deltas.take(branch, drawn.token, drawn.logprobs)
+                if not branch.request.branches:
+                    self._note("finished", branch.request)
         if self._structured is not None:
             self._structured.start_masks()
-        self._lenvm.tokens += result.lenvm.tokens
-        self._lenvm.guided += result.lenvm.guided
-        self._lenvm.alone += result.lenvm.alone
+        self._counters.add(result.lenvm)
+        return replies
 
-    def _process_row(self, branch: Branch, row: list[float]) -> Iterator[wire.Reply]:
+    def _process_row(self, branch: Branch, row: list[float], replies: list[wire.Reply]) -> None:
         request = branch.request
         assert isinstance(request, ScoreRequest)
         request.rows[branch.index] = row
         self._scheduler.finish(branch)
         if not request.branches:
             if not request.on_lenvm:
-                self._count_cached(request)
+                self._counters.cached_tokens += request.cached_tokens
             self._note("finished", request)
-            yield wire.Scored(request.id, request.rows, request.cached_tokens, request.computed_tokens, request.queue_seconds)
+            scored = wire.Scored(request.id, request.rows, request.cached_tokens, request.computed_tokens, request.queue_seconds)
+            replies.append(scored)
 
     def _open(self, branch: Branch) -> bool:
         """Whether the results of ``branch`` are still wanted. With overlap a step may compute more than was needed."""
         return not branch.done and self._scheduler.get(branch.request.id) is branch.request
-
-    def _delta(self, branch: Branch, drawn: Drawn | None, finish: wire.FinishReason | None) -> wire.Delta:
-        request = branch.request
-        assert isinstance(request, GenerateRequest)
-        offset = request.offset(branch) - branch.pending
-        first = branch.index == 0 and offset == request.message.resume_offset
-        if first:
-            self._count_cached(request)
-        if drawn is not None:
-            branch.draw(drawn.token)
-            finish = self._finish_reason(request, branch, drawn.token)
-        if finish is not None:
-            self._scheduler.finish(branch)
-            if not request.branches:
-                self._note("finished", request)
-        elif drawn is not None and self._structured is not None:
-            self._structured.advance(branch, drawn.token)
-        pieces, branch.prompt_logprobs = branch.prompt_logprobs, []
-        return wire.Delta(
-            id=request.id,
-            offset=offset,
-            tokens=[] if drawn is None else [drawn.token],
-            index=branch.index,
-            logprobs=None if drawn is None else drawn.logprobs,
-            finish=finish,
-            prompt_logprobs=join_logprobs(pieces) if pieces else None,
-            cached_tokens=request.cached_tokens if first else 0,
-            queue_seconds=request.queue_seconds if first else 0.0,
-        )
-
-    def _tell(self, branch: Branch, delta: wire.Delta) -> Iterator[wire.Delta]:
-        """Send ``delta`` and the deltas kept back before it, once they have enough tokens."""
-        request = branch.request
-        assert isinstance(request, GenerateRequest)
-        branch.unsent.append(delta)
-        if delta.finish is not None or len(branch.unsent) >= request.message.tokens_per_delta:
-            yield from wire.prompt_parts(join_deltas(branch.unsent))
-            branch.unsent = []
-
-    def _finish_reason(self, request: GenerateRequest, branch: Branch, token: int) -> wire.FinishReason | None:
-        sampling = request.message.sampling
-        if token in sampling.stop_token_ids or (token in self.info.eos_token_ids and not sampling.ignore_eos):
-            return "stop"
-        context = len(request.prompt) + len(branch.outputs)
-        return "length" if request.offset(branch) >= sampling.max_tokens or context >= self.info.max_context else None
-
-    def _count_cached(self, request: Request) -> None:
-        self._cached += request.cached_tokens
 
     def _fail(self, batch: Batch, error: Exception) -> list[wire.Reply]:
         """End the requests of a failed step. The engine continues."""
@@ -397,17 +304,3 @@ class Loop:
         for request in failed:
             self._note("failed", request, code=code)
         return [wire.Failed(request.id, code, message, retryable=True) for request in failed]
-
-
-def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
-    """Join consecutive deltas of one sequence. Only the first may carry prompt fields, and only the last ``finish``."""
-    first, last = pieces[0], pieces[-1]
-    if first is last:
-        return first
-    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    return msgspec.structs.replace(
-        first,
-        tokens=[token for piece in pieces for token in piece.tokens],
-        logprobs=join_logprobs(logprobs) if logprobs else None,
-        finish=last.finish,
-    )

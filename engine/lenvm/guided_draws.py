@@ -15,16 +15,16 @@ may be replayed from a CUDA graph (:mod:`engine.lenvm.graphs`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.batch import CandidatePass, ExtendSegment
+from engine.batch import CandidatePass, ExtendSegment, Tokens
 from engine.device.sampling import SamplingBatch, SamplingRow, edited, gumbel, prepare
 from engine.device.transfer import Upload
 from engine.length_guidance import target
@@ -44,8 +44,7 @@ Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]
 """Fills in the tokens of some segments that the step before draws: (tokens on the device, the segments) -> tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class GuidedRow:
+class GuidedRow(msgspec.Struct, frozen=True, eq=False):
     """Parameters of one guided draw."""
 
     sampling: SamplingRow
@@ -257,8 +256,9 @@ class LenVMRunner:
                 return LenVMOutput(raw, None, self._graphs.kept)
         lengths = [len(candidate_pass.prefix) for candidate_pass in passes]
         upload = Upload()
-        tokens = upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
-        positions = upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
+        known_tokens = Tokens.of(segments)
+        tokens = upload.add(known_tokens.ids)
+        positions = upload.add(np.concatenate([known_tokens.positions, np.repeat(lengths, branches)]))
         ends = np.cumsum([len(segment.tokens) for segment in segments])
         known = sum(len(segment.tokens) for segment in segments)
         read = [*(ends[list(valued)] - 1 if valued else ()), *range(known, known + sum(branches))]

@@ -15,7 +15,6 @@ Steps 1 to 3 never wait for the device. Readouts without an output are skipped a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -30,13 +29,13 @@ from engine.lenvm.guided_draws import GuidedStep
 from engine.models.decoder import Decoder
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(msgspec.Struct, frozen=True, eq=False):
     """The next token of a sequence."""
 
     branch: Branch
-    token: int
-    logprobs: wire.Logprobs | None
+    token: int | None
+    """None: the sequence is complete without a draw, because ``max_tokens`` is 0."""
+    logprobs: wire.Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,6 @@ class StepResult:
     rows: list[tuple[Branch, list[float]]] = field(default_factory=list)
     """Rows of :class:`engine.wire.Scored`, of complete branches."""
     drawn: list[Drawn] = field(default_factory=list)
-    ended: list[Branch] = field(default_factory=list)
-    """Sequences that are complete without a draw, because ``max_tokens`` is 0."""
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
 
 
@@ -137,8 +134,3 @@ class Readout(ABC):
     @abstractmethod
     def read(self, result: StepResult) -> None:
         """Write the results, which are on the host now."""
-
-
-def wanted_rows(requests: Sequence[wire.Generate]) -> list[int]:
-    """Places of the draws whose log-probabilities are asked for."""
-    return [place for place, message in enumerate(requests) if message.logprobs is not None]

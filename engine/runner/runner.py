@@ -14,12 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, ExtendSegment
+from engine.batch import Batch, ExtendSegment, Tokens
 from engine.core import PENDING, Branch
 from engine.device.transfer import Copy, Download, Upload
 from engine.lenvm.guided_draws import GuidedStep, LenVMRunner
@@ -27,8 +26,6 @@ from engine.models.decoder import Decoder
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.plan import OutputPlan
 from engine.runner.graphs import StepGraphs
-
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +138,13 @@ class Runner:
         return 0 if self._lenvm is None else self._lenvm.replayed
 
     def _add_inputs(self, batch: Batch, plan: OutputPlan, upload: Upload) -> _Inputs:
-        pending, source = self._pending(batch.segments)
+        tokens = Tokens.of(batch.segments)
+        pending = np.flatnonzero(tokens.ids == PENDING)
         return _Inputs(
-            tokens=upload.add(np.concatenate([segment.tokens for segment in batch.segments])),
-            positions=upload.add(np.concatenate([segment.positions for segment in batch.segments])),
+            tokens=upload.add(tokens.ids),
+            positions=upload.add(tokens.positions),
             pending=upload.add(pending),
-            source=upload.add(source),
+            source=upload.add(self._source(batch.segments) if len(pending) else []),
             rows=upload.add(
                 [row for readout in plan.readouts for row in readout.hidden_rows]
                 + [row for readout in plan.readouts for row in readout.logit_rows]
@@ -194,13 +192,15 @@ class Runner:
             hidden = self._decoder(tokens, positions, attend, None if len(rows) else self._any_row)
         return hidden.index_select(0, rows)
 
-    def _pending(self, segments: Sequence[ExtendSegment]) -> tuple[Longs, Longs]:
-        """Rows whose token the step before draws, and the row of each token there."""
-        ends = np.cumsum([len(segment.tokens) for segment in segments])
-        lasts = np.array([segment.tokens[-1] for segment in segments])
-        rows = [(ends[at] - 1, self._drawn_row[_main_branch(segments[at])]) for at in np.flatnonzero(lasts == PENDING).tolist()]
-        table = np.array(rows, np.int64).reshape(-1, 2)
-        return table[:, 0], table[:, 1]
+    def _source(self, segments: Sequence[ExtendSegment]) -> list[int]:
+        """Row among the draws of the step before of each pending token, in the order of ``segments``."""
+        rows = []
+        for segment in segments:
+            if segment.branch is not None:
+                branch = segment.branch.main_branch or segment.branch
+                if branch.pending and segment.tokens[-1] == PENDING:
+                    rows.append(self._drawn_row[branch])
+        return rows
 
     def _fill(self, tokens: Tensor, pending: Tensor, source: Tensor) -> Tensor:
         """``tokens`` with those that the step before draws in the rows ``pending``."""
@@ -208,18 +208,10 @@ class Runner:
 
     def _resolve(self, tokens: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
         """Tokens of ``segments``, on the device, with those that the step before draws."""
-        pending, source = self._pending(segments)
-        if not len(pending):
+        source = self._source(segments)
+        if not source:
             return tokens
         upload = Upload()
-        pending_copy, source_copy = upload.add(pending), upload.add(source)
+        pending_copy, source_copy = upload.add(np.flatnonzero(Tokens.of(segments).ids == PENDING)), upload.add(source)
         upload.send(self._device)
         return self._fill(tokens, pending_copy.tensor, source_copy.tensor)
-
-
-def _main_branch(segment: ExtendSegment) -> Branch:
-    """The branch on the main model that draws the token of ``segment``."""
-    assert segment.branch is not None
-    branch = segment.branch.main_branch if segment.request.on_lenvm else segment.branch
-    assert branch is not None
-    return branch

@@ -17,11 +17,12 @@ import msgspec
 import zmq
 
 from engine import wire
-from engine.build import build_loop, located, tokenizer_files
+from engine.build import build_loop, located
 from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.serving import channel, logs
 from engine.settings import EngineSettings
+from engine.tokenizer_files import tokenizer_files
 
 COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
 """Steps since the last collection."""

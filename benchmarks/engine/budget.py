@@ -6,6 +6,7 @@ its operations and its bytes, each at a stated share of the peak. A test compare
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -219,7 +220,9 @@ def names(text: str) -> Iterator[str]:
     return (found["name"] for found in MARK.finditer(text))
 
 
-def main(arguments: Sequence[str]) -> int:  # noqa: ARG001 (no options)
-    """Write the page."""
+def main(arguments: Sequence[str]) -> int:
+    """Write the page; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks budget", description=f"Write the tables of docs/{PAGE.name}.")
+    parser.parse_args(arguments)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0

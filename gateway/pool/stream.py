@@ -63,12 +63,14 @@ class EngineStream(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Whether another request may be sent."""
-        return self._complete and self._error is None and self._transport is not None and not self._transport.is_closing()
+        open = self._transport is not None and not self._transport.is_closing()
+        return open and self._complete and self._error is None and not self._backlog and not self._paused
 
     def send(self, request: bytes, silence_seconds: float, *, framed: bool = True) -> None:
         """Send a request. It fails with :class:`EngineSilent` after ``silence_seconds`` in which nothing arrives. ``framed``: the
         answer is read with :meth:`read`; otherwise with :meth:`read_whole`."""
         assert self._transport is not None
+        self._replies, self._unread = [], 0  # the reader of the request before may have left some
         self._whole = None if framed else bytearray()
         self._reader, self._complete, self.status, self.refusal = wire.FrameReader(MAX_MESSAGE), False, 0, b""
         self._silence_seconds, self._heard = silence_seconds, self._loop.time()

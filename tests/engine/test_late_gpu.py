@@ -99,7 +99,7 @@ class Late:
         patch.setattr(build, "_compiles", lambda device: False)
         patch.setattr("engine.runner.graphs.BUCKETS", (4, 16))
         patch.setattr(build, "BUCKETS", (4, 16))
-        patch.setattr(build, "ROWS", (2, 4))
+        patch.setattr(build, "PARTS", (2, 4))
 
     def assemble(self, base: Path, lenvm: Path | None = None, **settings: Any) -> Loop:
         decoder = self.gpu.move(load_model(base))

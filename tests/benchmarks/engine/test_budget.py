@@ -43,7 +43,7 @@ def test_sums_are_those_of_the_roofline(fp8: bool) -> None:
     between = sum(found[name].bytes for name in found if name.startswith(("rms_norm", "add_rms", "qk_norm", "silu", "quantize")))
     between += found["attention"].bytes
     angles = QWEN3_06B.num_layers * needed.tokens * 4 * QWEN3_06B.head_dim  # the roofline leaves them out
-    assert between - angles == pytest.approx(elementwise_bytes(QWEN3_06B, needed, 2, fp8=fp8), rel=0.001)
+    assert between - angles == pytest.approx(elementwise_bytes(QWEN3_06B, needed, 2, quantized=fp8), rel=0.001)
 
 
 def test_the_last_layer() -> None:

@@ -97,6 +97,22 @@ def answers(*parts: bytes) -> Serve:
     return serve
 
 
+async def test_an_answer_that_nobody_read_is_not_the_answer_to_the_next_request(streams: EngineStreams) -> None:
+    """A reader may leave when the whole answer has arrived: its connection is used again."""
+
+    async def serve(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = len(server.requests) == 1
+        messages = [delta(0), delta(1)] if first else [delta(5)]
+        writer.write(HEAD + b"".join(chunk(wire.pack_frame(message)) for message in messages) + END)
+
+    async with serving(serve) as (server, url):
+        async with post(streams, url) as stream:
+            await until(lambda: stream.reusable)
+        async with post(streams, url) as stream:
+            assert await stream.read() == [delta(5)]
+        assert server.connections == 1
+
+
 async def test_one_connection_serves_requests_one_after_another(streams: EngineStreams) -> None:
     frames = wire.pack_frame(delta(0)) + wire.pack_frame(delta(1, 1000))
     parts = [chunk(frames[begin : begin + 99]) for begin in range(0, len(frames), 99)]

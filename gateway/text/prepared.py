@@ -48,10 +48,12 @@ class Refusal(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Prepared:
-    """Tokenised prompts: prompt i is ``prefix`` followed by ``rows[i]``."""
+    """Tokenised prompts: prompt i is ``prefix``, ``rows[i]`` and ``suffix``, one after another."""
 
     rows: Sequence[Ids]
     prefix: Ids = ()
+    suffix: Ids = ()
+    """Not empty where items come first: each row is then a prefix worth caching, and the suffix is computed for each."""
     labels: list[int] = field(default_factory=list)
     """Label ids of a score request."""
     texts: list[str] | None = None
@@ -88,7 +90,7 @@ class Prepared:
     @property
     def tokens(self) -> int:
         """Number of tokens of all prompts."""
-        return self.converted + len(self.prefix) * len(self.rows) + sum(map(len, self.rows))
+        return self.converted + (len(self.prefix) + len(self.suffix)) * len(self.rows) + sum(map(len, self.rows))
 
     def param_of(self, index: int) -> str:
         """Return the field of the request that holds prompt ``index``."""
@@ -99,6 +101,7 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     """:class:`Prepared` with arrays as bytes (uint32, native byte order)."""
 
     prefix: bytes
+    suffix: bytes
     ids: bytes
     """Token ids of all rows."""
     lengths: bytes
@@ -131,6 +134,7 @@ def pack(prepared: Prepared) -> Packed:
     prefix = array("I", prepared.prefix)
     return Packed(
         prefix.tobytes(),
+        array("I", prepared.suffix).tobytes(),
         ids.tobytes(),
         lengths.tobytes(),
         prepared.labels,
@@ -154,6 +158,7 @@ def unpack(packed: Packed) -> Prepared:
     return Prepared(
         rows,
         array("I", packed.prefix),
+        array("I", packed.suffix),
         packed.labels,
         packed.texts,
         packed.param,

@@ -22,6 +22,7 @@ from engine import wire
 from engine.batch import Batch
 from engine.checks import MAX_CALLER_CHARACTERS, check
 from engine.core import Branch, GenerateRequest, Request, ScoreRequest
+from engine.item_group import ItemGroup
 from engine.readouts.base import Drawn, LenVMCounts, StepResult
 from engine.readouts.logprobs import join_logprobs
 from engine.request_log import Ending, RequestLog
@@ -35,6 +36,7 @@ DEVICE_ERRORS = (RuntimeError, MemoryError)
 """Errors of a step that are no fault of the program, above all out of memory."""
 WAIT_SECONDS = 0.001
 """Pause between steps where every request waits for a grammar or a mask."""
+Message = wire.Score | wire.ScoreItems | wire.Generate
 QUEUE_FULL = "The engine's queue is full."
 
 
@@ -83,6 +85,8 @@ class Loop:
         self._refused = Refused()
         self._step_seconds = 0.0
         """Time of the last step, without its wait for masks."""
+        self._groups: dict[str, ItemGroup] = {}
+        """Scores of items that have not ended, by the message's id."""
         self._ended: list[wire.Reply] = []
         """Terminal replies that the next step returns."""
         self._steps = 0
@@ -100,6 +104,8 @@ class Loop:
             self._ended.append(failure)
         elif isinstance(message, wire.Score):
             self._submit_score(message)
+        elif isinstance(message, wire.ScoreItems):
+            self._submit_items(message)
         elif self._structured is not None and message.grammar:
             self._structured.begin(GenerateRequest.of(message, self._clock()))
         else:
@@ -121,9 +127,8 @@ class Loop:
         """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
         replies += self._settle_structured()
-        late = self._scheduler.expire()
-        for request in late:
-            replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
+        for request in self._leave(self._scheduler.expire()):
+            replies.append(wire.Failed(_id_of(request), "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
         began = time.perf_counter()
         batch = self._scheduler.schedule()
@@ -198,9 +203,18 @@ class Loop:
         else:
             self._ended.append(wire.Scored(message.id, [], 0, 0))
 
-    def _refusal(self, message: wire.Score | wire.Generate) -> wire.Failed | None:
+    def _submit_items(self, message: wire.ScoreItems) -> None:
+        group = ItemGroup.of(message, self._clock(), mean_pooling=self._mean_pooling)
+        if not group.left:
+            self._ended.append(wire.Scored(message.id, [], 0, 0))
+            return
+        self._groups[message.id] = group
+        for request in group.requests:
+            self._scheduler.add(request)
+
+    def _refusal(self, message: Message) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
-        if self._request(message.id) is not None:
+        if self._request(message.id) is not None or message.id in self._groups:
             return self._invalid(message, "A request of this id is still running; ids must be unique.")
         problem = check(message, self.info)
         if problem is not None:
@@ -210,7 +224,8 @@ class Loop:
             self._refused.wait += 1
             return self._overloaded(message, "wait", wait)
         compiling = 0 if self._structured is None else self._structured.compiling
-        if self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
+        waiting = self._scheduler.waiting - self._scheduler.waiting_items + len(self._groups)
+        if waiting + compiling >= self._max_waiting and not self._displace(message.caller):
             self._refused.queue += 1
             return self._overloaded(message, "queue_full", wait)
         return None
@@ -220,14 +235,14 @@ class Loop:
         compiling = None if self._structured is None else self._structured.get(request_id)
         return compiling or self._scheduler.get(request_id)
 
-    def _invalid(self, message: wire.Score | wire.Generate, problem: str) -> wire.Failed:
+    def _invalid(self, message: Message, problem: str) -> wire.Failed:
         """The refusal of a faulty message. Its strings may be of any length, so that the log gets their beginnings."""
         self._refused.invalid += 1
         caller = wire.Caller(message.caller.request_id[:MAX_CALLER_CHARACTERS], message.caller.tenant[:MAX_CALLER_CHARACTERS])
         self._log.write("refused", caller, message.id[:MAX_CALLER_CHARACTERS], code="invalid")
         return wire.Failed(message.id, "invalid", problem)
 
-    def _overloaded(self, message: wire.Score | wire.Generate, reason: str, wait: float) -> wire.Failed:
+    def _overloaded(self, message: Message, reason: str, wait: float) -> wire.Failed:
         self._log.write("refused", message.caller, message.id, code="overloaded", reason=reason, wait_seconds=round(wait, 3))
         return wire.Failed(message.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait))
 
@@ -238,7 +253,8 @@ class Loop:
             return False
         self._refused.displaced += 1
         wait = self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)
-        self._ended.append(wire.Failed(displaced.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait)))
+        self._leave([displaced])
+        self._ended.append(wire.Failed(_id_of(displaced), "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait)))
         self._note("displaced", displaced, code="overloaded")
         return True
 
@@ -251,7 +267,28 @@ class Loop:
         times = {"queue_seconds": round(queued, 3), "computed_tokens": request.computed_tokens}
         self._log.write(ending, request.caller, request.id, **fields, **times)
 
+    def _leave(self, ended: list[Request]) -> list[Request]:
+        """End the groups of items among the ``ended`` requests: their other items are not computed. Return the requests to answer,
+        one for each message."""
+        answered = []
+        for request in ended:
+            group = request.group if isinstance(request, ScoreRequest) else None
+            if group is not None:
+                if self._groups.pop(group.id, None) is None:
+                    continue
+                for other in group.requests:
+                    if self._scheduler.get(other.id) is other:
+                        self._scheduler.remove(other)
+            answered.append(request)
+        return answered
+
     def _abort(self, request_id: str) -> None:
+        group = self._groups.get(request_id)
+        if group is not None:
+            (request,) = self._leave(list[Request](group.requests))
+            self._ended.append(wire.Failed(request_id, "aborted", "The caller ended the request."))
+            self._note("aborted", request)
+            return
         request = self._request(request_id)
         if request is None:
             return
@@ -319,7 +356,13 @@ class Loop:
         assert isinstance(request, ScoreRequest)
         request.rows[branch.index] = row
         self._scheduler.finish(branch)
-        if not request.branches:
+        if request.group is not None:
+            self._count_cached(request)
+            answer = request.group.take(request, row)
+            if answer is not None:
+                del self._groups[request.group.id]
+                yield answer
+        elif not request.branches:
             if not request.on_lenvm:
                 self._count_cached(request)
             self._note("finished", request)
@@ -383,10 +426,16 @@ class Loop:
         logger.exception("a step of %d tokens failed", batch.tokens)
         code: wire.ErrorCode = "out_of_memory" if memory else "internal"
         message = "The engine ran out of memory in this step." if memory else "The engine failed in this step."
-        failed = self._scheduler.fail(batch)
+        failed = self._leave(self._scheduler.fail(batch))
         for request in failed:
             self._note("failed", request, code=code)
-        return [wire.Failed(request.id, code, message, retryable=True) for request in failed]
+        return [wire.Failed(_id_of(request), code, message, retryable=True) for request in failed]
+
+
+def _id_of(request: Request) -> str:
+    """Return the id of the message that asks for ``request``."""
+    group = request.group if isinstance(request, ScoreRequest) else None
+    return request.id if group is None else group.id
 
 
 def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:

@@ -27,7 +27,7 @@ _KEY_MASK = (1 << 64) - 1
 class Node:
     """Consecutive tokens below a prefix, and their slots."""
 
-    __slots__ = ("admitted", "children", "item", "key", "parent", "references", "shared", "slots", "tokens", "used")
+    __slots__ = ("children", "item", "key", "parent", "protected", "references", "shared", "slots", "tokens", "used")
 
     def __init__(self, tokens: Ints, slots: Ints, parent: Node | None, *, shared: bool, item: bool = False) -> None:
         """``shared``: whether it is in the tree of a salt, not in that of one request. ``item``: whether it belongs to an item of
@@ -40,8 +40,8 @@ class Node:
         self.references = 0
         self.used = 0
         self.item = item
-        self.admitted = False
-        """Whether an item has left the window of :class:`engine.kvcache.eviction.Evictor`."""
+        self.protected = False
+        """Set by :class:`engine.kvcache.eviction.Evictor`."""
         self.key = hash((parent.key, self.tokens.tobytes())) & _KEY_MASK if item and parent is not None else 0
         """On an item: a hash of the path, by which its uses are counted also while it is not cached."""
 
@@ -206,7 +206,7 @@ class PrefixCache:
         held by requests go on meaning the same tokens."""
         assert node.parent is not None
         upper = Node(node.tokens[:length], node.slots[:length], node.parent, shared=node.shared, item=node.item)
-        upper.references, upper.used, upper.admitted = node.references, node.used, node.admitted
+        upper.references, upper.used, upper.protected = node.references, node.used, node.protected
         node.parent.children[int(upper.tokens[0])] = upper
         node.parent, node.tokens, node.slots = upper, node.tokens[length:], node.slots[length:]
         upper.children[int(node.tokens[0])] = node

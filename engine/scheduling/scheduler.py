@@ -84,6 +84,8 @@ class Scheduler:
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
+        self.items = 0
+        """Requests that are items and have not ended."""
         self._closed_above = math.inf
         """For this step, tenants that hold at least this many slots for their weight admit nothing, because a tenant that
         holds no more found too few slots for its next request.
@@ -109,6 +111,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
+        self.items += request.is_item
         self._queue.join(request)
         self._wait_estimator.enter(request)
         if request.expires is not None:
@@ -137,6 +140,15 @@ class Scheduler:
     def waiting(self) -> int:
         """Number of requests that are not admitted."""
         return len(self._requests) - len(self._running)
+
+    @property
+    def _free_places(self) -> int:
+        return self._budget.max_running_requests - len(self._running) + self._allocator.items_running
+
+    @property
+    def waiting_items(self) -> int:
+        """Number of requests that are not admitted and are items."""
+        return self.items - self._allocator.items_running
 
     @property
     def tenants(self) -> int:
@@ -223,6 +235,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request and free everything that it holds."""
         del self._requests[request.id]
+        self.items -= request.is_item
         self._wait_estimator.leave(request, begun=False)
         self._allocator.let_go(request)
         self._queue.leave(request)
@@ -267,7 +280,7 @@ class Scheduler:
 
     def _has_room(self, flow: Flow, *, contended: bool) -> bool:
         """Whether there is a running place for a tenant, with which it leaves enough places and slots to others."""
-        free = self._budget.max_running_requests - len(self._running)
+        free = self._free_places
         if not contended or free <= 0:
             return free > 0
         available = [kv_pool.pool.available + kv_pool.cache.evictable for kv_pool in self.kv_pools]
@@ -284,7 +297,7 @@ class Scheduler:
             flow.room = most - batch.load
             self._admit_waiting(batch, flow, most, contended=contended)
         for flow in self._queue.others():
-            if batch.load >= most or len(self._running) >= self._budget.max_running_requests or self._closed_above <= 0:
+            if batch.load >= most or self._free_places <= 0 or self._closed_above <= 0:
                 return
             flow.room = most - batch.load
             self._admit_waiting(batch, flow, most, contended=contended)
@@ -301,6 +314,7 @@ class Scheduler:
         """Start the first waiting request of a tenant if at least one of its tokens fits into ``room``."""
         request = self._queue.start(flow)
         self._running[request.id] = request
+        self._allocator.items_running += request.is_item
         for part in request.with_aux:
             part.node = self._allocator.kv_pool(part).cache.enter(part.salt)
         spent = self._serve(batch, request, room, may_preempt=False)
@@ -323,7 +337,7 @@ class Scheduler:
         """
         if not flow.waiting:
             return
-        if len(self._running) >= self._budget.max_running_requests:
+        if self._free_places <= 0:
             victim = self._allocator.victim_for_place(flow)
             victims = [] if victim is None else [victim]
         else:

@@ -92,6 +92,7 @@ class Loop:
         self._steps = 0
         self._computed = 0
         self._cached = 0
+        self._scored_items = self._cached_items = 0
         self._lenvm = LenVMCounts()
 
     def submit(self, message: wire.Request) -> None:
@@ -181,6 +182,10 @@ class Loop:
             slots_total=scheduler.pool.size,
             slots_free=scheduler.pool.available,
             slots_cached=scheduler.cache.evictable,
+            slots_items=scheduler.cache.item_tokens,
+            scored_items=self._scored_items,
+            cached_items=self._cached_items,
+            evicted_item_tokens=scheduler.cache.evicted_item_tokens,
             steps=self._steps,
             computed_tokens=self._computed,
             cached_tokens=self._cached,
@@ -361,6 +366,8 @@ class Loop:
             answer = request.group.take(request, row)
             if answer is not None:
                 del self._groups[request.group.id]
+                self._scored_items += len(answer.rows)
+                self._cached_items += answer.cached_items
                 yield answer
         elif not request.branches:
             if not request.on_lenvm:

@@ -23,7 +23,7 @@ from engine.kvcache.frequency import FrequencySketch
 if TYPE_CHECKING:
     from engine.kvcache.prefix_cache import Node
 
-PROTECTED_SHARE = 0.9
+PROTECTED_SHARE = 0.95
 """Part of the slots that protected items may have."""
 RESERVED_SHARE = 0.25
 """Part of the slots that items never take from cached nodes of other kinds."""

@@ -77,6 +77,9 @@ class PrefixCache:
         self._count = 0
         self.evictable = 0
         """Tokens that no request holds."""
+        self.item_tokens = 0
+        """Tokens of items."""
+        self.evicted_item_tokens = 0
 
     def enter(self, salt: str | None) -> Root:
         """Root of the tree of ``salt``, with a new reference. None: a private tree whose slots :meth:`release` frees at once."""
@@ -134,7 +137,7 @@ class PrefixCache:
         node.children[int(tokens[0])] = child
         child.references = 1
         self._count += 1
-        self._evictor.count(child, len(tokens))
+        self._add_tokens(child, len(tokens))
         return child
 
     def release(self, node: Node, above: Node | None = None) -> None:
@@ -176,6 +179,7 @@ class PrefixCache:
         freed = 0
         while freed < count and (node := self._evictor.victim()) is not None:
             freed += len(node.tokens)
+            self.evicted_item_tokens += len(node.tokens) if node.item else 0
             self._remove(node)
         return freed
 
@@ -224,7 +228,7 @@ class PrefixCache:
         assert parent is not None
         self._pool.free(node.slots)
         self.evictable -= len(node.tokens)
-        self._evictor.count(node, -len(node.tokens))
+        self._add_tokens(node, -len(node.tokens))
         del parent.children[int(node.tokens[0])]
         node.parent = None
         self._count -= 1
@@ -232,6 +236,11 @@ class PrefixCache:
             self._drop_if_empty(parent)
         elif parent.references == 0:
             self._offer(parent)
+
+    def _add_tokens(self, node: Node, count: int) -> None:
+        """Count tokens of a node that enters the tree; a negative number leaves it."""
+        self.item_tokens += count if node.item else 0
+        self._evictor.count(node, count)
 
     def _drop_if_empty(self, root: Node) -> None:
         if root.references or root.children or root is self.root:

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Sequence
 
 from engine import wire
-from gateway.pool.replica import AFFINITY_BOUND, Replica
+from gateway.pool.replica import Replica
 from gateway.text.prepared import Ids
 
-SLACK_TOKENS = 1 << 13
-"""Tokens by which a replica may exceed its share before items go elsewhere: about one step of an engine. Without it, the chance
-differences between the parts of one request would move items away from the replica that has them."""
+LOAD_BOUND = 1.5
+SLACK_TOKENS = 1 << 14
+"""A replica may have this multiple of the mean load, and this many tokens more, before items go elsewhere. Items move late, because
+an item that moves has to be computed again, and takes room in a second cache."""
 
 _MASK = (1 << 64) - 1
 _MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
@@ -40,7 +41,7 @@ def assign(replicas: Sequence[Replica], digests: Sequence[int], tokens: Sequence
         return [list(range(len(digests)))]
     seeds = [replica.seed for replica in replicas]
     loads = [replica.tokens for replica in replicas]
-    bound = AFFINITY_BOUND * (sum(loads) + sum(tokens)) / len(replicas) + SLACK_TOKENS
+    bound = LOAD_BOUND * (sum(loads) + sum(tokens)) / len(replicas) + SLACK_TOKENS
     groups: list[list[int]] = [[] for _ in replicas]
     for place, (digest, count) in enumerate(zip(digests, tokens, strict=True)):
         weights = [_mixed(digest ^ seed) if load + count <= bound else -1 for seed, load in zip(seeds, loads, strict=True)]

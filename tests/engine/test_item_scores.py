@@ -87,6 +87,8 @@ def test_a_known_item_costs_only_the_query(causal: Path) -> None:
     assert (cold.cached_items, cold.cached_tokens, cold.computed_tokens) == (0, 0, 10 * 33)
     warm = answer(run(loop, message("b", items, [9, 8])))
     assert (warm.cached_items, warm.cached_tokens, warm.computed_tokens) == (10, 300, 20)
+    stats = loop.stats
+    assert (stats.scored_items, stats.cached_items, stats.slots_items, stats.evicted_item_tokens) == (20, 10, 300, 0)
     other = answer(run(loop, message("c", [*items, items[0][:10]], [9], caller=wire.Caller(cache_salt="theirs"))))
     assert (other.cached_items, other.cached_tokens) == (1, 10), "only the short item, which begins another item of this salt"
 
@@ -185,6 +187,8 @@ def test_a_scan_of_cold_items_leaves_hot_ones(causal: Path) -> None:
         run(loop, message(f"hot {number}", hot, [7]))
     for number in range(10):
         run(loop, message(f"cold {number}", [some_tokens(rng, 10, 10) for _ in range(100)], [7]))
+    assert loop.stats.evicted_item_tokens > 8000
+    assert loop.stats.slots_items <= 2000
     found = answer(run(loop, message("hot", hot, [7])))
     assert found.cached_items >= 90
 

@@ -145,6 +145,9 @@ def _generate_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]
         yield f"The prompt must be one or more token ids between 0 and {info.vocab_size - 1}."
     if not _known(sampling.logit_bias, info) or not _known(sampling.stop_token_ids, info):
         yield f"Token ids in logit_bias and stop_token_ids must be between 0 and {info.vocab_size - 1}."
+    limit = message.thinking_limit
+    if limit is not None and (limit.tokens < 0 or not _known(_tags(limit.thinking), info)):
+        yield f"thinking_limit needs 0 or more tokens, and tags between 0 and {info.vocab_size - 1}."
     if not 1 <= sampling.n <= limits.max_sequences:
         yield f"n is {sampling.n}; between 1 and {limits.max_sequences} is allowed."
     if not 0 <= message.resume_offset < len(message.prompt) or (message.resume_offset and sampling.n != 1):
@@ -166,6 +169,10 @@ def _generate_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]
         yield "top_p and repetition_penalty must be greater than 0."
     if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
         yield "Values of logit_bias must be finite numbers."
+
+
+def _tags(thinking: wire.Thinking) -> list[int]:
+    return [thinking.close, *([] if thinking.open is None else [thinking.open])]
 
 
 def _constraint_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]:

@@ -70,6 +70,8 @@ class Branch:
     """The state of the grammar that the output follows; None without a grammar."""
     section: GuidedSection | None = None
     """Section of the output whose draws are guided; None for all of it."""
+    thinking: GuidedSection | None = None
+    """The thinking section, if its length has a limit."""
     aux_branch: Branch | None = None
     """Branch of this sequence on the length model; None if the sequence is not guided. Both branches share one token buffer."""
     main_branch: Branch | None = None
@@ -318,6 +320,9 @@ class GenerateRequest(Request):
             allowed=_allowed(message.sampling),
         )
         request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
+        if message.thinking_limit is not None:
+            for branch in request.branches:
+                branch.thinking = GuidedSection(message.thinking_limit.thinking, "thinking")
         if request.length_guidance is not None:
             request.candidates = top_k(message)
             request.aux_request = AuxRequest(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
@@ -359,18 +364,39 @@ class GenerateRequest(Request):
             self.guided_from(branch)  # reads the known tokens
             if not branch.section.settled:
                 return False
+        if self._may_be_forced(branch, self.offset(branch) + 1):
+            self.forced_token(branch)  # reads the known tokens
+            if branch.thinking is not None and not branch.thinking.settled:
+                return False
         return self.offset(branch) + 1 < self.message.sampling.max_tokens
 
     def guided_from(self, branch: Branch) -> int | None:
         """Return the number of output tokens before the section that is guided; None if the next draw of ``branch`` is not guided.
         The newest token must be known, unless the section is settled."""
-        if self.length_guidance is None:
+        if self.length_guidance is None or self.forced_token(branch) is not None:
             return None
         if branch.section is None:
             return 0
         if not branch.section.settled:
             branch.section.read(self.output(branch))
         return branch.section.begin
+
+    def forced_token(self, branch: Branch) -> int | None:
+        """Return the token that ends the thinking section, if the next draw of ``branch`` must be it. A branch that runs ahead
+        is below the limit."""
+        if branch.thinking is None or branch.pending or not self._may_be_forced(branch, self.offset(branch)):
+            return None
+        branch.thinking.read(self.output(branch))
+        limit = self.message.thinking_limit
+        assert limit is not None
+        return None if branch.thinking.begin is None else limit.thinking.close
+
+    def _may_be_forced(self, branch: Branch, position: int) -> bool:
+        """Whether the limit of thinking is reached at an output position, if the section is still open there."""
+        limit = self.message.thinking_limit
+        if limit is None or branch.thinking is None or branch.thinking.settled:
+            return False
+        return position - (limit.thinking.open is not None) >= limit.tokens
 
     def offset(self, branch: Branch) -> int:
         """Output tokens of ``branch`` so far, those of an earlier attempt included."""

@@ -30,7 +30,7 @@ def is_neutral(guidance: wire.LengthGuidance) -> bool:
 
 @dataclass(slots=True)
 class GuidedSection:
-    """The section of one output in which draws are guided, as far as the output is known."""
+    """A section of one output, as far as the output is known."""
 
     thinking: wire.Thinking
     wanted: Literal["thinking", "answer"]

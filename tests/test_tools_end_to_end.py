@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -168,3 +169,58 @@ def test_a_parsed_response(client: openai.OpenAI) -> None:
     assert isinstance(told.output_parsed, Place)
     with client.responses.stream(text_format=Place, **fields) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Place)
+
+
+LARK = 'start: line ("\\n" line)?\nline: WORD "(" TEXT ")"\nWORD: "add" | "say"\nTEXT: "\\"" /[a-z\\\\]{1,3}/ "\\""'
+
+
+def test_a_custom_tool_with_a_grammar(client: openai.OpenAI) -> None:
+    format = {"type": "grammar", "grammar": {"syntax": "lark", "definition": LARK}}
+    run: Any = {"type": "custom", "custom": {"name": "run", "format": format}}
+    named = {"type": "custom", "custom": {"name": "run"}}
+    only: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    answer = client.chat.completions.create(
+        model="hermes", messages=[USER], tools=[TIME, run], tool_choice=only, parallel_tool_calls=False, n=4, **FIELDS
+    )
+    for choice in answer.choices:
+        (call,) = choice.message.tool_calls
+        assert re.fullmatch(r'(add|say)\("[a-z\\]{1,3}"\)(\n(add|say)\("[a-z\\]{1,3}"\))?', call.custom.input)
+    flat: Any = {"type": "custom", "name": "run", "format": {"type": "grammar"} | format["grammar"]}  # type: ignore[dict-item]
+    told = client.responses.create(
+        model="hermes", input="Run.", tools=[flat], tool_choice={"type": "custom", "name": "run"}, reasoning={"effort": "none"}
+    )
+    assert re.match(r'(add|say)\("', told.output[0].input)
+
+
+def test_structural_tags(client: openai.OpenAI) -> None:
+    tag = {
+        "type": "tag",
+        "begin": "<tool_call>f=",
+        "content": {"type": "json_schema", "json_schema": SCHEMA},
+        "end": "</tool_call>",
+    }
+    tags = {"type": "tags_with_separator", "tags": [tag], "separator": "; ", "at_least_one": True, "stop_after_first": True}
+    format: Any = {
+        "type": "structural_tag",
+        "format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-z]"}, tags]},
+    }
+    answer = client.chat.completions.create(model="hermes", messages=[USER], response_format=format, n=3, **FIELDS)
+    ended = [choice.message.content for choice in answer.choices if choice.finish_reason == "stop"]
+    for text in ended:
+        found = re.fullmatch(r"[a-z]<tool_call>f=(.*)</tool_call>", text or "", flags=re.DOTALL)
+        assert found, text
+        jsonschema.validate(json.loads(found[1]), SCHEMA)
+    assert ended
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_of_thinking(client: openai.OpenAI, stream: bool) -> None:
+    (open_tag,) = client.post("/tokenize", body={"model": "hermes", "prompt": "<think>"}, cast_to=dict)["tokens"]
+    asked: Any = {"model": "hermes", "messages": [USER], "max_tokens": 40, "seed": 1, "temperature": 1.5, "stream": stream}
+    asked |= {"logit_bias": {str(open_tag): 100}, "extra_body": {"thinking_token_budget": 5, "return_token_ids": True}}
+    answer: Any = client.chat.completions.create(**asked)
+    choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else [answer.choices[0]]
+    drawn = [token for choice in choices for token in getattr(choice, "token_ids", None) or []]
+    (close_tag,) = client.post("/tokenize", body={"model": "hermes", "prompt": "</think>"}, cast_to=dict)["tokens"]
+    assert drawn[0] == open_tag
+    assert drawn.index(close_tag) == 6

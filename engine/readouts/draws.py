@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
@@ -12,7 +13,7 @@ from engine.device.transfer import Download, Upload
 from engine.ints import EMPTY
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows
 from engine.readouts.logprobs import LogprobsCopy
-from engine.structured.bits import Bits
+from engine.structured.bits import Bits, bits_of, words_of
 
 
 class DrawReadout(Readout):
@@ -65,25 +66,36 @@ class DrawReadout(Readout):
 
 
 def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
-    """Add the values that a guided draw of ``message`` would have, where another section of its output is guided."""
+    """Add the values that a guided draw of ``message`` would have, where other draws of its output are guided."""
     guidance = message.length_guidance
-    if guidance is None or not guidance.return_values or guidance.applies_to == "both":
+    if guidance is None or not guidance.return_values:
+        return told
+    if guidance.applies_to == "both" and message.thinking_limit is None:  # guidance has no effect on any draw
         return told
     return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
 
 
 def sampling_row(branch: Branch, request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> SamplingRow:
     """Parameters of the next draw of ``branch``."""
+    bits, params = _bits(branch, request), request.message.sampling
+    forced = request.forced_token(branch)
+    if forced is not None and _allows(branch, forced):
+        bits, params = bits_of([forced], words_of(forced + 1)), wire.Sampling(temperature=0)
     return SamplingRow(
-        params=request.message.sampling,
+        params=params,
         index=request.message.index + branch.index,
         position=request.offset(branch),
         prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
         output_tokens=request.output(branch) if request.depends_on_output else EMPTY,
         eos_ids=eos_token_ids,
-        bits=_bits(branch, request),
+        bits=bits,
         complete=branch.constraint is not None and branch.constraint.complete,
     )
+
+
+def _allows(branch: Branch, token: int) -> bool:
+    """Whether the grammar allows ``token``, which it does not within a character of several tokens."""
+    return branch.constraint is None or bool(branch.constraint.mask[token >> 5] >> np.uint32(token & 31) & 1)
 
 
 def _bits(branch: Branch, request: GenerateRequest) -> Bits | None:

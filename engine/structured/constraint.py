@@ -12,7 +12,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from engine.structured.bits import Bits, words_of
 
 MAX_MASK_SECONDS = 1.0
-"""Longest time of one mask. llguidance bounds its work (:data:`engine.wire.GRAMMAR_LIMITS`), but not tightly."""
+"""Most CPU time of one mask. llguidance bounds its work (:data:`engine.wire.GRAMMAR_LIMITS`), but not tightly."""
 _REPLAYED_AT_ONCE = 32
 """Tokens that are replayed without a chance for other threads to run."""
 
@@ -33,9 +33,9 @@ class Constraint:
         self.problem: str | None = None
         """Why the sequence cannot go on, as a sentence; set with ``ready``."""
         self.seconds = 0.0
-        """Time of the slowest mask so far."""
+        """CPU time of the slowest mask so far; not affected by other programs that keep the thread waiting."""
         self.last_seconds = 0.0
-        """Time of the last mask."""
+        """CPU time of the last mask."""
 
     def fork(self) -> Constraint:
         """Return a copy for another sequence. Its mask is ready if this one's is."""
@@ -70,10 +70,10 @@ class Constraint:
 
     def compute_mask(self) -> None:
         """Compute :attr:`mask`, without the interpreter's lock. Raises nothing."""
-        began = time.perf_counter()
+        began = time.thread_time()
         if not self._matcher.is_error():
             fill_next_token_bitmask(self._matcher, self._mask)
-        seconds = time.perf_counter() - began
+        seconds = time.thread_time() - began
         self.seconds = max(self.seconds, seconds)
         self.last_seconds = seconds
         if self._matcher.is_error():

@@ -17,26 +17,11 @@ import llguidance
 import msgspec
 from llguidance import LLTokenizer
 
-from engine.wire import CONTROL_TOKEN
+from engine.wire import CONTROL_TOKEN, GrammarVocabulary
 
 
 class VocabularyError(ValueError):
     """The tokeniser cannot be used for grammars."""
-
-
-class _Vocabulary:
-    """The interface that llguidance expects of a tokeniser."""
-
-    bos_token_id = None
-
-    def __init__(self, plain: LLTokenizer, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
-        self.tokens = tokens
-        self.special_token_ids = special_token_ids
-        self.eos_token_id = eos_token_id
-        self._plain = plain
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._plain.tokenize_bytes(text)
 
 
 def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -52,7 +37,7 @@ def load_vocabulary(tokenizer_json: bytes, vocab_size: int, eos_token_ids: Seque
         tokens = [controls[id].encode() if id in controls else plain.decode_bytes([id]) for id in range(size)]
         tokens += [b""] * (vocab_size - size)
         known = [id for id in controls if id < vocab_size]
-        vocabulary = _Vocabulary(plain, tokens, known, eos_token_ids[0])
+        vocabulary = GrammarVocabulary(tokens, known, eos_token_ids[0], plain.tokenize_bytes)
         return LLTokenizer(llguidance.TokenizerWrapper(vocabulary), eos_token=list(eos_token_ids))
     except BaseException as error:  # the library raises ValueError, and its panics are no Exception
         raise VocabularyError(f"tokenizer.json cannot be used for grammars: {str(error).partition(chr(10))[0]}") from error

@@ -40,6 +40,7 @@ from engine.wire.sampling import (
     LengthGuidance,
     Sampling,
     Thinking,
+    ThinkingLimit,
 )
 from engine.wire.scoring import (
     Classes,
@@ -56,6 +57,7 @@ from engine.wire.scoring import (
     unpack_ids,
 )
 from engine.wire.server import Info, Limits, Stats, TokenizerFiles
+from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
     "CONTROL_TOKEN",
@@ -80,6 +82,7 @@ __all__ = [
     "FrameReader",
     "Generate",
     "GrammarLimits",
+    "GrammarVocabulary",
     "GuidanceMode",
     "Info",
     "Labels",
@@ -97,6 +100,7 @@ __all__ = [
     "Scored",
     "Stats",
     "Thinking",
+    "ThinkingLimit",
     "TokenizerFiles",
     "encode",
     "pack_frame",

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from engine.wire.common import Caller
-from engine.wire.sampling import LengthGuidance, Sampling
+from engine.wire.sampling import LengthGuidance, Sampling, ThinkingLimit
 
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: an end-of-sequence or stop token was drawn (it is the last of ``tokens``); ``length``: ``max_tokens`` or the context
@@ -36,6 +36,9 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """A grammar of llguidance that the output follows: Lark, which may contain ``%json {...}``, or a grammar as JSON. Empty: none.
     Only where ``Info.capabilities`` has ``grammar``, and not with ``Sampling.ignore_eos``. An end-of-sequence token can be drawn
     only where the output is complete, and must be drawn where nothing else may follow, whatever ``Sampling.min_tokens`` says."""
+    thinking_limit: ThinkingLimit | None = None
+    """At the limit, only ``thinking.close`` can be drawn, whatever ``sampling`` excludes; with a grammar, at the next place where
+    the grammar allows it. The length model does not guide this draw."""
     index: int = 0
     """The sequence index that the noise of the first of the ``n`` sequences is drawn with, so that each can be resumed by itself.
     ``Delta.index`` counts from 0 all the same."""

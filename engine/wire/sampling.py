@@ -92,6 +92,14 @@ class Thinking(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token that begins it, where it is the first of the output; None: the prompt has begun it."""
 
 
+class ThinkingLimit(msgspec.Struct, frozen=True):
+    """Close the thinking section by force."""
+
+    thinking: Thinking
+    tokens: int
+    """Tokens of the section, without its tags, behind which ``thinking.close`` is drawn; 0 or more."""
+
+
 class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     """Settings by which a length model steers each draw ("Length Value Model", arXiv 2604.27039).
 

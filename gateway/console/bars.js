@@ -1,6 +1,6 @@
 // The list of scored documents: one bar each, sorted by score, redrawn at most ten times a second while results arrive.
 
-import { duration, make } from "./dom.js";
+import { count, counted, duration, make } from "./dom.js";
 
 const REDRAW_MS = 100;
 
@@ -41,6 +41,17 @@ export class Bars {
     }
   }
 
+  /** Take the token counts of documents, lists of equal length. */
+  use(usage) {
+    const places = Array.isArray(usage?.index) ? usage.index : [];
+    places.forEach((index, at) => {
+      const result = this.results.get(index);
+      const [tokens, computed] = [usage.prompt_tokens?.[at], usage.computed_tokens?.[at]];
+      if (!result || !Number.isFinite(tokens) || !Number.isFinite(computed)) return;
+      result.usage = counted(tokens, "token") + (usage.reused?.[at] === true ? ", from the cache" : `, ${count(computed)} computed`);
+    });
+  }
+
   /** Draw what there is now. */
   end() {
     clearTimeout(this.timer);
@@ -58,14 +69,14 @@ export class Bars {
     this.scale.replaceChildren(...[0, 0.25, 0.5, 0.75, 1].map((part) => make("span", { text: tick(low + part * (high - low)) })));
   }
 
-  row(index, { score, ms, error }, low, high) {
+  row(index, { score, ms, error, usage }, low, high) {
     const text = make("span", { class: "bar-text", text: this.documents[index] });
     if (error !== undefined) return make("li", { class: "failed" }, text, make("span", { class: "error", text: error }));
     const fill = make("span", { class: "bar-fill" });
     fill.style.inlineSize = `${(100 * (score - low)) / (high - low)}%`;
     return make("li", {}, text, make("span", { class: "bar-score", text: shown(score) }),
       make("span", { class: "bar-track", "aria-hidden": "true" }, fill),
-      make("span", { class: "bar-note", text: `Document ${index + 1} · after ${duration(ms)}` }));
+      make("span", { class: "bar-note", text: [`Document ${index + 1}`, ...(usage ? [usage] : []), `after ${duration(ms)}`].join(" · ") }));
   }
 }
 

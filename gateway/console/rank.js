@@ -60,6 +60,7 @@ export function startRank(served) {
         bars.add(resultsOf(event), performance.now() - began);
         last = event;
       }
+      bars.use(last?.item_usage);
       bars.fail(Array.isArray(last?.errors) ? last.errors : []);
       byId("rank-summary").textContent = summary(bars, last, performance.now() - began);
     } catch (error) {
@@ -113,7 +114,7 @@ function problemOf(documents) {
 
 function requestOf(mode, documents, model) {
   const query = byId("rank-query").value;
-  const common = { stream: true, partial_results: true };
+  const common = { stream: true, partial_results: true, return_item_usage: true };
   if (mode === "preset") return { path: "v1/rerank", body: { model: model?.id, query, documents, ...common } };
   const items = documents.map((text) => text + byId("rank-after").value);
   const before = byId("rank-before").value.replaceAll("{query}", () => query);

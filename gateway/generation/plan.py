@@ -12,7 +12,7 @@ from gateway.context import new_id
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.sequence import TextOptions
-from gateway.lenvm.length_guidance import CONSTRAINT_MIN_P
+from gateway.lenvm.length_guidance import default_min_p
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 from gateway.tools.answer import AnswerFormat
@@ -82,6 +82,7 @@ def plan(
     max_tokens: int | None,
     logprobs: int | None,
     guidance: wire.LengthGuidance | None,
+    thinking_limit: wire.ThinkingLimit | None = None,
     grammar: str = "",
     bad_words: Sequence[Sequence[int]] = (),
     first_index: int = 0,
@@ -106,8 +107,8 @@ def plan(
     sampling = fields.sampling(max_tokens=limit, seed=seed)
     if bad_words:
         sampling = msgspec.structs.replace(sampling, bad_words=tuple(map(tuple, bad_words)))
-    if guidance is not None and guidance.constraint is not None and fields.min_p is None:
-        sampling = msgspec.structs.replace(sampling, min_p=CONSTRAINT_MIN_P)
+    if fields.min_p is None and (min_p := default_min_p(guidance)) is not None:
+        sampling = msgspec.structs.replace(sampling, min_p=min_p)
     request = wire.Generate(
         id=new_id(),
         prompt=prompt,
@@ -115,6 +116,7 @@ def plan(
         logprobs=logprobs,
         length_guidance=guidance,
         grammar=grammar,
+        thinking_limit=thinking_limit,
         prompt_logprobs=_prompt_logprobs(fields, logprobs, echoes=echo is not None, limit=limit),
         # stop strings need every token at once, because the gateway ends the sequence at one
         tokens_per_delta=1 if fields.stream or fields.stops or not (format is None or format.counts_tokens) else WHOLE_TOKENS,

@@ -9,7 +9,7 @@ from gateway.errors import InvalidRequest
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.length_guidance import CustomParams, LengthGuidance
-from gateway.tools.answer import AnswerFormat
+from gateway.tools.answer import AnswerFormat, Thinking
 
 CANDIDATES = wire.LengthGuidance().top_k
 CONSTRAINT_MIN_P = 0.01
@@ -17,6 +17,8 @@ CONSTRAINT_MIN_P = 0.01
 right length; with the demo models the text became meaningless without this bound."""
 
 
+THINKING_MIN_P = 0.1
+"""The same for targets of the thinking section: with 0.02, `eq` took wrong numbers of the right length (docs/thinking.md)."""
 _SECTION = "length_guidance.applies_to"
 
 
@@ -109,6 +111,29 @@ def _for_engine(asked: LengthGuidance, candidates: int) -> wire.LengthGuidance:
     )
 
 
+def default_min_p(guidance: wire.LengthGuidance | None) -> float | None:
+    """Return ``min_p`` of a request that states none; None for the engine's default."""
+    if guidance is None or guidance.constraint is None:
+        return None
+    return THINKING_MIN_P if guidance.applies_to == "thinking" else CONSTRAINT_MIN_P
+
+
+def thinking_limit(tokens: int | None, format: AnswerFormat | None) -> wire.ThinkingLimit | None:
+    """Return the limit of ``thinking_token_budget``; None if there is none or the answer has no thinking section. ``format``: of
+    the answer, None if it is all text. Raises :class:`InvalidRequest` if the tags are several tokens."""
+    thinking = None if format is None else format.thinking
+    if tokens is None or thinking is None:
+        return None
+    return wire.ThinkingLimit(_tags(thinking, "thinking_token_budget"), tokens)
+
+
+def _tags(thinking: Thinking, param: str) -> wire.Thinking:
+    if thinking.close_id is None or (thinking.open_id is None and not thinking.opened):
+        message = f"`{param}`: the model's tags around its thinking are no tokens of their own, so its end cannot be found."
+        raise InvalidRequest(message, param=param)
+    return wire.Thinking(thinking.close_id, None if thinking.opened else thinking.open_id)
+
+
 def with_section(guidance: wire.LengthGuidance | None, format: AnswerFormat | None) -> wire.LengthGuidance | None:
     """Return ``guidance`` with the tokens that tell its section apart. ``format``: of the answer, None if it is all text.
 
@@ -121,10 +146,7 @@ def with_section(guidance: wire.LengthGuidance | None, format: AnswerFormat | No
         if guidance.applies_to == "answer":
             return msgspec.structs.replace(guidance, applies_to="both")
         raise InvalidRequest("The model does not think in this answer, so its thinking has no length.", param=_SECTION)
-    if thinking.close_id is None or (thinking.open_id is None and not thinking.opened):
-        message = "The model's tags around its thinking are no tokens of their own, so one section cannot be guided."
-        raise InvalidRequest(message, param=_SECTION)
-    section = wire.Thinking(thinking.close_id, None if thinking.opened else thinking.open_id)
+    section = _tags(thinking, _SECTION)
     return msgspec.structs.replace(guidance, thinking=section)
 
 

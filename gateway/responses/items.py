@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,13 +10,42 @@ import msgspec
 
 from gateway.context import new_id
 from gateway.errors import InvalidRequest
+from gateway.schemas import tools as chat_tools
 from gateway.schemas.chat import ChatMessage, ChatRequest, TextPart
 from gateway.schemas.generation import TextRequest
-from gateway.schemas.responses import ChosenFunction, InputItem, ItemPart, ResponseRequest, TextFormat
+from gateway.schemas.responses import (
+    Choice,
+    ChosenCustom,
+    ChosenFunction,
+    ChosenTools,
+    CustomTool,
+    FunctionTool,
+    InputItem,
+    ItemPart,
+    ResponseRequest,
+    TextFormat,
+)
 from gateway.schemas.structure import JsonSchema, ResponseFormat
-from gateway.schemas.tools import EarlierCall, FunctionCall, FunctionDefinition, NamedFunction, NamedTool, Tool
+from gateway.schemas.tools import (
+    CustomCall,
+    EarlierCall,
+    FunctionCall,
+    FunctionDefinition,
+    NamedCustomTool,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -25,6 +55,11 @@ _NAMES = {
     "response_format": "text.format",
 }
 """Fields of a chat request, and the fields of a request for a response that they come from."""
+_PATHS = (
+    (re.compile(r"(tools\[\d+\])\.custom\.format\.grammar\b"), r"\1.format"),
+    (re.compile(r"(tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
+)
+"""Paths in the tools of a chat request, with those of a request for a response."""
 _SHARED = (*TextRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that both have."""
 
@@ -45,6 +80,8 @@ def _check(item: InputItem, param: str) -> None:
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
+        "custom_tool_call": ("call_id", "name", "input"),
+        "custom_tool_call_output": ("call_id", "output"),
         "reasoning": (),
     }[item.type]
     missing = next((name for name in needed if getattr(item, name) is None), None)
@@ -68,13 +105,12 @@ def messages_of(items: Iterable[InputItem]) -> list[ChatMessage]:
     for item in items:
         if item.type == "reasoning":
             reasoning.append(_text(item.content))
-        elif item.type == "function_call":
+        elif item.type in ("function_call", "custom_tool_call"):
             message = assistant()
-            function = FunctionCall(item.name or "", item.arguments)
             if message.tool_calls is None:
                 message.tool_calls = []
-            message.tool_calls.append(EarlierCall(function, item.call_id))
-        elif item.type == "function_call_output":
+            message.tool_calls.append(_call(item))
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
             messages.append(ChatMessage("tool", _text(item.output), tool_call_id=item.call_id))
         elif item.role == "assistant":
             thinking = "".join(reasoning) or None
@@ -83,6 +119,12 @@ def messages_of(items: Iterable[InputItem]) -> list[ChatMessage]:
         else:
             messages.append(ChatMessage(item.role or "user", _content(item.content)))
     return messages
+
+
+def _call(item: InputItem) -> EarlierCall:
+    if item.type == "custom_tool_call":
+        return EarlierCall(id=item.call_id, type="custom", custom=CustomCall(item.name or "", item.input or ""))
+    return EarlierCall(FunctionCall(item.name or "", item.arguments), item.call_id)
 
 
 def _content(content: str | list[ItemPart] | None) -> str | list[TextPart]:
@@ -107,19 +149,35 @@ def as_chat(request: ResponseRequest, messages: list[ChatMessage]) -> ChatReques
         "top_logprobs": request.top_logprobs,
         "reasoning_effort": request.reasoning and request.reasoning.effort,
     }
-    tools = [
-        Tool("function", FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
-        for tool in request.tools or ()
-    ]
+    tools = [*map(_tool, request.tools or ())]
     if request.text is not None and request.text.format is not None:
         if request.response_format is not None:
             message = "`text.format` and `response_format` both constrain the output; send one of them."
             raise InvalidRequest(message, param="response_format")
         shared["response_format"] = _response_format(request.text.format)
-    choice: Any = request.tool_choice
-    if isinstance(choice, ChosenFunction):
-        choice = NamedTool("function", NamedFunction(choice.name))
-    return ChatRequest(**shared, **told, tools=tools or None, tool_choice=choice)
+    return ChatRequest(**shared, **told, tools=tools or None, tool_choice=_choice(request.tool_choice))
+
+
+def _tool(tool: FunctionTool | CustomTool) -> Tool:
+    if isinstance(tool, FunctionTool):
+        return chat_tools.FunctionTool(FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
+    given, format = tool.format, None
+    if given is not None and given.definition is not None and given.syntax is not None:
+        format = chat_tools.CustomFormat("grammar", chat_tools.GrammarText(given.definition, given.syntax))
+    return chat_tools.CustomTool(chat_tools.CustomDefinition(tool.name, tool.description, format))
+
+
+def _choice(choice: Choice | None) -> ToolChoice | None:
+    if isinstance(choice, ChosenFunction | ChosenCustom):
+        return _named(choice)
+    if isinstance(choice, ChosenTools):
+        return chat_tools.AllowedTools(chat_tools.Allowed(choice.mode, [*map(_named, choice.tools)]))
+    return choice
+
+
+def _named(choice: ChosenFunction | ChosenCustom) -> NamedTool | NamedCustomTool:
+    named = NamedFunction(choice.name)
+    return NamedTool(named) if isinstance(choice, ChosenFunction) else NamedCustomTool(named)
 
 
 def _response_format(format: TextFormat) -> ResponseFormat:
@@ -137,4 +195,7 @@ def renamed(error: InvalidRequest) -> InvalidRequest:
         message = message.replace(f"`{chat}`", f"`{response}`")
         if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
             param = response if chat == "messages" else response + param[len(chat) :]
+    for path, own in _PATHS:
+        message = path.sub(own, message)
+        param = None if param is None else path.sub(own, param)
     return type(error)(message, param=param)

@@ -1,6 +1,7 @@
 """Collects the items of an output from the parts of an answer, and makes the events that tell of them.
 
-Consecutive parts of one kind are one item: thinking is a reasoning item, text a message, each tool call a function call.
+Consecutive parts of one kind are one item: thinking is a reasoning item, text a message, each tool call a function call or a
+call of a custom tool.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from gateway.schemas.response_events import (
     ArgumentsDelta,
     ArgumentsDone,
     Event,
+    InputDelta,
+    InputDone,
     ItemEvent,
     PartEvent,
     ReasoningDelta,
@@ -23,7 +26,16 @@ from gateway.schemas.response_events import (
     TextDelta,
     TextDone,
 )
-from gateway.schemas.responses import OutputCall, OutputItem, OutputMessage, OutputReasoning, OutputText, ReasoningText, Status
+from gateway.schemas.responses import (
+    OutputCall,
+    OutputCustomCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    Status,
+)
 from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 _encoder = msgspec.json.Encoder()
@@ -56,7 +68,7 @@ class Output:
                     yield from self._grow(part.text, [])
                 case CallBegin():
                     yield from self._close("completed")
-                    yield from self._open(_Call(self, part.id, part.name))
+                    yield from self._open((_CustomCall if part.custom else _Call)(self, part.id, part.name))
                 case CallArguments():
                     yield from self._grow(part.text, [])
         if logprobs and isinstance(self._item, _Text):  # tokens whose text is held back, such as a part of a character
@@ -215,7 +227,7 @@ class _Call(_Open):
         self._call_id = call_id
         self._name = name
 
-    def item(self, status: Status) -> OutputCall:
+    def item(self, status: Status) -> OutputCall | OutputCustomCall:
         return OutputCall(id=self.id, status=status, call_id=self._call_id, name=self._name, arguments=self.text)
 
     def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
@@ -227,3 +239,20 @@ class _Call(_Open):
             sequence_number=self.number(), item_id=self.id, output_index=self.place, name=self._name, arguments=self.text
         )
         yield from super().end(status)
+
+
+class _CustomCall(_Call):
+    """A call of a custom tool."""
+
+    prefix = "ctc"
+
+    def item(self, status: Status) -> OutputCustomCall:
+        return OutputCustomCall(id=self.id, status=status, call_id=self._call_id, name=self._name, input=self.text)
+
+    def grow(self, text: str, logprobs: list[Any]) -> Iterator[Event]:  # noqa: ARG002 - of texts only
+        self.texts.append(text)
+        yield InputDelta(sequence_number=self.number(), item_id=self.id, output_index=self.place, delta=text)
+
+    def end(self, status: Status) -> Iterator[Event]:
+        yield InputDone(sequence_number=self.number(), item_id=self.id, output_index=self.place, input=self.text)
+        yield from _Open.end(self, status)

@@ -16,7 +16,7 @@ from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
-from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, with_section
+from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, require_lenvm, thinking_limit, with_section
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -37,11 +37,11 @@ from gateway.schemas.chat import (
     TopLogprob,
 )
 from gateway.schemas.length_guidance import LengthGuidance
-from gateway.schemas.tools import CalledFunction, ToolCall, ToolCallDelta
+from gateway.schemas.tools import CalledCustom, CalledFunction, CustomToolCall, ToolCall, ToolCallDelta
 from gateway.schemas.usage import Usage
 from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import as_list
-from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning, joined
+from gateway.tools.parts import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
 
 
 def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
@@ -69,6 +69,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             max_tokens=_max_tokens(fields),
             logprobs=logprobs,
             guidance=guidance,
+            thinking_limit=thinking_limit(fields.thinking_token_budget, prepared.format),
             grammar=prepared.grammar,
             bad_words=prepared.bad_words,
             param="messages",
@@ -90,14 +91,13 @@ def _check(model: ServedModel, data: ChatRequest, logprobs: int | None) -> None:
 
 def _with_budget(model: ServedModel, data: ChatRequest) -> ChatRequest:
     """Return the request with its budget of thinking as length guidance. Raises :class:`InvalidRequest`."""
-    names = [name for name in ("thinking_budget", "thinking_token_budget") if getattr(data, name) is not None]
-    if not names:
+    if data.thinking_budget is None:
         return data
-    require_lenvm(model, names[0])
-    if len(names) > 1 or data.length_guidance is not None or data.custom_params is not None:
-        message = f"`{names[-1]}` is one of several fields that set the length of the text; send one of them."
-        raise InvalidRequest(message, param=names[-1])
-    guidance = LengthGuidance(target_length=getattr(data, names[0]), applies_to="thinking")
+    require_lenvm(model, "thinking_budget")
+    if data.length_guidance is not None or data.custom_params is not None:
+        message = "`thinking_budget` is one of several fields that set the length of the text; send one of them."
+        raise InvalidRequest(message, param="thinking_budget")
+    guidance = LengthGuidance(target_length=data.thinking_budget, applies_to="thinking")
     return msgspec.structs.replace(data, length_guidance=guidance)
 
 
@@ -121,10 +121,14 @@ def _message(piece: Piece) -> AssistantMessage:
     if told.reasoning:
         message.reasoning_content = message.reasoning = told.reasoning
     if told.calls:
-        message.tool_calls = [
-            ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)) for call in told.calls
-        ]
+        message.tool_calls = [*map(_tool_call, told.calls)]
     return message
+
+
+def _tool_call(call: Call) -> ToolCall | CustomToolCall:
+    if call.custom:
+        return CustomToolCall(id=call.id, custom=CalledCustom(name=call.name, input=call.arguments))
+    return ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
 def _delta(parts: list[Part]) -> ChatDelta | None:
@@ -133,6 +137,7 @@ def _delta(parts: list[Part]) -> ChatDelta | None:
         return None
     content, reasoning = "", ""
     calls: dict[int, ToolCallDelta] = {}
+    texts: dict[int, str] = {}
     for part in parts:
         match part:
             case Content():
@@ -140,18 +145,36 @@ def _delta(parts: list[Part]) -> ChatDelta | None:
             case Reasoning():
                 reasoning += part.text
             case CallBegin():
-                function = CalledFunction(name=part.name, arguments="")
-                calls[part.call] = ToolCallDelta(index=part.call, id=part.id, type="function", function=function)
+                texts[part.call] = ""
+                calls[part.call] = _call_delta(part.call, part.name, custom=part.custom)
+                calls[part.call].id = part.id
             case CallArguments():
-                delta = calls.setdefault(part.call, ToolCallDelta(index=part.call, function=CalledFunction(arguments="")))
-                assert delta.function is not None
-                delta.function.arguments = (delta.function.arguments or "") + part.text
+                texts[part.call] = texts.get(part.call, "") + part.text
+                if part.call not in calls:
+                    calls[part.call] = _call_delta(part.call, None, custom=part.custom)
+    for call, delta in calls.items():
+        if delta.custom is not None:
+            delta.custom.input = texts[call]
+        elif delta.function is not None:
+            delta.function.arguments = texts[call]
     return ChatDelta(
         content=content or None,
         reasoning_content=reasoning or None,
         reasoning=reasoning or None,
         tool_calls=[*calls.values()] or None,
     )
+
+
+def _call_delta(call: int, name: str | None, *, custom: bool) -> ToolCallDelta:
+    """Return what is new of a call, without its text. ``name``: of a call that begins, else None."""
+    delta = ToolCallDelta(index=call)
+    if custom:
+        delta.custom = CalledCustom(name=name)
+    else:
+        delta.function = CalledFunction(name=name)
+    if name is not None:
+        delta.type = "custom" if custom else "function"
+    return delta
 
 
 class ChatAnswer(Answer):

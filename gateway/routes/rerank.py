@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
@@ -21,7 +22,7 @@ from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
 from gateway.routes.large import listed, with_rows
 from gateway.routes.reading import Reader
-from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of
+from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
 from gateway.schemas.rerank import (
     RerankChunk,
     RerankMeta,
@@ -62,7 +63,8 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandl
         id, raw = f"rerank-{new_id()}", bool(fields.raw_scores)
 
         def closing(scores: Scores) -> RerankResponse:
-            return _answer(id, model, prepared, scores)
+            usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)
+            return msgspec.structs.replace(_answer(id, model, prepared, scores), item_usage=usage)
 
         job = ScoringJob(
             request=request,
@@ -94,6 +96,8 @@ def _check(fields: RerankRequest) -> None:
     """Refuse fields that a stream cannot follow: it sends every result, in no order, in the form of Cohere."""
     if fields.stream and fields.top_n:
         raise InvalidRequest("`top_n` does not go with `stream`, which sends every result.", param="top_n")
+    if fields.return_item_usage and fields.texts is not None:
+        raise InvalidRequest("`texts` does not go with `return_item_usage`, because its answer is a bare list.", param="texts")
     if fields.stream and fields.texts is not None:
         raise InvalidRequest("`texts` does not go with `stream`; send `documents`.", param="texts")
 

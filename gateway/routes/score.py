@@ -26,7 +26,7 @@ from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
 from gateway.routes.large import with_rows
 from gateway.routes.reading import Reader
-from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of
+from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
 from gateway.schemas.score import (
     ItemLikelihood,
     ItemScores,
@@ -74,7 +74,8 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandle
         id = f"score-{new_id()}"
 
         def closing(scores: Scores) -> ScoreAnswer:
-            return form.answer(id, model, prepared, scores)
+            usage = item_usage_of(prepared, scores, asked=fields.return_item_usage)
+            return msgspec.structs.replace(form.answer(id, model, prepared, scores), item_usage=usage)
 
         job = ScoringJob(
             request=request,

@@ -22,6 +22,7 @@ from gateway.pool.split import cut
 from gateway.presets.fitted import Fitted
 from gateway.presets.preset import Task
 from gateway.schemas.truncation import ItemError
+from gateway.schemas.usage import ItemUsage
 from gateway.scoring.scorer import Arrived, Scorer, Scores
 from gateway.streams import DONE, EventStream, Streams, sse, while_connected
 from gateway.telemetry import Telemetry
@@ -124,6 +125,21 @@ def headers_of(prepared: Prepared, scores: Scores) -> dict[str, str]:
         query = ", query" if prepared.query_truncated else ""
         headers["x-yardstick-truncated"] = f"{len(prepared.truncated)}{query}"
     return headers
+
+
+def item_usage_of(prepared: Prepared, scores: Scores, *, asked: bool | None) -> ItemUsage | msgspec.UnsetType:
+    """Return the usage of each item that has a result, if it is ``asked`` for. Takes some milliseconds for the most items."""
+    if not asked:
+        return msgspec.UNSET
+    known = [place for place, row in enumerate(scores.rows) if row]
+    items, lengths, free = prepared.places, [*map(len, prepared.rows)], scores.repeated
+    shared = len(prepared.prefix)
+    return ItemUsage(
+        index=[items[place] for place in known],
+        prompt_tokens=[shared + lengths[place] for place in known],
+        computed_tokens=[0 if scores.reused[place] or place in free else lengths[place] for place in known],
+        reused=[scores.reused[place] for place in known],
+    )
 
 
 def errors_of(prepared: Prepared, scores: Scores) -> list[ItemError]:

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
 from gateway.schemas.parameters import Endpoint
-from gateway.schemas.tools import EarlierCall, ToolCall, ToolCallDelta, ToolChoice, Tools
+from gateway.schemas.tools import CustomToolCall, EarlierCall, ToolCall, ToolCallDelta, ToolChoice, Tools
 from gateway.schemas.usage import Usage
 
 
@@ -77,10 +77,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the model's chat template."""
     tools: Tools | None = None
-    """Functions that the model may call; up to 128."""
+    """Functions and custom tools that the model may call; up to 128."""
     tool_choice: ToolChoice | None = None
     """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name
-    of a function: it calls that one."""
+    of a tool: it calls that one. An object of the type `allowed_tools`: it can call these only."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may have several tool calls; true by default."""
     reasoning_effort: ReasoningEffort | None = None
@@ -89,9 +89,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """Whether the model thinks before it answers, where its chat template reads this."""
     thinking_budget: Count | None = None
     """Tokens of the thinking section, about; only with a model that has a length model. Short for `length_guidance` with
-    `target_length` and `applies_to` "thinking"."""
+    `target_length` and `applies_to` "thinking", with `min_p` 0.1 by default."""
     thinking_token_budget: Count | None = None
-    """Another name of `thinking_budget`."""
+    """Most tokens of the thinking section: there the closing tag is forced. Needs no length model."""
     include_reasoning: bool | None = True
     """Return the thinking section."""
 
@@ -136,7 +136,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     """The thinking section, if there is one."""
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     """`reasoning_content` under its other name."""
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -39,7 +39,7 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     constraint: wire.Constraint | None = None
     """Meaning of the target; `eq` by default. `eq`: take the candidate that leads nearest to it. `le`: take the shortest. `ge`:
     take the longest until the target is reached, then the shortest. `eq_soft`: draw so that the mean is the target. With a
-    constraint, `min_p` is 0.01 by default."""
+    constraint, `min_p` is 0.01 by default, and 0.1 if it applies to the thinking section."""
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Most candidates; 5 by default, and never more than the request's own `top_k`."""
     entropy_threshold: Nats | None = None

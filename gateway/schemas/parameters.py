@@ -75,7 +75,7 @@ class Ignored:
 
 
 REFUSED: tuple[Refused, ...] = (
-    Refused("structural_tag", GENERATING, "write its tags as `structured_outputs.grammar`"),
+    Refused("structural_tag", GENERATING, "send it as `structured_outputs.structural_tag`"),
     Refused("stop_regex", GENERATING, "use `stop`, with fixed texts", ([],)),
     Refused("tools", ("completions",), ON_CHAT, ([],)),
     Refused("tool_choice", ("completions",), ON_CHAT, ("none", "auto")),
@@ -135,7 +135,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("enable_thinking", ("responses",), EFFORT),
     Refused("thinking", ("responses",), EFFORT),
     Refused("thinking_budget", ("responses",), BUDGET),
-    Refused("thinking_token_budget", ("responses",), BUDGET),
+    Refused("thinking_token_budget", ("responses",), ON_CHAT),
     Refused("prompt_logprobs", ("responses",), ON_CHAT),
     Refused("return_token_ids", ("responses",), ON_CHAT, (False,)),
     Refused("return_tokens_as_token_ids", ("responses",), ON_CHAT, (False,)),

@@ -9,7 +9,7 @@ import msgspec
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.score import CacheSalt, Priority
 from gateway.schemas.truncation import MAX_ITEMS, ItemError, Truncation
-from gateway.schemas.usage import Usage
+from gateway.schemas.usage import ItemUsage, Usage
 
 
 class TextDocument(msgspec.Struct, frozen=True):
@@ -52,6 +52,8 @@ class RerankRequest(Truncation, kw_only=True):
     """Send results as they become known, as server-sent events."""
     partial_results: bool | None = False
     """Answer with the results that there are, and an error for each item without one, instead of one error for the request."""
+    return_item_usage: bool | None = False
+    """Return the token counts of each item, and whether its result was reused. A stream has them at its end."""
     user: str | None = None
     """Accepted for compatibility and not used."""
 
@@ -107,6 +109,8 @@ class RerankResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str
     results: list[RerankResult]
     usage: Usage
+    item_usage: ItemUsage | msgspec.UnsetType = msgspec.UNSET
+    """Only with `return_item_usage`."""
     meta: RerankMeta
     errors: list[ItemError] = []
     """Documents without a result, with `partial_results`."""

@@ -105,4 +105,25 @@ class ArgumentsDone(msgspec.Struct, kw_only=True):
     arguments: str
 
 
-Event = StateEvent | ItemEvent | PartEvent | TextDelta | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+class InputDelta(msgspec.Struct, kw_only=True):
+    """New text for a custom tool."""
+
+    type: Literal["response.custom_tool_call_input.delta"] = "response.custom_tool_call_input.delta"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class InputDone(msgspec.Struct, kw_only=True):
+    """The whole text for a custom tool."""
+
+    type: Literal["response.custom_tool_call_input.done"] = "response.custom_tool_call_input.done"
+    sequence_number: int
+    item_id: str
+    output_index: int
+    input: str
+
+
+Calls = ArgumentsDelta | ArgumentsDone | InputDelta | InputDone
+Event = StateEvent | ItemEvent | PartEvent | TextDelta | TextDone | ReasoningDelta | ReasoningDone | Calls

@@ -33,7 +33,9 @@ class ItemPart(msgspec.Struct, omit_defaults=True):
 class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An item of a conversation. Items of earlier outputs can be sent as they are."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+    ] = "message"
     id: str | None = None
     status: Status | None = None
     """Part of outputs; not used."""
@@ -42,13 +44,15 @@ class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     content: str | list[ItemPart] | None = None
     """Text of a message, or parts of a message or of a reasoning item."""
     call_id: str | None = None
-    """Connects a `function_call` and its `function_call_output`."""
+    """Connects a `function_call` and its `function_call_output`, or a `custom_tool_call` and its `custom_tool_call_output`."""
     name: str | None = None
-    """Function of a `function_call`."""
+    """Tool of a `function_call` or `custom_tool_call`."""
     arguments: str | None = None
     """Arguments of a `function_call`, as JSON text."""
+    input: str | None = None
+    """Text of a `custom_tool_call`."""
     output: str | list[ItemPart] | None = None
-    """Result in a `function_call_output`."""
+    """Result in a `function_call_output` or `custom_tool_call_output`."""
     summary: list[ItemPart] | None = None
     """Part of reasoning items; not used."""
     encrypted_content: str | None = None
@@ -57,10 +61,9 @@ class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Part of messages of other servers; not used."""
 
 
-class FunctionTool(msgspec.Struct):
+class FunctionTool(msgspec.Struct, tag_field="type", tag="function"):
     """A function that the model may call."""
 
-    type: Literal["function"]
     name: FunctionName
     """Up to 64 letters, digits, `_` and `-`."""
     description: str | None = None
@@ -71,11 +74,52 @@ class FunctionTool(msgspec.Struct):
     """The arguments of every call match `parameters` exactly."""
 
 
-class ChosenFunction(msgspec.Struct):
-    """The function that must be called."""
+class InputFormat(msgspec.Struct, omit_defaults=True):
+    """The format of the text that a custom tool takes."""
 
-    type: Literal["function"]
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    """Only with the type `grammar`."""
+    definition: str | None = None
+    """The grammar; only with the type `grammar`."""
+
+    def __post_init__(self) -> None:
+        if [self.type == "grammar"] * 2 != [self.syntax is not None, self.definition is not None]:
+            raise ValueError("`syntax` and `definition` belong to the type `grammar`")
+
+
+class CustomTool(msgspec.Struct, tag_field="type", tag="custom"):
+    """A tool that takes a text, which the model may call."""
+
+    name: FunctionName
+    """Up to 64 letters, digits, `_` and `-`."""
+    description: str | None = None
+    """What the tool does, for the model."""
+    format: InputFormat | None = None
+    """Format of the text; any text by default."""
+
+
+class ChosenFunction(msgspec.Struct, tag_field="type", tag="function"):
+    """Call this function."""
+
     name: str
+
+
+class ChosenCustom(msgspec.Struct, tag_field="type", tag="custom"):
+    """Call this custom tool."""
+
+    name: str
+
+
+class ChosenTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
+    """The model sees all tools and can call only these."""
+
+    mode: Literal["auto", "required"]
+    """`auto`: the model may call one of them; `required`: it calls at least one."""
+    tools: Annotated[list[ChosenFunction | ChosenCustom], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+Choice = Literal["none", "auto", "required"] | ChosenFunction | ChosenCustom | ChosenTools
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -135,11 +179,11 @@ class ResponseRequest(TextRequest, kw_only=True):
     """Number of most probable tokens to return at each position; only with `include`."""
     truncation: Literal["auto", "disabled"] | None = None
     """`auto` leaves out the oldest items of a conversation that is too long; by default such a conversation is an error."""
-    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call; up to 128. Tools of other types are not supported."""
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: Annotated[list[FunctionTool | CustomTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    """Functions and custom tools that the model may call; up to 128. Tools of other types are not supported."""
+    tool_choice: Choice | None = None
     """`auto`, the default: the model decides. `none`: it sees no tools. `required`: it calls at least one. An object with the name
-    of a function: it calls that one."""
+    of a tool: it calls that one. An object of the type `allowed_tools`: it can call these only."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may have several function calls; true by default."""
     text: TextConfig | None = None
@@ -203,7 +247,18 @@ class OutputCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_c
     """The arguments as JSON text. The model wrote it: without `strict`, it may be invalid."""
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool. The caller runs the tool and sends a `custom_tool_call_output` with the same `call_id`."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str
+    """The text that the model gives the tool."""
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
@@ -268,8 +323,8 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     """Whether the response can be retrieved."""
     temperature: float
     text: TextConfig
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
-    tools: list[FunctionTool] = []
+    tool_choice: Choice = "auto"
+    tools: list[FunctionTool | CustomTool] = []
     top_logprobs: int = 0
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"

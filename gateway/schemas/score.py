@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.truncation import MAX_ITEMS, ItemError, Truncation
-from gateway.schemas.usage import Usage
+from gateway.schemas.usage import ItemUsage, Usage
 
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -62,6 +62,8 @@ class ScoreRequest(Truncation, kw_only=True):
     """Send results as they become known, as server-sent events."""
     partial_results: bool | None = False
     """Answer with the results that there are, and an error for each item without one, instead of one error for the request."""
+    return_item_usage: bool | None = False
+    """Return the token counts of each item, and whether its result was reused. A stream has them at its end."""
     user: str | None = None
     """Accepted for compatibility and not used."""
 
@@ -82,6 +84,8 @@ class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     scores: list[list[float] | None]
     """One list for each item, with the probability of each label; null for an item in `errors`."""
     usage: Usage
+    item_usage: ItemUsage | msgspec.UnsetType = msgspec.UNSET
+    """Only with `return_item_usage`."""
     errors: list[ItemError] = []
     """Items without scores, with `partial_results`."""
 
@@ -135,6 +139,8 @@ class Likelihoods(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     model: str
     data: list[ItemLikelihood]
     usage: Usage
+    item_usage: ItemUsage | msgspec.UnsetType = msgspec.UNSET
+    """Only with `return_item_usage`."""
     errors: list[ItemError] = []
     """Items without a likelihood, with `partial_results`."""
 
@@ -166,5 +172,7 @@ class PairScores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     data: list[PairScore]
     usage: Usage
+    item_usage: ItemUsage | msgspec.UnsetType = msgspec.UNSET
+    """Only with `return_item_usage`."""
     errors: list[ItemError] = []
     """Pairs without a score, with `partial_results`."""

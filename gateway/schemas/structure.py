@@ -34,10 +34,16 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 class ResponseFormat(msgspec.Struct, kw_only=True):
     """The form of the output."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    """`json_object`: any JSON object; `json_schema`: JSON that follows `json_schema.schema`."""
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    """`json_object`: any JSON object; `json_schema`: JSON that follows `json_schema.schema`; `structural_tag`: text with tags."""
     json_schema: JsonSchema | None = None
     """Only with the type `json_schema`."""
+    format: dict[str, Any] | None = None
+    """The tags, in xgrammar's form; only with the type `structural_tag`."""
+    structures: list[dict[str, Any]] | None = None
+    """The older form of `format`: tags, each with `begin`, `schema` and `end`."""
+    triggers: list[str] | None = None
+    """Only with `structures`: texts of which each must be the beginning of a tag."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
@@ -53,6 +59,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     """A grammar in Lark or GBNF."""
     json_object: bool | None = None
     """The output is a JSON object."""
+    structural_tag: dict[str, Any] | str | None = None
+    """Text with tags, as `response_format` of the type `structural_tag`, or its text."""
 
 
 class StructuredRequest(Parameters, kw_only=True):

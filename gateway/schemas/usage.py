@@ -19,6 +19,20 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
     """Tokens of the thinking section, with its tags."""
 
 
+class ItemUsage(msgspec.Struct, frozen=True):
+    """Token counts of each item that has a result, as lists of equal length."""
+
+    index: list[int]
+    """Index of the item in the request."""
+    prompt_tokens: list[int]
+    """Tokens of the item's prompt: query and item."""
+    computed_tokens: list[int]
+    """Tokens of the item that engines computed for this request: none if its result was reused, or if an equal item came before it.
+    Tokens of the query are not among them, because engines compute them once for all items."""
+    reused: list[bool]
+    """Whether the result was in the cache, or computed for another request at the same time."""
+
+
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token counts of a request."""
 

@@ -32,14 +32,21 @@ class Scores(msgspec.Struct, frozen=True):
 
     rows: list[Row]
     """[branch][number], as the readout says."""
-    hits: int
-    """Branches whose result was in the cache or already being computed for another request."""
+    reused: list[bool]
+    """For each branch, whether its result was in the cache or already being computed for another request."""
     cached_tokens: int
     """Prompt tokens of the hits, plus tokens of other prompts that engines found in their prefix caches."""
     queue_seconds: float = 0.0
     """Longest time that a sub-batch of the request waited in an engine's queue."""
+    repeated: set[int] = set()
+    """Branches that are equal to one before them, and were not computed again."""
     errors: dict[int, GatewayError] = {}
     """Branches that could not be computed, in a request that accepts partial results. Their rows are empty."""
+
+    @property
+    def hits(self) -> int:
+        """Number of branches whose result was reused."""
+        return sum(self.reused)
 
 
 Arrived = Callable[[list[tuple[int, Row]]], None]
@@ -140,12 +147,13 @@ class Scorer:
             raise next(iter(job.errors.values()))
         if len(keys) > LOOKUP_KEYS:
             await asyncio.sleep(0)
-        cached_tokens = job.cached_tokens + sum(length for key, length in zip(keys, prompts.lengths, strict=True) if key in hits)
-        hit_count = sum(key in hits for key in keys)
+        reused = [key in hits for key in keys]
+        cached_tokens = job.cached_tokens + sum(length for hit, length in zip(reused, prompts.lengths, strict=True) if hit)
+        repeated = set() if len(branch_of) == len(keys) else _repeated(keys)
         if not job.errors:
-            return Scores([results[key] for key in keys], hit_count, cached_tokens, job.queue_seconds)
+            return Scores([results[key] for key in keys], reused, cached_tokens, job.queue_seconds, repeated)
         errors = {place: job.errors[key] for place, key in enumerate(keys) if key in job.errors}
-        return Scores([results.get(key, ()) for key in keys], hit_count, cached_tokens, job.queue_seconds, errors)
+        return Scores([results.get(key, ()) for key in keys], reused, cached_tokens, job.queue_seconds, repeated, errors)
 
     async def _compute(self, job: _Job, branch_of: dict[bytes, Ids]) -> None:
         """Compute ``branch_of`` on engines, add the results to ``job``, and publish them to waiting requests and the cache."""
@@ -174,3 +182,9 @@ class Scorer:
                     await self._cache.put_many({key: job.results[key] for key in kept})
                     if len(branch_of) > job.lookup_keys:
                         await asyncio.sleep(0)
+
+
+def _repeated(keys: list[bytes]) -> set[int]:
+    """Places of the keys that are equal to one before them."""
+    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+    return {place for place, key in enumerate(keys) if first[key] != place}

@@ -16,7 +16,7 @@ import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.wire import GRAMMAR_LIMITS
+from engine.wire import GRAMMAR_LIMITS, GrammarVocabulary
 from gateway.errors import InvalidRequest
 from gateway.text.deadline import killed_after
 
@@ -30,29 +30,18 @@ _NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _KEYWORDS = re.compile(r'Unimplemented keys: \["([^"\\]+)"')
 
 
-class _Vocabulary:
-    """The interface that llguidance expects of a tokeniser, with an extra end-of-sequence token behind all others."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int], encode: Callable[[str], list[int]]) -> None:
-        self.tokens = [*tokens, b"<end>"]
-        self.eos_token_id = len(tokens)
-        self.special_token_ids = [*special_token_ids, self.eos_token_id]
-        self._encode = encode
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode(errors="replace"))
-
-
 class GrammarCompiler:
     """Checks grammars for one tokeniser."""
 
     def __init__(self, tokens: list[bytes], control_ids: list[int], encode: Callable[[str], list[int]]) -> None:
         """``tokens``: bytes of every token; ``control_ids``: tokens that only a name in a grammar matches; ``encode``: text to
         token ids, without control tokens. Raises ValueError if the library cannot use the vocabulary."""
+        end = len(tokens)  # an end-of-sequence token behind all others
+        vocabulary = GrammarVocabulary(
+            [*tokens, b"<end>"], [*control_ids, end], end, lambda text: encode(text.decode(errors="replace"))
+        )
         try:
-            self._vocabulary = LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokens, control_ids, encode)))
+            self._vocabulary = LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
         except BaseException as error:  # the library's panics are no Exception
             raise ValueError(str(error)) from error
         self._limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS._asdict())
@@ -90,8 +79,10 @@ def _refusal(problem: str, grammar: str, param: str) -> InvalidRequest:
     found = _KEYWORDS.match(problem)
     if found is None or not grammar.startswith("{"):
         return InvalidRequest(f"`{param}` cannot be followed: {reason}.", param=param)
-    (schema,) = (each["json_schema"] for each in msgspec.json.decode(grammar)["grammars"])
-    place = next((path for path in _places(schema, found[1], param)), param)
+    schemas = [each["json_schema"] for each in msgspec.json.decode(grammar)["grammars"] if "json_schema" in each]
+    place = next((path for schema in schemas for path in _places(schema, found[1], param)), param)
+    if len(schemas) > 1:
+        place = param
     return InvalidRequest(f"`{place}`: the keyword `{found[1]}` is not supported.", param=place)
 
 

@@ -19,6 +19,10 @@ JSON_OPTIONS = {
 until its tokens run out. ``lenient`` would ignore keywords that cannot be enforced."""
 
 
+REGEX_START = "start: "
+"""What comes before the expression in the grammar of a regular expression."""
+
+
 class GrammarTextError(ValueError):
     """The text of a grammar cannot be read. The message is a clause for the client."""
 
@@ -42,7 +46,12 @@ def of_json_object() -> str:
 def of_regex(pattern: str) -> str:
     """A grammar for texts that ``pattern``, in the syntax of Rust's regex crate, matches as a whole. ``\\d``, ``\\w`` and
     ``\\s`` are ASCII characters."""
-    return of_lark(f"start: /{regex_to_lark(pattern, use_ascii='dws')}/")
+    return of_lark(REGEX_START + of_regex_text(pattern))
+
+
+def of_regex_text(pattern: str) -> str:
+    """``pattern`` as an expression in Lark."""
+    return f"/{regex_to_lark(pattern, use_ascii='dws')}/"
 
 
 def of_choice(choices: Sequence[str]) -> str:

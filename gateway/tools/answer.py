@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gateway.tools.families.harmony import HarmonyParser
 from gateway.tools.families.registry import FAMILIES
 from gateway.tools.parser import ToolParser
-from gateway.tools.parts import Content, Part, Reasoning
-from gateway.tools.thinking import THINKING, Split, ThinkingParser
+from gateway.tools.parts import Content, Part, Reasoning, call_id
+from gateway.tools.thinking import HARMONY, THINKING, Split, ThinkingParser
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -32,8 +33,10 @@ class Tools(msgspec.Struct, frozen=True):
     family: str
     """Key of :data:`gateway.tools.families.registry.FAMILIES`."""
     functions: dict[str, list[str]]
-    """Names of the functions, each with its parameters that are not texts."""
+    """Names of the tools, each with its parameters that are not texts."""
     most_calls: int | None = None
+    customs: list[str] = []
+    """Names of the custom tools."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
@@ -56,15 +59,25 @@ class AnswerReader:
     def __init__(self, format: AnswerFormat) -> None:
         self.reasoning_tokens = 0
         """Tokens of the thinking section, with its tags."""
-        self._close_id = format.thinking.close_id if format.thinking else None
-        self._shows = format.thinking is None or format.thinking.shown
+        thinking, tools = format.thinking, format.tools
+        self._close_id = thinking.close_id if thinking else None
+        self._shows = thinking is None or thinking.shown
         self._thinking: ThinkingParser | None = None
-        if format.thinking is not None:
-            self._thinking = ThinkingParser(THINKING[format.thinking.format], opened=format.thinking.opened)
         self._tools: ToolParser | None = None
-        if format.tools is not None:
-            family = FAMILIES[format.tools.family]
-            self._tools = family.parser(format.tools.functions, family.new_id, format.tools.most_calls)
+        self._channels: HarmonyParser | None = None
+        """Reads all parts of the format harmony; None in other formats."""
+        self._header_tokens = 0
+        """Tokens of the header of a message, whose channel is not known yet."""
+        if (thinking is not None and thinking.format == HARMONY) or (tools is not None and tools.family == HARMONY):
+            given = tools or Tools(HARMONY, {})
+            self._channels = HarmonyParser(given.functions, call_id, given.most_calls, given.customs)
+            self._tools = self._channels
+            return
+        if thinking is not None:
+            self._thinking = ThinkingParser(THINKING[thinking.format], opened=thinking.opened)
+        if tools is not None:
+            family = FAMILIES[tools.family]
+            self._tools = family.parser(tools.functions, family.new_id, tools.most_calls, tools.customs)
 
     @property
     def calls(self) -> int:
@@ -83,6 +96,8 @@ class AnswerReader:
 
     def push(self, text: str, tokens: Sequence[int]) -> list[Part]:
         """Read ``text``, which ``tokens`` have added, and return the parts that are certain now."""
+        if self._channels is not None:
+            return self._messages(self._channels, text, len(tokens))
         thinking = self._thinking
         if thinking is None or thinking.ended:
             return self._content(text)
@@ -100,7 +115,21 @@ class AnswerReader:
         parts: list[Part] = []
         if self._thinking is not None:
             parts = self._parts(self._thinking.finish())
-        return parts + self._tools.finish() if self._tools else parts
+        return parts + self._shown(self._tools.finish()) if self._tools else parts
+
+    def _messages(self, channels: HarmonyParser, text: str, tokens: int) -> list[Part]:
+        """Read messages. The header and the end of thinking count as thinking."""
+        before = channels.section
+        parts = channels.push(text)
+        self._header_tokens += tokens
+        if before == "analysis" or channels.section == "analysis":
+            self.reasoning_tokens += self._header_tokens
+        if before == "analysis" or channels.section != "header":
+            self._header_tokens = 0
+        return self._shown(parts)
+
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        return parts if self._shows else [part for part in parts if not isinstance(part, Reasoning)]
 
     def _parts(self, split: Split) -> list[Part]:
         parts: list[Part] = [Reasoning(split.reasoning)] if split.reasoning and self._shows else []

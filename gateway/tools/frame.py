@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.tools.lark import Lark
+from gateway.schemas.tools import CUSTOM_INPUT
+from gateway.structure.lark import Lark
+from gateway.structure.quoted import quoted
+
+_QUOTE = '"'
+_INPUT = f'{{"{CUSTOM_INPUT}": '
 
 
 class SchemaError(ValueError):
@@ -23,6 +29,10 @@ class Function:
     name: str
     schema: dict[str, Any]
     """JSON schema of its arguments, an object."""
+    text: str = ""
+    """Of a custom tool: the grammar of its text, Lark; empty for any text."""
+    pattern: str = ""
+    """The regular expression that ``text`` consists of, between slashes; empty if it is another grammar."""
 
     @property
     def properties(self) -> dict[str, Any]:
@@ -51,8 +61,15 @@ class Frame(ABC):
     marker: str | None = None
     """Text that begins each call, or with ``listed`` all of them; None if calls can only be the whole answer."""
     listed = False
+    raw_texts = False
+    """Whether parameters that are texts are written as they are, and not as JSON."""
     first = last = between = ""
     """Texts before the first call, behind the last one and between two. With a marker for each call, they are outside of these."""
+
+    parallel = True
+    """Whether an answer can have several calls."""
+    text_begin = ""
+    """Text that begins an answer that is no call."""
 
     @abstractmethod
     def call(self, lark: Lark, function: Function) -> str:
@@ -63,8 +80,17 @@ class Frame(ABC):
         names = [lark.rule(f"call_{function.index}", self.call(lark, function)) for function in functions]
         call = lark.rule("call", " | ".join(names))
         again = lark.marker(self.marker) if self.marker is not None and not self.listed else ""
-        more = f"({lark.literal(self.between)} {again} {call})*" if several else '""'
-        return lark.rule("calls", f"{lark.literal(self.first)} {call} {more} {lark.literal(self.last)}")
+        more = f"({lark.spelled(self.between)} {again} {call})*" if several and self.parallel else '""'
+        return lark.rule("calls", f"{lark.spelled(self.first)} {call} {more} {lark.spelled(self.last)}")
+
+    def free(self, lark: Lark, calls: str, markers: Sequence[str]) -> str:
+        """Match text, or the expression ``calls``, or text and then calls. The text contains none of ``markers``, which the
+        family's parser would read as a call."""
+        if self.marker is None:  # a text must not begin like a call
+            begin = rf"/([ \n]*[^ \n{re.escape(self.first or '{')}](.|\n)*)?/"
+            return f"{calls} | {lark.text_without('other', markers, begin)}"
+        before = lark.text_until("before_calls", self.marker, without=[marker for marker in markers if marker != self.marker])
+        return f"{lark.text_without('other', markers)} | {before} {calls}"
 
 
 def json_call(lark: Lark, function: Function, key: str) -> str:
@@ -75,4 +101,23 @@ def json_call(lark: Lark, function: Function, key: str) -> str:
 
 def arguments(lark: Lark, function: Function) -> str:
     """Match the arguments as a JSON object."""
+    if function.text:
+        return f"{lark.literal(_INPUT)} {json_text(lark, function)} {lark.literal('}')}"
     return lark.rule(f"arguments_{function.index}", lark.json(function.schema))
+
+
+def json_text(lark: Lark, function: Function) -> str:
+    """Match the text of a custom tool with a grammar as a JSON string."""
+    text = lark.embedded(f"text_{function.index}", quoted(function.text))
+    return f"{lark.literal(_QUOTE)} {text} {lark.literal(_QUOTE)}"
+
+
+def raw_text(lark: Lark, function: Function, end: str, without: Sequence[str]) -> str:
+    """Match the text of a custom tool with a grammar as it is, and the text ``end`` behind it.
+
+    A regular expression is matched up to the first ``end``, without the texts ``without``. Another grammar must not be able to go
+    on with ``end``.
+    """
+    if function.pattern:
+        return lark.text_until(f"text_{function.index}", end, without, function.pattern)
+    return f"{lark.embedded(f'text_{function.index}', function.text)} {lark.spelled(end)}"

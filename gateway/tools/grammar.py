@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.structure.lark import Lark, TokenOf
 from gateway.tools.families.registry import FAMILIES
 from gateway.tools.frame import Function
-from gateway.tools.lark import Lark, TokenOf
 from gateway.tools.thinking import Tags
 
+_CONSTRAINT = "constraint"
 _SPACE = r"/[ \n]{0,4}/"
 
 
@@ -38,7 +38,7 @@ def answer_grammar(
     """
     lark = Lark(token_of)
     if calls is None:
-        answer = lark.constraint(constraint)
+        answer = f"{lark.spelled(thinking.answer if thinking else '')} {lark.embedded(_CONSTRAINT, constraint)}"
     elif calls.forced:
         answer = _first_marker(lark, calls) + _calls(lark, calls)
     else:
@@ -56,17 +56,13 @@ def _first_marker(lark: Lark, calls: Calls) -> str:
 
 
 def _free_calls(lark: Lark, calls: Calls, constraint: str) -> str:
-    """Match text, calls, or text and then calls; with a ``constraint``, what it allows or calls. The text cannot contain what the
-    family's parser would read as a call."""
+    """Match text, calls, or text and then calls; with a ``constraint``, what it allows or calls."""
     frame, markers = FAMILIES[calls.family].frame, FAMILIES[calls.family].parser.markers
     expression = _calls(lark, calls)
     if constraint:
-        return f"{_first_marker(lark, calls)}{expression} | {lark.constraint(constraint)}"
-    if frame.marker is None:  # a text must not begin like a call
-        begin = rf"/([ \n]*[^ \n{re.escape(frame.first or '{')}](.|\n)*)?/"
-        return f"{expression} | {lark.text_without('other', markers, begin)}"
-    before = lark.text_until("before_calls", frame.marker, without=[marker for marker in markers if marker != frame.marker])
-    return f"{lark.text_without('other', markers)} | {before} {expression}"
+        allowed = f"{lark.spelled(frame.text_begin)} {lark.embedded(_CONSTRAINT, constraint)}"
+        return f"{_first_marker(lark, calls)}{expression} | {allowed}"
+    return frame.free(lark, expression, markers)
 
 
 def _after_thinking(lark: Lark, answer: str, tags: Tags | None, *, opened: bool) -> str:
@@ -74,5 +70,5 @@ def _after_thinking(lark: Lark, answer: str, tags: Tags | None, *, opened: bool)
     if tags is None:
         return answer
     section = lark.text_until("thinking", tags.close)
-    space = lark.rule("AFTER_THINKING", _SPACE)
-    return f"{section} {space} {answer}" if opened else f"({lark.marker(tags.open)} {section} {space})? {answer}"
+    following = lark.spelled(tags.next) if tags.next else lark.rule("AFTER_THINKING", _SPACE)
+    return f"{section} {following} {answer}" if opened else f"({lark.spelled(tags.open)} {section} {following})? {answer}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
+from gateway.tools.custom_input import CustomInput
 from gateway.tools.parts import CallArguments, CallBegin, Content, Part
 from gateway.tools.scanner import Malformed, Scanner, Steps, before_space, held_for
 
@@ -28,10 +29,19 @@ class ToolParser(ABC):
     arguments_keys: ClassVar[frozenset[str]] = frozenset({"arguments", "parameters"})
     """Names of the arguments in a call that is a JSON object."""
 
-    def __init__(self, functions: Mapping[str, Sequence[str]], new_id: Callable[[], str], most_calls: int | None = None) -> None:
-        """``functions``: names of the functions that may be called, each with its parameters that are not texts. ``most_calls``:
-        the answer ends after this many calls; None for no limit."""
+    def __init__(
+        self,
+        functions: Mapping[str, Sequence[str]],
+        new_id: Callable[[], str],
+        most_calls: int | None = None,
+        customs: Collection[str] = (),
+    ) -> None:
+        """``functions``: names of the tools that may be called, each with its parameters that are not texts. ``most_calls``: the
+        answer ends after this many calls; None for no limit. ``customs``: those of the tools that take a text."""
         self.functions = functions
+        self.customs = customs
+        self._input: CustomInput | None = None
+        """Reads the text out of the arguments; None in the call of a function."""
         self.calls = 0
         """Calls that have begun."""
         self.malformed = 0
@@ -145,7 +155,9 @@ class ToolParser(ABC):
         """Begin a call; the text that was read until now was its markup. Raises :class:`Malformed` for an unknown function."""
         if name not in self.functions:
             raise Malformed
-        self._parts.append(CallBegin(self.calls, self._new_id(), name))
+        custom = name in self.customs
+        self._input = CustomInput() if custom else None
+        self._parts.append(CallBegin(self.calls, self._new_id(), name, custom))
         self.calls += 1
         self.consume()
 
@@ -155,8 +167,9 @@ class ToolParser(ABC):
 
     def arguments(self, text: str) -> None:
         """Pass characters of the current call's arguments on; what was read until now is dropped."""
-        if text:
-            self._parts.append(CallArguments(self.calls - 1, text))
+        told = text if self._input is None else self._input.push(text)
+        if told:
+            self._parts.append(CallArguments(self.calls - 1, told, self._input is not None))
         self.consume()
 
     def raw_arguments(self) -> Steps[None]:

@@ -28,13 +28,16 @@ class CallBegin(msgspec.Struct, frozen=True):
     """Position of the call in the answer, from 0."""
     id: str
     name: str
+    custom: bool = False
+    """Whether the tool takes a text instead of arguments."""
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """The next characters of a call's arguments, which together are a JSON object."""
+    """The next characters of a call's arguments, which together are a JSON object, or of the text for a custom tool."""
 
     call: int
     text: str
+    custom: bool = False
 
 
 Part = Content | Reasoning | CallBegin | CallArguments
@@ -46,6 +49,7 @@ class Call(msgspec.Struct):
     id: str
     name: str
     arguments: str = ""
+    custom: bool = False
 
 
 class Joined(msgspec.Struct):
@@ -60,7 +64,7 @@ def joined(parts: Iterable[Part]) -> Joined:
     """Put the parts of an answer, or of a piece of it, together. Takes time linear in their text."""
     content: list[str] = []
     reasoning: list[str] = []
-    calls: dict[int, tuple[str, str, list[str]]] = {}
+    calls: dict[int, tuple[CallBegin, list[str]]] = {}
     for part in parts:
         match part:
             case Content():
@@ -68,10 +72,10 @@ def joined(parts: Iterable[Part]) -> Joined:
             case Reasoning():
                 reasoning.append(part.text)
             case CallBegin():
-                calls[part.call] = (part.id, part.name, [])
+                calls[part.call] = (part, [])
             case CallArguments():
-                calls[part.call][2].append(part.text)
-    told = [Call(id, name, "".join(arguments)) for id, name, arguments in calls.values()]
+                calls[part.call][1].append(part.text)
+    told = [Call(begin.id, begin.name, "".join(arguments), begin.custom) for begin, arguments in calls.values()]
     return Joined("".join(content), "".join(reasoning), told)
 
 

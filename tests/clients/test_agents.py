@@ -1,4 +1,4 @@
-"""A tool loop of the OpenAI Agents SDK over ``/v1/responses``, whole and streamed.
+"""Tool loops of the OpenAI Agents SDK over ``/v1/responses``, and of the OpenAI SDK for Node.js over both endpoints.
 
 The demo model calls no tools, so an engine says what the test chooses: a call first, and then an answer. Gateway, sockets and SDK
 are real.
@@ -59,3 +59,13 @@ def test_a_streamed_tool_loop_over_stored_responses(server: tuple[FakeEngine, ht
     engine, client = server
     told = run_client("agents_stream.py", url(client), engine.model)
     assert told == {"answer": ANSWER, "streamed": ANSWER, "kinds": KINDS}
+
+
+def test_tool_loops_of_the_sdk_for_node(server: tuple[FakeEngine, httpx.Client]) -> None:
+    engine, client = server
+    told = run_client("node_tools.mjs", url(client), engine.model)
+    assert told["chat"] == {"answer": ANSWER, "streamed": ANSWER, "calls": 1}
+    assert told["response"] == ANSWER
+    assert told["kinds"] == ["user", "function_call", "function_call_output"]
+    names = {f"response.function_call_arguments.{kind}" for kind in ("delta", "done")}
+    assert names | {"response.completed"} <= {*told["events"]}

@@ -7,13 +7,22 @@ from typing import Literal
 
 import msgspec
 
-from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint
+from gateway.schemas.parameters import ALL, GENERATING, IGNORED, REFUSED, Endpoint
 from gateway.text.reading.endpoints import ENDPOINTS
 
 Cell = Literal["works", "refused", "ignored"]
 
 KINDS = {endpoint.kind.endpoint: endpoint.kind for endpoint in ENDPOINTS.values()}
 """Struct of the request body of each endpoint."""
+
+
+FORMS: dict[str, tuple[Endpoint, ...]] = {
+    "response_format: structural_tag": GENERATING,
+    "structured_outputs: structural_tag": GENERATING,
+    "tool_choice: allowed_tools": ("chat", "responses"),
+    "tools: custom": ("chat", "responses"),
+}
+"""Values that have a row of their own: the parameter and the type of its value, with the endpoints that accept it."""
 
 
 def declared(endpoint: Endpoint) -> dict[str, msgspec.structs.FieldInfo]:
@@ -24,6 +33,9 @@ def declared(endpoint: Endpoint) -> dict[str, msgspec.structs.FieldInfo]:
 def _cells() -> Iterator[tuple[str, Endpoint, Cell]]:
     for endpoint in ALL:
         for name in declared(endpoint):
+            yield name, endpoint, "works"
+    for name, endpoints in FORMS.items():
+        for endpoint in endpoints:
             yield name, endpoint, "works"
     for cell, table in (("refused", REFUSED), ("ignored", IGNORED)):
         for row in table:

@@ -20,6 +20,7 @@ from engine import wire
 from engine.build import build_loop
 from engine.loop import Loop
 from engine.settings import EngineSettings
+from engine.structured import constraint
 from gateway.structure.grammar import of_choice, of_json_object, of_json_schema, of_regex
 from tests.checkpoints import END_OF_TURN, make_checkpoint
 from tests.engine.integrity import check
@@ -241,6 +242,19 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(build: Build
     assert "too complex" in failed.message
     assert sequence(replies, "other")[1] == "stop"
     assert sequence(replies, "free")[1] in {"stop", "length"}
+
+
+def test_a_thread_that_waits_for_a_processor_does_not_fail_its_request(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = constraint.fill_next_token_bitmask
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.03)
+        fill(*arguments)
+
+    monkeypatch.setattr(constraint, "fill_next_token_bitmask", late)
+    monkeypatch.setattr(constraint, "MAX_MASK_SECONDS", 0.02)
+    tokens, finish = sequence(run(build(), asked("a", of_regex("[ab]{3}"))), "a")
+    assert (len(tokens), finish) == (4, "stop")
 
 
 def test_aborted_and_repeated_while_it_compiles(build: Build) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 from gateway.errors import InvalidRequest
 from gateway.schemas.chat import ChatMessage, ChatRequest
 from gateway.schemas.structure import BULK
-from gateway.schemas.tools import FunctionDefinition, Tool
+from gateway.schemas.tools import FunctionDefinition, FunctionTool, Tool
 from gateway.text.bounds import TooManyTokens
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.deadline import TimeIsUp, at_most
 from gateway.text.prepared import Prepared
-from gateway.text.reading.answer_format import answer_format, offered_tools
+from gateway.text.reading.answer_format import answer_format
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.structure import read_bad_words
 from gateway.text.reading.thinking import template_variables
+from gateway.text.reading.tools import offered_tools
 from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
 
 
@@ -156,7 +157,7 @@ CHAT = Endpoint(
     bulk={
         "messages": [ChatMessage("user")],
         "chat_template_kwargs": {},
-        "tools": [Tool("function", FunctionDefinition("stand_in"))],
+        "tools": [FunctionTool(FunctionDefinition("stand_in"))],
         "user": "",
         **BULK,
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.errors import InvalidRequest
 from gateway.schemas.structure import StructuredRequest
 from gateway.structure.compile import COMPILE_SECONDS
-from gateway.structure.request import constraint_of, grammar_of
+from gateway.structure.request import Constraint, constraint_of, grammar_of
 from gateway.text.deadline import TimeIsUp, at_most
 from gateway.text.reading.endpoint import Model
 
@@ -22,11 +22,14 @@ def read_grammar(request: StructuredRequest, model: Model) -> str:
     """Return the grammar that the output of ``request`` follows, which compiles; empty if there is none. Raises
     :class:`InvalidRequest`."""
     constraint = constraint_of(request)
-    if constraint is None:
-        return ""
+    return "" if constraint is None else compiled(constraint, model)
+
+
+def compiled(constraint: Constraint, model: Model) -> str:
+    """Return the grammar of ``constraint``, which compiles. Raises :class:`InvalidRequest`."""
     try:
         with at_most(COMPILE_SECONDS):
-            grammar = grammar_of(constraint)
+            grammar = grammar_of(constraint, model.texts.tokenizer.grammar_token_of)
     except TimeIsUp:
         message = f"`{constraint.param}`: reading it takes longer than {COMPILE_SECONDS:g} s; simplify it."
         raise InvalidRequest(message, param=constraint.param) from None

@@ -9,8 +9,8 @@ from gateway.schemas.tokenize import TokenizeRequest, TokenizeResponse
 from gateway.text.bounds import TooManyTokens
 from gateway.text.prepared import Prepared
 from gateway.text.reading import chat
-from gateway.text.reading.answer_format import check_tools
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.tools import check_tools
 
 
 def _read(request: TokenizeRequest, model: Model) -> Prepared:

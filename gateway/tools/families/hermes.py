@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gateway.structure.lark import Lark
 from gateway.tools.frame import Frame, Function, json_call
-from gateway.tools.lark import Lark
 from gateway.tools.parser import ToolParser
 from gateway.tools.scanner import Steps
 

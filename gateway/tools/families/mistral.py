@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gateway.structure.lark import Lark
 from gateway.tools.frame import Frame, Function, arguments, json_call
-from gateway.tools.lark import Lark
 from gateway.tools.parser import MAX_NAME, ToolParser
 from gateway.tools.scanner import Malformed, Steps
 

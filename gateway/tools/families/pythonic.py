@@ -7,8 +7,8 @@ import re
 from keyword import iskeyword
 from string import hexdigits
 
-from gateway.tools.frame import Frame, Function, SchemaError
-from gateway.tools.lark import Lark
+from gateway.structure.lark import Lark
+from gateway.tools.frame import Frame, Function, SchemaError, json_text
 from gateway.tools.parser import MAX_NAME, ToolParser
 from gateway.tools.scanner import Malformed, Steps
 
@@ -190,5 +190,6 @@ class PythonicFrame(Frame):
     def _parameter(self, lark: Lark, function: Function, name: str, place: int) -> str:
         if not name.isidentifier() or iskeyword(name) or len(name) > MAX_NAME:
             raise SchemaError(f"the parameter {name[:MAX_NAME]!r} cannot be named in Python")
-        value = lark.rule(f"value_{function.index}_{place}", lark.json(function.properties[name]))
+        written = json_text(lark, function) if function.text else lark.json(function.properties[name])
+        value = lark.rule(f"value_{function.index}_{place}", written)
         return lark.rule(f"parameter_{function.index}_{place}", f"{lark.literal(name + '=')} {value}")

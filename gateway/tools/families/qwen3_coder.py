@@ -5,16 +5,14 @@ A value stands between line breaks, which are not part of it. A text is written 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any
 
-import msgspec
-
-from gateway.tools.frame import Frame, Function, SchemaError, listed
-from gateway.tools.lark import Lark
-from gateway.tools.parser import MAX_NAME, ToolParser
-from gateway.tools.scanner import Scanner, Steps, held_for
+from gateway.structure.lark import Lark
+from gateway.tools.families.tagged import TaggedParser, is_text
+from gateway.tools.frame import Frame, Function, SchemaError, listed, raw_text
+from gateway.tools.parser import MAX_NAME
+from gateway.tools.scanner import Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 LINE = "\n"
@@ -23,14 +21,13 @@ FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
 
 VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
 """What ends a value: its closing tag, or where the model forgets that, the next tag on a line of its own."""
-MAX_DEPTH = 8
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
-class Qwen3CoderParser(ToolParser):
+class Qwen3CoderParser(TaggedParser):
     """The outer tags may be missing, as this family's models sometimes leave them out."""
 
     markers = (OPEN, FUNCTION)
+    value_ends = VALUE_ENDS
 
     def call(self) -> Steps[None]:
         scan = self.scan
@@ -55,74 +52,19 @@ class Qwen3CoderParser(ToolParser):
             yield from scan.expect(PARAMETER)
             key = (yield from scan.until(">", most=MAX_NAME)).strip()
             yield from scan.expect(">")
-            self.arguments(f"{before}{_quoted(key)}: ")
-            if key in not_texts:
-                yield from self._other_value()
-            else:
-                yield from self._text_value()
+            yield from scan.begins(LINE)
+            yield from self.member(key, before, not_texts)
+            yield from scan.begins(LINE)
+            yield from scan.begins(PARAMETER_END)
+            self.consume()
             before = ", "
-
-    def _text_value(self) -> Steps[None]:
-        """Read a text, and pass it on as a JSON string while it arrives."""
-        scan, ended = self.scan, False
-        yield from scan.begins("\n")
-        self.arguments('"')
-        while not ended:
-            end, ended = _value_end(scan, scan.at)
-            text = scan.text[scan.at : end]
-            scan.at = end
-            self.arguments(_quoted(text)[1:-1])
-            if not ended:
-                yield from scan.more()
-        self.arguments('"')
-        yield from self._value_closed()
-
-    def _other_value(self) -> Steps[None]:
-        """Read a value that is no text, and pass it on as JSON."""
-        scan, ended = self.scan, False
-        searched = 0
-        while not ended:
-            end, ended = _value_end(scan, scan.at + searched)
-            searched = end - scan.at
-            if not ended:
-                yield from scan.more()
-        text = scan.text[scan.at : scan.at + searched].strip()
-        scan.at += searched
-        self.arguments(_as_json(text))
-        yield from self._value_closed()
-
-    def _value_closed(self) -> Steps[None]:
-        yield from self.scan.begins("\n")
-        yield from self.scan.begins(PARAMETER_END)
-        self.consume()
-
-
-def _value_end(scan: Scanner, begin: int) -> tuple[int, bool]:
-    """Return the end of the value's text that is certain, searching from ``begin`` on, and whether the value ends there."""
-    found = min((place for end in VALUE_ENDS if (place := scan.text.find(end, begin)) >= 0), default=-1)
-    if found >= 0:
-        return found, True
-    return (len(scan.text) if scan.ended else held_for(scan.text, begin, VALUE_ENDS)), False
-
-
-def _as_json(text: str) -> str:
-    """Return ``text``, if it is JSON or one of Python's words for it, and otherwise a JSON string with it."""
-    text = _PYTHON.get(text, text)
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return _quoted(text)
-    return text
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 class Qwen3CoderFrame(Frame):
     """Parameters come in the order of the schema. Of a text, only ``enum`` and ``const`` are forced."""
 
     marker = OPEN
+    raw_texts = True
     between = LINE
 
     def call(self, lark: Lark, function: Function) -> str:
@@ -135,6 +77,9 @@ class Qwen3CoderFrame(Frame):
         if not name or ">" in name or name != name.strip() or len(name) > MAX_NAME:
             raise SchemaError(f"the parameter {name[:MAX_NAME]!r} cannot be named in a tag")
         begin, end = lark.literal(f"{PARAMETER}{name}>\n"), f"\n{PARAMETER_END}"
+        if function.text:
+            value = raw_text(lark, function, end, without=VALUE_ENDS[1:])
+            return lark.rule(f"parameter_{function.index}_{place}", f"{begin} {value} {lark.literal(LINE)}")
         choices = [text for text in [*listed(schema, "enum"), schema.get("const")] if isinstance(text, str)]
         if not is_text(schema):
             value = f"{lark.rule(f'value_{function.index}_{place}', lark.json(schema))} {lark.literal(end)}"
@@ -144,18 +89,3 @@ class Qwen3CoderFrame(Frame):
             value = lark.text_until("value", end, without=VALUE_ENDS[1:])
         rule = lark.rule(f"parameter_{function.index}_{place}", f"{begin} {value} {lark.literal(LINE)}")
         return rule if function.requires(name) else f"{rule}?"
-
-
-def is_text(schema: dict[str, Any], depth: int = 0) -> bool:
-    """Whether a parameter with ``schema`` is written as a text: if a text is one of its types, or it states no type.
-
-    The schema comes from a client and need not be a valid one; alternatives within alternatives are followed to :data:`MAX_DEPTH`.
-    """
-    kind = schema.get("type")
-    if kind is not None:
-        return kind == "string" or "string" in listed(schema, "type")
-    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in listed(schema, name) if isinstance(part, dict)]
-    if parts:
-        return depth < MAX_DEPTH and any(is_text(part, depth + 1) for part in parts)
-    values = [*listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
-    return any(isinstance(value, str) for value in values) if values else "$ref" not in schema

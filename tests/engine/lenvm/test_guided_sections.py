@@ -123,6 +123,24 @@ def test_a_resumed_generation_knows_its_section(build: Build):
         assert tokens_of(run(build(), rest)["g"]) == whole[done:]
 
 
+@pytest.mark.parametrize("prompt", THINKING)
+@pytest.mark.parametrize("applies_to", ["both", "thinking", "answer"])
+def test_a_limit_ends_a_section_that_is_guided_or_not(build: Build, prompt: str, applies_to) -> None:
+    thinking = THINKING[prompt]
+    guide = guidance(scale=3.0, applies_to=applies_to, thinking=None if applies_to == "both" else thinking)
+    bias = {CLOSE: -80.0} | ({OPEN: 80.0} if prompt == "opens" else {})
+    sampling = wire.Sampling(max_tokens=14, seed=4, ignore_eos=True, logit_bias=bias)
+    free = wire.Generate("free", [5, 6, 7], sampling, logprobs=3, length_guidance=guide)
+    cut = msgspec.structs.replace(free, id="cut", thinking_limit=wire.ThinkingLimit(thinking, 5))
+    loop = build(**TIGHT)
+    told = run(loop, free) | run(loop, cut)
+    place = 5 + (prompt == "opens")
+    before, after = tokens_of(told["free"]), tokens_of(told["cut"])
+    assert (after[:place], after[place], len(after)) == (before[:place], CLOSE, 14)
+    (values,) = [reply.logprobs.values[0] for reply in told["cut"] if reply.tokens == [CLOSE] and reply.logprobs]
+    assert values == [None] * 3  # no length model took part
+
+
 @pytest.mark.parametrize("thinking", THINKING.values())
 @pytest.mark.parametrize("wanted", ["thinking", "answer"])
 def test_a_section_is_found_however_the_output_arrives(thinking: wire.Thinking, wanted) -> None:

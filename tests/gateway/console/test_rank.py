@@ -41,8 +41,11 @@ def test_the_example_needs_one_press(page: Page) -> None:
     best, worst = page.locator(".bar-fill").first.bounding_box(), page.locator(".bar-fill").last.bounding_box()
     assert best["width"] > 20 * worst["width"]
     assert re.fullmatch(r"8 documents scored · 122 tokens, \d+ of them from the cache · \d.*s\.", page.inner_text("#rank-summary"))
+    note = page.locator(".bar-note").first.inner_text()
+    assert re.fullmatch(r"Document \d · 1\d tokens, (\d+ computed|from the cache) · after \d.*s", note)
     rank(page)
     expect(page.locator("#rank-summary")).to_contain_text("122 tokens, 122 of them from the cache")
+    assert all("from the cache" in text for text in page.locator(".bar-note").all_inner_texts())
 
 
 def test_the_code_repeats_the_request(page: Page, server: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engine import wire
 from gateway.errors import InvalidRequest
-from gateway.lenvm.length_guidance import with_section
+from gateway.lenvm.length_guidance import default_min_p, thinking_limit, with_section
 from gateway.tools.answer import AnswerFormat, Thinking
 
 
@@ -20,6 +21,22 @@ def test_the_tokens_of_a_section(applies_to) -> None:
     for unclear in (Thinking("think", False, None, 8), Thinking("think", True, 7, None)):
         with pytest.raises(InvalidRequest, match="no tokens"):
             with_section(guidance, AnswerFormat(thinking=unclear))
+
+
+@pytest.mark.parametrize(("opened", "open_id"), [(True, None), (False, 7)])
+def test_the_tokens_of_a_limit(opened: bool, open_id: int | None) -> None:
+    format = AnswerFormat(thinking=Thinking("think", opened, 7, 8))
+    assert thinking_limit(5, format) == wire.ThinkingLimit(wire.Thinking(8, open_id), 5)
+    assert thinking_limit(None, format) is thinking_limit(5, AnswerFormat()) is thinking_limit(5, None) is None
+    with pytest.raises(InvalidRequest, match=r"`thinking_token_budget`: .* no tokens"):
+        thinking_limit(5, AnswerFormat(thinking=Thinking("think", opened, None, None)))
+
+
+def test_targets_of_thinking_have_a_larger_min_p() -> None:
+    target = wire.LengthGuidance(constraint="eq", target_length=9)
+    assert default_min_p(target) == 0.01
+    assert default_min_p(msgspec.structs.replace(target, applies_to="thinking")) == 0.1
+    assert default_min_p(wire.LengthGuidance(scale=2.0, applies_to="thinking")) is default_min_p(None) is None
 
 
 def test_guidance_of_all_needs_no_tokens() -> None:

@@ -78,7 +78,13 @@ structures = {
     ),
     "structured_outputs": st.fixed_dictionaries(
         {},
-        optional={"json": schemas | texts, "regex": patterns, "choice": st.lists(texts, max_size=3), "json_object": st.booleans()},
+        optional={
+            "json": schemas | texts,
+            "regex": patterns,
+            "choice": st.lists(texts, max_size=3),
+            "json_object": st.booleans(),
+            "structural_tag": st.fixed_dictionaries({"format": st.just({"type": "regex", "pattern": "a"}) | anything}) | texts,
+        },
     ),
     "guided_json": schemas | texts,
     "guided_regex": patterns,
@@ -116,20 +122,33 @@ part = st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_tex
 item = st.fixed_dictionaries(
     {},
     optional={
-        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "item_reference"]),
+        "type": st.sampled_from(
+            ["message", "function_call", "function_call_output", "custom_tool_call", "reasoning", "item_reference"]
+        ),
         "role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]),
         "content": texts | st.lists(part, max_size=3) | st.none(),
         "id": texts,
         "call_id": texts,
         "name": texts,
         "arguments": texts | st.just('{"a": 1}'),
+        "input": texts,
         "output": texts | st.lists(part, max_size=2),
         "summary": st.lists(part, max_size=2),
     },
 )
+input_format = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "grammar"])},
+    optional={"syntax": st.sampled_from(["lark", "regex", "x"]), "definition": patterns | st.just('start: "a"')},
+)
+named = st.fixed_dictionaries({"type": st.sampled_from(["function", "custom"]), "name": st.sampled_from(["f", "g"])})
 tool = st.fixed_dictionaries(
-    {"type": st.sampled_from(["function", "web_search"]), "name": st.sampled_from(["f", "g", "no name"])},
-    optional={"parameters": st.just({"type": "object"}) | anything, "strict": st.booleans(), "description": texts},
+    {"type": st.sampled_from(["function", "custom", "web_search"]), "name": st.sampled_from(["f", "g", "no name"])},
+    optional={
+        "format": input_format,
+        "parameters": st.just({"type": "object"}) | anything,
+        "strict": st.booleans(),
+        "description": texts,
+    },
 )
 raw = {
     "prompt_logprobs": st.integers(-1, 21),
@@ -229,7 +248,10 @@ plausible = {
             "truncation": st.sampled_from(["auto", "disabled", "cut"]),
             "tools": st.lists(tool, max_size=3),
             "tool_choice": st.sampled_from(["none", "auto", "required", "any"])
-            | st.fixed_dictionaries({"type": st.just("function"), "name": st.sampled_from(["f", "g"])}),
+            | named
+            | st.fixed_dictionaries(
+                {"type": st.just("allowed_tools"), "mode": st.sampled_from(["auto", "required", "x"]), "tools": st.lists(named)}
+            ),
             "parallel_tool_calls": st.booleans(),
             "reasoning": st.fixed_dictionaries({}, optional={"effort": st.sampled_from(["none", "low", "x"])}),
             "text": st.fixed_dictionaries(

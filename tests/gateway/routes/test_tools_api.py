@@ -97,6 +97,13 @@ SAID = {
     "hermes": CALL,
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich 😀\n</parameter>\n<parameter=days>\n2\n"
     "</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich 😀</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>",
+    "harmony": '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Zürich 😀", "days": 2}',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    '{"city": "Zürich 😀", "days": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_block": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Zürich 😀", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "llama_json": '{"name": "get_weather", "parameters": {"city": "Zürich 😀", "days": 2}}',
     "pythonic": "[get_weather(city='Zürich 😀', days=2)]",
     "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 2}}]',
@@ -256,7 +263,7 @@ def test_a_guarantee_is_a_grammar(server: Server, choice: Any, strict: bool | No
         ({"tools": [TIME] * 129}, "tools", "length <= 128"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),
         ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 300_000}}]}, "tools", "at most 262144"),
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}, "strict": True}}]},
             "tools[0].function.parameters",
@@ -477,7 +484,7 @@ def test_a_section_needs_a_model_whose_tags_are_tokens(server: Server) -> None:
     assert (param, "no tokens of their own" in message) == ("length_guidance.applies_to", True)
     param, message = server.refusal("plain", tools=None, thinking_budget=9)
     assert "does not think" in message
-    param, _ = server.refusal("plain", tools=None, thinking_budget=9, thinking_token_budget=9)
+    param, _ = server.refusal("thinking", tools=None, thinking_token_budget=9)
     assert param == "thinking_token_budget"
     param, _ = server.refusal("plain", tools=None, thinking_budget=9, length_guidance={"scale": 1})
     assert param == "thinking_budget"

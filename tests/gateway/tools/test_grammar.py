@@ -10,13 +10,31 @@ import llguidance
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from gateway.tools.families.harmony import TOKENS
 from gateway.tools.families.registry import FAMILIES
 from gateway.tools.frame import Function, SchemaError
 from gateway.tools.grammar import Calls, answer_grammar
 from gateway.tools.parts import joined
 from gateway.tools.thinking import THINKING
 
-CONTROLS = ["<end>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+DEEPSEEK = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"]
+ALL, ONE, SEPARATOR, ONE_END, ALL_END = DEEPSEEK
+CONTROLS = [
+    "<end>",
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    *DEEPSEEK,
+    *TOKENS,
+]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -74,12 +92,20 @@ def grammar_of(family: str, *, controls: bool, forced: bool, several: bool = Tru
 
 
 FIND, NOW = json.dumps(ARGUMENTS, ensure_ascii=False), "{}"
+TO = "<|channel|>commentary to=functions."
 TWO_CALLS = {
     "hermes": f'<tool_call>\n{{"name": "find", "arguments": {FIND}}}\n</tool_call>\n'
     f'<tool_call>\n{{"name": "now", "arguments": {NOW}}}\n</tool_call>',
     "qwen3_coder": '<tool_call>\n<function=find>\n<parameter=city>\na "b"\n<c>\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
     '<parameter=unit>\nf\n</parameter>\n<parameter=place>\n{"name": "é"}\n</parameter>\n</function>\n</tool_call>\n'
     "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "glm": '<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>a "b"\n<c></arg_value>\n<arg_key>days</arg_key>\n<arg_value>3'
+    "</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>f</arg_value>\n<arg_key>place</arg_key>\n<arg_value>"
+    '{"name": "é"}</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>',
+    "harmony": f"{TO}find <|constrain|>json<|message|>{FIND}<|call|><|start|>assistant{TO}now <|constrain|>json<|message|>{NOW}",
+    "deepseek": f"{ALL}{ONE}find{SEPARATOR}{FIND}{ONE_END}{ONE}now{SEPARATOR}{NOW}{ONE_END}{ALL_END}",
+    "deepseek_block": f"{ALL}{ONE}function{SEPARATOR}find\n```json\n{FIND}\n```{ONE_END}\n"
+    f"{ONE}function{SEPARATOR}now\n```json\n{NOW}\n```{ONE_END}{ALL_END}",
     "llama_json": f'{{"name": "find", "parameters": {FIND}}}; {{"name": "now", "parameters": {NOW}}}',
     "pythonic": f'[find(city={json.dumps(ARGUMENTS["city"])}, days=3, unit="f", place={{"name": "é"}}), now()]',
     "mistral": f'[TOOL_CALLS][{{"name": "find", "arguments": {FIND}}}, {{"name": "now", "arguments": {NOW}}}]',
@@ -89,11 +115,25 @@ BAD = {
     "hermes": '<tool_call>\n{"name": "find", "arguments": {"city": 7}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=find>\n<parameter=city>\na\n</parameter>\n<parameter=days>\nx\n</parameter>\n"
     "</function>\n</tool_call>",
+    "glm": "<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>a</arg_value>\n<arg_key>days</arg_key>\n<arg_value>x</arg_value>\n"
+    "</tool_call>",
+    "harmony": f'{TO}find <|constrain|>json<|message|>{{"city": 7}}',
+    "deepseek": f"{ALL}{ONE}find{SEPARATOR}{{}}{ONE_END}{ALL_END}",
+    "deepseek_block": f"{ALL}{ONE}find{SEPARATOR}{FIND}{ONE_END}{ALL_END}",
     "llama_json": '{"name": "find", "parameters": {"days": 3}}',
     "pythonic": "[find(days=3)]",
     "mistral": '[TOOL_CALLS][{"name": "other", "arguments": {}}]',
     "mistral_named": '[TOOL_CALLS]find[ARGS]{"city": "a", "unit": "k"}',
 }
+BEGIN = {"harmony": "<|channel|>final<|message|>"}
+"""What comes before a text that is no call."""
+
+
+def calls_of(family: str) -> str:
+    """As many calls as one answer may have: two, or one in a format whose turns end with it."""
+    return TWO_CALLS[family] if FAMILIES[family].frame.parallel else TWO_CALLS[family].partition("<|call|>")[0]
+
+
 each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 with_controls = pytest.mark.parametrize("controls", [False, True])
 BOTH = [False, True]
@@ -112,10 +152,10 @@ def test_the_calls_of_a_grammar_are_those_that_the_parser_reads(family: str) -> 
 @pytest.mark.parametrize("forced", BOTH)
 def test_valid_calls_are_accepted_and_others_are_not(family: str, controls: bool, forced: bool) -> None:
     grammar = grammar_of(family, controls=controls, forced=forced)
-    assert accepts(grammar, TWO_CALLS[family], controls=controls)
+    assert accepts(grammar, calls_of(family), controls=controls)
     assert not accepts(grammar, BAD[family], controls=controls)
-    assert accepts(grammar, "Only text, a < b [1].", controls=controls) != forced
-    assert accepts(grammar, "", controls=controls) != forced
+    assert accepts(grammar, f"{BEGIN.get(family, '')}Only text, a < b [1].", controls=controls) != forced
+    assert accepts(grammar, BEGIN.get(family, ""), controls=controls) != forced
     single = grammar_of(family, controls=controls, forced=forced, several=False)
     assert not accepts(single, TWO_CALLS[family], controls=controls)
 
@@ -125,19 +165,21 @@ def test_valid_calls_are_accepted_and_others_are_not(family: str, controls: bool
 def test_text_may_come_before_a_call_where_the_format_has_a_marker(family: str, controls: bool) -> None:
     grammar = grammar_of(family, controls=controls, forced=False)
     marked = FAMILIES[family].frame.marker is not None
-    assert accepts(grammar, f"Let me look.\n{TWO_CALLS[family]}", controls=controls) == marked or not marked
-    assert not marked or not accepts(grammar, f"Let me look.\n{BAD[family]}", controls=controls)
+    text = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant" if family == "harmony" else "Let me look.\n"
+    assert accepts(grammar, f"{text}{calls_of(family)}", controls=controls) == marked or not marked
+    assert not marked or not accepts(grammar, f"{text}{BAD[family]}", controls=controls)
 
 
 @each_family
 @with_controls
 @pytest.mark.parametrize("opened", BOTH)
 def test_a_thinking_section_comes_first(family: str, controls: bool, opened: bool) -> None:
-    grammar = grammar_of(family, controls=controls, forced=True, thinking=THINKING["think"], opened=opened)
-    open_tag = "" if opened else "<think>"
-    assert accepts(grammar, f"{open_tag}\nHm.\n</think>\n\n{TWO_CALLS[family]}", controls=controls)
-    assert accepts(grammar, TWO_CALLS[family], controls=controls) != opened
-    assert not accepts(grammar, f"{open_tag}\nHm.\n</think>\n\n{BAD[family]}", controls=controls)
+    tags = THINKING["harmony" if family == "harmony" else "think"]
+    grammar = grammar_of(family, controls=controls, forced=True, thinking=tags, opened=opened)
+    open_tag, close = "" if opened else tags.open, tags.close + (tags.next or "\n\n")
+    assert accepts(grammar, f"{open_tag}\nHm.\n{close}{calls_of(family)}", controls=controls)
+    assert accepts(grammar, calls_of(family), controls=controls) != opened
+    assert not accepts(grammar, f"{open_tag}\nHm.\n{close}{BAD[family]}", controls=controls)
     assert not accepts(grammar, f"{open_tag}\nHm.", controls=controls)
 
 
@@ -160,14 +202,14 @@ def test_a_constraint_applies_behind_the_thinking_section(controls: bool, constr
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_an_answer_is_a_call_or_follows_the_constraint(family: str, constraint: str) -> None:
     grammar = grammar_of(family, controls=False, forced=False, constraint=constraint)
-    assert accepts(grammar, "[7]", controls=False)
-    assert accepts(grammar, TWO_CALLS[family], controls=False)
+    assert accepts(grammar, f"{BEGIN.get(family, '')}[7]", controls=False)
+    assert accepts(grammar, calls_of(family), controls=False)
     assert not accepts(grammar, "text", controls=False)
     assert not accepts(grammar, BAD[family], controls=False)
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("pythonic", "a-b"), ("pythonic", "class"), ("qwen3_coder", "a>b"), ("qwen3_coder", "")]
+    ("family", "name"), [("pythonic", "a-b"), ("pythonic", "class"), ("qwen3_coder", "a>b"), ("qwen3_coder", ""), ("glm", "a<b")]
 )
 def test_a_parameter_that_the_format_cannot_name_is_refused(family: str, name: str) -> None:
     functions = [Function(0, "f", {"type": "object", "properties": {name: {"type": "string"}}})]
@@ -183,3 +225,47 @@ def test_optional_parameters_of_pythonic_calls_may_be_left_out() -> None:
         assert accepts(grammar, text, controls=True)
     for text in ("[f(, a=1)]", "[f(a=1, )]", "[f(b=1, a=1)]"):
         assert not accepts(grammar, text, controls=True)
+
+
+LARK = 'start: pair ("\\n" pair)*\npair: WORD "=" TEXT\nWORD: /[a-z]+/\nTEXT: "\\"" /[^"]*/ "\\""'
+PATTERN = 'start: /[a-z]+="[^"]*"/'
+CUSTOM_SCHEMA = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def called_with(family: str, text: str) -> str:
+    """A call of the custom tool ``run`` with ``text``, as models of the family write it."""
+    written = json.dumps(text, ensure_ascii=False)
+    return {
+        "hermes": f'<tool_call>\n{{"name": "run", "arguments": {{"input": {written}}}}}\n</tool_call>',
+        "qwen3_coder": f"<tool_call>\n<function=run>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        "glm": f"<tool_call>run\n<arg_key>input</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        "harmony": f'{TO}run <|constrain|>json<|message|>{{"input": {written}}}',
+        "deepseek": f'{ALL}{ONE}run{SEPARATOR}{{"input": {written}}}{ONE_END}{ALL_END}',
+        "deepseek_block": f'{ALL}{ONE}function{SEPARATOR}run\n```json\n{{"input": {written}}}\n```{ONE_END}{ALL_END}',
+        "llama_json": f'{{"name": "run", "parameters": {{"input": {written}}}}}',
+        "pythonic": f"[run(input={written})]",
+        "mistral": f'[TOOL_CALLS][{{"name": "run", "arguments": {{"input": {written}}}}}]',
+        "mistral_named": f'[TOOL_CALLS]run[ARGS]{{"input": {written}}}',
+    }[family]
+
+
+@each_family
+@with_controls
+@pytest.mark.parametrize("syntax", ["any", "lark", "regex"])
+def test_the_text_of_a_custom_tool_follows_its_grammar(family: str, controls: bool, syntax: str) -> None:
+    grammar = {"any": "", "lark": LARK, "regex": PATTERN}[syntax]
+    run = Function(0, "run", CUSTOM_SCHEMA, grammar, grammar.removeprefix("start: ") if syntax == "regex" else "")
+    whole = answer_grammar(token_of if controls else lambda _: None, calls=Calls(family, [run], forced=True, several=False))
+    good = {"any": 'say "é" \\ now', "lark": 'a="x \\ é"\nbc=""', "regex": 'a="x \\ é"'}[syntax]
+    assert accepts(whole, called_with(family, good), controls=controls)
+    assert accepts(whole, called_with(family, 'a="'), controls=controls) == (syntax == "any")
+    parser = FAMILIES[family].parser({"run": []}, lambda: "id", None, ["run"])
+    parts = [part for sign in called_with(family, good) for part in parser.push(sign)] + parser.finish()
+    (call,) = joined(parts).calls
+    assert (call.name, call.custom, call.arguments) == ("run", True, good)
+    assert joined(parts).content == ""

@@ -77,6 +77,38 @@ DOCUMENTED: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("get_time", {}), ("f", {"a": 'line "1"\n\nline 3\n', "b": "7"})],
     ),
+    # GLM-4.5 and 4.7: https://huggingface.co/zai-org/GLM-4.5, chat_template.jinja
+    (
+        "glm",
+        "I check.\n<tool_call>get_weather\n<arg_key>location</arg_key>\n<arg_value>San Francisco, CA</arg_value>\n"
+        '<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>places</arg_key>\n<arg_value>[1, "a"]</arg_value>\n'
+        "</tool_call>",
+        "I check.",
+        [("get_weather", {"location": "San Francisco, CA", "days": 3, "places": [1, "a"]})],
+    ),
+    (
+        "glm",
+        '<tool_call>f<arg_key>a</arg_key><arg_value>"x"\n</arg_value></tool_call>\n<tool_call>get_time</tool_call>',
+        "",
+        [("f", {"a": '"x"\n'}), ("get_time", {})],
+    ),
+    # DeepSeek-V3 and R1, V3.1: https://huggingface.co/deepseek-ai/DeepSeek-V3, DeepSeek-V3.1, tokenizer_config.json
+    (
+        "deepseek_block",
+        "Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"location": "San Francisco, CA", "unit": "celsius"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>'
+        "get_time\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Let me look.",
+        [("get_weather", WEATHER), ("get_time", {})],
+    ),
+    (
+        "deepseek",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "1"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>"
+        '{"n": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        [("f", {"a": "1"}), ("g", {"n": 2})],
+    ),
     # Llama 3.1 to 3.3: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
     ("llama_json", '{"name": "get_weather", "parameters": ' + json.dumps(WEATHER) + "}", "", [("get_weather", WEATHER)]),
     (
@@ -139,6 +171,14 @@ FRAGMENTS = [
         "</tool_call>",
         "<function=f>",
         "<parameter=a>",
+        "<arg_key>a</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "function",
+        "```json\n",
         "</parameter>",
         "</function>",
         "[TOOL_CALLS]",
@@ -176,7 +216,7 @@ def test_any_text_divided_anywhere_gives_the_same_parts_and_loses_nothing(
     whole = read(family, [text], most_calls)
     assert read(family, chunks, most_calls) == whole
     assert read(family, list(text), most_calls) == whole
-    if not whole.calls:
+    if not whole.calls and family != "harmony":  # whose messages have headers
         assert whole.content == text
 
 
@@ -200,6 +240,9 @@ def test_an_output_that_is_cut_anywhere_keeps_what_came_before(
         ("hermes", '<tool_call>{"name": "f", "arguments": 7}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
         ("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
+        ("glm", "<tool_call>unknown\n</tool_call>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>unknown<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("deepseek_block", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}"),
         ("llama_json", '<|python_tag|>brave_search.call(query="x")'),
         ("pythonic", "<|python_start|>[unknown(a=1)]"),
         ("mistral", "[TOOL_CALLS]unknown[ARGS]{}"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,12 +40,16 @@ def test_sections(text: str, opened: bool, reasoning: str, content: str) -> None
     assert read([text], opened=opened) == read(list(text), opened=opened) == Split(reasoning, content)
 
 
+def pieces(text: str, cuts: list[int]) -> list[str]:
+    """``text``, divided at ``cuts``."""
+    places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+    return [text[begin:end] for begin, end in pairwise(places)]
+
+
 @given(TEXTS, st.booleans(), st.lists(st.integers(0, 60), max_size=6))
 def test_any_text_divided_anywhere_gives_the_same(text: str, opened: bool, cuts: list[int]) -> None:
-    places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
-    chunks = [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]  # noqa: RUF007
     whole = read([text], opened=opened)
-    assert read(chunks, opened=opened) == read(list(text), opened=opened) == whole
+    assert read(pieces(text, cuts), opened=opened) == read(list(text), opened=opened) == whole
     kept = "".join(char for char in whole.reasoning + whole.content if char not in "\n ")
     lost = sorted("".join(char for char in text if char not in "\n ").replace("<think>", "", 1).replace("</think>", "", 1))
     assert sorted(kept) in (lost, sorted(char for char in text if char not in "\n ")) or len(kept) >= len(lost)

@@ -11,11 +11,12 @@ ANY_TEXT = r"/(.|\n)*/"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 """Whitespace in JSON as ``json.dumps`` writes it, which is what models see of tools and calls in their prompts. ``lenient`` would
 ignore keywords that cannot be enforced."""
-CONSTRAINT = "constraint"
-"""Name of the grammar that :meth:`Lark.constraint` refers to."""
 
 TokenOf = Callable[[str], int | None]
 """Id of the control token with this spelling; None where the spelling is text. Control tokens never match text in a grammar."""
+
+_CONTROL = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+"""Spellings of control tokens within a text."""
 
 
 class Lark:
@@ -24,7 +25,7 @@ class Lark:
     def __init__(self, token_of: TokenOf) -> None:
         self._token_of = token_of
         self._rules: dict[str, str] = {}
-        self._constraint: dict[str, Any] | None = None
+        self._embedded: dict[str, dict[str, Any]] = {}
 
     def rule(self, name: str, expression: str, *, lazy: bool = False) -> str:
         """Add a rule, or a terminal if ``name`` is in capitals. ``lazy``: it ends as early as possible."""
@@ -40,16 +41,37 @@ class Lark:
         id = self._token_of(text)
         return self.literal(text) if id is None else f"<[{id}]>"
 
-    def json(self, schema: dict[str, Any]) -> str:
-        """Match JSON that fits ``schema``."""
-        return f"%json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
+    def spelled(self, text: str) -> str:
+        """Match ``text``, and each control token that it spells as such."""
+        pieces = [piece for piece in self._pieces(text) if piece]
+        return " ".join(map(self.marker, pieces)) if pieces else '""'
 
-    def text_until(self, name: str, marker: str, without: Iterable[str] = ()) -> str:
-        """Match any text, without the texts ``without``, and the first ``marker`` after it. ``name``: of the rules to add."""
-        text = self.text_without(name, without)
-        if self._token_of(marker) is None:
+    def has_control(self, text: str) -> bool:
+        """Whether ``text`` spells a control token."""
+        return any(self._token_of(piece) is not None for piece in self._pieces(text))
+
+    def _pieces(self, text: str) -> list[str]:
+        """``text``, divided into control tokens and the texts between them."""
+        pieces = [""]
+        at = 0
+        for found in _CONTROL.finditer(text):
+            if self._token_of(found[0]) is not None:
+                pieces += [text[at : found.start()], found[0]]
+                at = found.end()
+        return [*pieces, text[at:]]
+
+    def json(self, schema: dict[str, Any] | bool) -> str:
+        """Match JSON that fits ``schema``."""
+        whole = schema if isinstance(schema, dict) else {"allOf": [schema]}
+        return f"%json {json.dumps(whole | {'x-guidance': JSON_STYLE})}"
+
+    def text_until(self, name: str, marker: str, without: Iterable[str] = (), begin: str = ANY_TEXT) -> str:
+        """Match text that fits the expression ``begin``, without the texts ``without``, and the first ``marker`` after it.
+        ``name``: of the rules to add."""
+        text = self.text_without(name, without, begin)
+        if not self.has_control(marker):
             return self.rule(f"{name}_end", f"{text} {self.literal(marker)}", lazy=True)
-        return f"{text} {self.marker(marker)}"
+        return f"{text} {self.spelled(marker)}"
 
     def text_without(self, name: str, without: Iterable[str], begin: str = ANY_TEXT) -> str:
         """Match text that fits the expression ``begin`` and has none of the texts ``without``."""
@@ -57,16 +79,18 @@ class Lark:
         excluded = rf" & ~/(.|\n)*({escaped})(.|\n)*/" if escaped else ""
         return self.rule(f"{name.upper()}_TEXT", begin + excluded)
 
-    def constraint(self, grammar: str) -> str:
-        """Match another grammar of llguidance: Lark, or JSON with one grammar."""
-        own = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
-        self._constraint = own | {"name": CONSTRAINT}
-        return f"@{CONSTRAINT}"
+    def embedded(self, name: str, grammar: str) -> str:
+        """Match another grammar of llguidance: Lark, or JSON with one grammar, which becomes the grammar ``name``."""
+        own = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+        first, *others = own
+        self._embedded[name] = first | {"name": name}
+        self._embedded |= {other["name"]: other for other in others}
+        return f"@{name}"
 
     def build(self, start: str) -> str:
         """Return the grammar that begins with the expression ``start``."""
         text = "\n".join(["%llguidance {}", f"start: {start}", *self._rules.values(), ""])
-        return text if self._constraint is None else json.dumps({"grammars": [{"lark_grammar": text}, self._constraint]})
+        return json.dumps({"grammars": [{"lark_grammar": text}, *self._embedded.values()]}) if self._embedded else text
 
 
 def _escaped(text: str) -> str:

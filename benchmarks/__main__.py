@@ -31,7 +31,7 @@ BENCHMARKS = {
     "tokenise": Benchmark("benchmarks.gateway.tokenise:main", "CPU time of tokenising a request, beside the tokenizers library"),
     "stream": Benchmark("benchmarks.gateway.stream:main", "CPU time of the gateway for each streamed token"),
     "rerank": Benchmark("benchmarks.gateway.peer_crossencoder:main", "reranking over HTTP, beside sentence-transformers"),
-    "litellm": Benchmark("benchmarks.gateway.peer_litellm:main", "CPU time of the gateway for each chat, beside LiteLLM's proxy"),
+    "proxies": Benchmark("benchmarks.gateway.peer_proxies:main", "CPU time of the gateway for each chat, beside other proxies"),
 }
 
 

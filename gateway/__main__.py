@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import math
 import os
@@ -20,7 +19,7 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
-from gateway.heap import return_freed_memory
+from gateway.heap import GarbageCollection, return_freed_memory
 from gateway.lifecycle import Lifecycle
 from gateway.logs.writer import LineWriter, LogHandler
 from gateway.settings import Settings, SettingsError, load_settings
@@ -110,7 +109,8 @@ def serve(settings: Settings, log: LineWriter) -> int:
         timeout_graceful_shutdown=round(serve_on_seconds),
     )
     last_words_seconds = min(LAST_WORDS_SECONDS, serve_on_seconds / 2)
-    server = _Server(config, lifecycle, settings.drain_seconds, serve_on_seconds - last_words_seconds)
+    garbage = GarbageCollection(app.telemetry)
+    server = _Server(config, lifecycle, garbage, settings.drain_seconds, serve_on_seconds - last_words_seconds)
     _raise_file_limit(settings.max_connections)
     with bind(settings.host, settings.port) as listener:
         bound_connections(listener, settings.write_seconds)
@@ -129,18 +129,25 @@ class _Server(uvicorn.Server):
     before uvicorn closes their connections.
     """
 
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_seconds: float, serve_on_seconds: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        lifecycle: Lifecycle,
+        garbage: GarbageCollection,
+        drain_seconds: float,
+        serve_on_seconds: float,
+    ) -> None:
         super().__init__(config)
         self._lifecycle = lifecycle
+        self._garbage = garbage
         self._drain_seconds = drain_seconds
         self._serve_on_seconds = serve_on_seconds
         self._leave_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to serve. Freezes the objects created so far, because a garbage collection over them takes 50 ms."""
+        """Start to serve."""
         await super().startup(sockets)
-        gc.collect()
-        gc.freeze()
+        self._garbage.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start the drain phase at the first SIGTERM; otherwise end it."""
@@ -163,6 +170,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to shut down. uvicorn calls this ten times per second."""
+        self._garbage.tick()
         if self._leave_at is not None and time.monotonic() >= self._leave_at:
             self.should_exit = True
         return await super().on_tick(counter)

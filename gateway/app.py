@@ -241,7 +241,7 @@ class Gateway(Litestar):
         refused. ``log``: None means that requests are not logged."""
         super().__init__(**options)
         self.protocol = protocol
-        self._telemetry = telemetry
+        self.telemetry = telemetry
         self._lifecycle = lifecycle
         self._log = log
         self._check = check
@@ -255,7 +255,7 @@ class Gateway(Litestar):
         app = super().__call__ if refusal is None else answer_refusal(refusal)
         if scope["method"] == "HEAD":  # the server omits the body, because its own copy of the scope says HEAD
             scope = scope | {"method": "GET"}
-        await answer_request(app, self._telemetry, self._lifecycle, self._log, scope, receive, send)
+        await answer_request(app, self.telemetry, self._lifecycle, self._log, scope, receive, send)
 
 
 def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse, Response
-from litestar.types import Receive, Send
+from litestar.types import Receive, Scope, Send
 
 from gateway.context import RequestContext
 from gateway.edge.cycle import Cycle, Incoming
@@ -37,30 +38,53 @@ def sse(chunk: msgspec.Struct) -> bytes:
     return b"data: %b\n\n" % _encoder.encode(chunk)
 
 
-@asynccontextmanager
-async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client leaves, and raise :class:`ClientGone` from it. The body must have been read before."""
-    owner = asyncio.current_task()
-    assert owner is not None
-    left = False
+class while_connected:
+    """An async context manager that cancels its block when the client leaves, and raises :class:`ClientGone` from it. The body must
+    have been read before. It starts no task, because every request enters it."""
 
-    async def watch() -> None:
-        nonlocal left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        left = True
-        owner.cancel()
+    __slots__ = ("_incoming", "_left", "_owner")
 
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not left:
-            raise
-        owner.uncancel()
-        raise ClientGone("The client left before the answer was ready.") from None
-    finally:
-        watcher.cancel()
+    def __init__(self, scope: Scope) -> None:
+        self._incoming = Incoming.of(scope)
+        self._left = False
+        self._owner: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> None:
+        self._owner = asyncio.current_task()
+        self._incoming.at_disconnect.append(self._leave)
+        if (cycle := self._incoming.cycle()) is not None:
+            cycle.flow.resume_reading()  # the end of a connection is not seen while reading is paused
+        if self._incoming.left:
+            asyncio.get_running_loop().call_soon(self._leave)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        owner, self._owner = self._owner, None
+        self._incoming.at_disconnect.remove(self._leave)
+        if self._left and kind is asyncio.CancelledError and owner is not None:
+            owner.uncancel()
+            raise ClientGone("The client left before the answer was ready.") from None
+
+    def _leave(self) -> None:
+        if self._owner is not None and not self._left:
+            self._left = True
+            self._owner.cancel()
+
+
+class Outlet:
+    """A way to write events without resuming the iterator of events, for a response that has begun."""
+
+    line: _Line | None = None
+    """The response's connection; None before its beginning and after its end."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`write` can be called now."""
+        return self.line is not None and self.line.writable
+
+    def write(self, event: bytes) -> None:
+        """Write one event. The iterator must have yielded all earlier ones, and wait for news."""
+        assert self.line is not None
+        self.line.write(event)
 
 
 @dataclass(frozen=True)
@@ -74,13 +98,14 @@ class Streams:
         events: AsyncGenerator[bytes, None],
         request: Request[Any, Any, Any],
         failure: Callable[[GatewayError], bytes] | None = None,
+        outlet: Outlet | None = None,
     ) -> EventStream:
         """Wait for the first event, at most ``keepalive_seconds``, and return the response. Raises what ``events`` raises in this
         time, and :class:`ClientGone`. ``events`` is closed when the response ends, in every case. ``failure``: returns the last
-        event of a stream that breaks off; None: the error's body."""
+        event of a stream that breaks off; None: the error's body. ``outlet``: gets the response's connection."""
         first = asyncio.ensure_future(anext(events))
         try:
-            async with while_connected(request.receive):
+            async with while_connected(request.scope):
                 await asyncio.wait({first}, timeout=self.keepalive_seconds)
                 if first.done():
                     first.result()
@@ -88,7 +113,7 @@ class Streams:
             await _abandon(first)
             await events.aclose()
             raise
-        return EventStream(self, request, first, events, failure or (lambda error: sse(error.body)))
+        return EventStream(self, request, first, events, failure or (lambda error: sse(error.body)), outlet or Outlet())
 
 
 class EventStream(Response[Any]):
@@ -101,9 +126,10 @@ class EventStream(Response[Any]):
         first: asyncio.Future[bytes],
         rest: AsyncGenerator[bytes, None],
         failure: Callable[[GatewayError], bytes],
+        outlet: Outlet,
     ) -> None:
         super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._parts = (streams, request, first, rest, failure)
+        self._parts = (streams, request, first, rest, failure, outlet)
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
         """Return the ASGI response that the framework sends."""
@@ -120,26 +146,29 @@ class _ASGIEventStream(ASGIResponse):
         first: asyncio.Future[bytes],
         rest: AsyncGenerator[bytes, None],
         failure: Callable[[GatewayError], bytes],
+        outlet: Outlet,
         *,
         headers: dict[str, Any],
     ) -> None:
         super().__init__(media_type="text/event-stream", headers=headers)
         self._streams = streams
         self._context = RequestContext.of(request)
-        self._incoming = Incoming.of(request.scope)
+        self._scope = request.scope
         self._first = first
         self._rest = rest
         self._failure = failure
+        self._outlet = outlet
 
-    async def send_body(self, send: Send, receive: Receive) -> None:
+    async def send_body(self, send: Send, receive: Receive) -> None:  # noqa: ARG002 - the framework's signature
         """Send all events, or those before the client leaves."""
-        line = _Line(send, self._streams.keepalive_seconds, self._incoming.cycle())
+        self._outlet.line = line = _Line(send, self._streams.keepalive_seconds, Incoming.of(self._scope).cycle())
         try:
-            async with aclosing(self._rest), while_connected(receive):
+            async with aclosing(self._rest), while_connected(self._scope):
                 try:
                     # in a task of its own, so that an event does not resume every frame between here and the server
                     await asyncio.create_task(self._send_events(line))
                 finally:
+                    self._outlet.line = None
                     await _abandon(self._first)
                     line.stop()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -187,6 +216,11 @@ class _Line:
         self._sending = False
         self._comment: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(seconds, self._look)
+
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`write` writes."""
+        return self._cycle is not None and self._cycle.writable
 
     def write(self, event: bytes) -> bool:
         """Pass bytes of the body to the connection. Returns False if that takes :meth:`send`."""

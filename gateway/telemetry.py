@@ -99,6 +99,9 @@ class Telemetry:
             "yardstick_event_loop_blocked_max_seconds", "Longest of these delays since the start.", registry=self._registry
         )
         self._longest_block = 0.0
+        self._collections = self._counter(
+            "garbage_collections", "Full collections of garbage: while idle, or overdue because requests never paused.", "reason"
+        )
         self._text_wait = self._histogram("text_wait_seconds", "Time that a request waits for a text worker.", labels=())
         self._text_seconds = self._histogram("text_seconds", "Time that a text worker spends on one request.", labels=())
         self._text_ends = self._counter("text_workers_ended", "Text workers that were killed or ended by themselves.", "reason")
@@ -124,6 +127,10 @@ class Telemetry:
         if seconds > self._longest_block:
             self._longest_block = seconds
             self._most_blocked.set(seconds)
+
+    def garbage_collected(self, reason: str) -> None:
+        """Count a full garbage collection: while ``idle``, or because it was ``overdue``."""
+        self._collections.labels(reason).inc()
 
     def text_waited(self, seconds: float) -> None:
         """Record how long a request waited for a text worker."""

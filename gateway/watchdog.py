@@ -1,9 +1,10 @@
 """Measures how long the event loop runs without serving what is due.
 
-A timer expires every :data:`BUSY_SECONDS` while requests are in flight. A late timer was delayed by this process or by others on
-the machine. Only the former counts: the delay is bounded by the CPU time that the loop's thread used since the previous timer. The
-error is therefore at most :data:`BUSY_SECONDS` in either direction. The delay covers all callbacks of one event loop iteration, so
-it is an upper bound for the longest callback.
+A timer expires every :data:`BUSY_SECONDS` while the loop has work. A late timer was delayed by this process or by others on the
+machine. Only the former counts: the delay is bounded by the CPU time that the loop's thread used since the previous timer. The
+error is therefore at most one interval in either direction. The delay covers all callbacks of one event loop iteration, so it is an
+upper bound for the longest callback. A loop that is mostly idle gets longer intervals, because each timer wakes the process, which
+costs as much as a streamed token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from collections.abc import Callable
 from gateway.telemetry import Telemetry
 
 BUSY_SECONDS = 0.005
-"""Interval while requests are in flight. It costs about 0.1 % of a processor."""
+"""Interval while requests are in flight and the loop uses at least :data:`BUSY_SHARE` of a processor. It costs about 1 % of one."""
+BUSY_SHARE = 0.2
+CALM_SECONDS = 0.025
+"""Interval while requests are in flight and the loop uses less."""
 IDLE_SECONDS = 0.05
 LEAST_SECONDS = 0.001
 """Shortest delay that counts, because timers are accurate to a millisecond."""
@@ -34,13 +38,17 @@ class Watchdog:
         self._telemetry = telemetry
         self._wall = wall
         self._cpu = cpu
+        self._began = 0.0
         self._due = 0.0
         self._used = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, after: float = 0.0) -> None:
         """Begin to measure after ``after`` seconds."""
-        self._timer = asyncio.get_running_loop().call_later(after, self._plan)
+        self._timer = asyncio.get_running_loop().call_later(after, self._begin)
+
+    def _begin(self) -> None:
+        self._plan(self._wall(), self._cpu(), BUSY_SECONDS)
 
     def stop(self) -> None:
         """Stop measuring."""
@@ -49,13 +57,18 @@ class Watchdog:
 
     def tick(self) -> None:
         """Measure the delay of the expired timer and start the next one."""
-        blocked = min(self._wall() - self._due, self._cpu() - self._used)
+        wall, cpu = self._wall(), self._cpu()
+        blocked = min(wall - self._due, cpu - self._used)
         if blocked > LEAST_SECONDS:
             self._telemetry.blocked(blocked)
-        self._plan()
+        if not self._telemetry.in_flight:
+            seconds = IDLE_SECONDS
+        elif cpu - self._used >= BUSY_SHARE * (wall - self._began):
+            seconds = BUSY_SECONDS
+        else:
+            seconds = CALM_SECONDS
+        self._plan(wall, cpu, seconds)
 
-    def _plan(self) -> None:
-        seconds = BUSY_SECONDS if self._telemetry.in_flight else IDLE_SECONDS
-        self._used = self._cpu()
-        self._due = self._wall() + seconds
+    def _plan(self, wall: float, cpu: float, seconds: float) -> None:
+        self._began, self._used, self._due = wall, cpu, wall + seconds
         self._timer = asyncio.get_running_loop().call_later(seconds, self.tick)

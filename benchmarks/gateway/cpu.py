@@ -3,8 +3,9 @@
 A fake engine answers from a process of its own, and Redis is one too, so what is measured is the gateway alone: HTTP, JSON, keys,
 limits, cache, hop, log. Prompts are token ids, so that nothing is tokenised; what tokenising the same prompts as text costs is a
 line of its own. The floor is the same server with one hop to the engine and nothing else (``benchmarks/gateway/floor.py``); figures
-divided by it are comparable between machines. CPU time is comparable on a machine that others use as well, up to caches and clock.
-Each figure is the median of rounds, with all variants of a round one after the other. The last line is JSON.
+divided by it are comparable between machines. ``--against CHECKOUT`` measures the gateway of another checkout too. CPU time is
+comparable on a machine that others use as well, up to caches and clock. Each figure is the median of rounds, with all variants of a
+round one after the other. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import aiohttp
 from engine import wire
 from gateway.text.prompts import tokenise_pairs
 from gateway.text.tokenizer import Tokenizer
+from tests.attacks.watch import process_tree
 from tests.fakes import TEMPLATE, FakeEngine, Running, library
 from tests.processes import Program
 from tests.redis import RedisServer
@@ -59,6 +61,7 @@ VARIANTS = (
     Variant("Redis, key with limits", redis=True, keys=True),
 )
 FLOOR = "floor"
+AGAINST = ", other checkout"
 
 
 def _serve(pipe: multiprocessing.connection.Connection, make: Callable[[], Callable[..., Any]]) -> None:
@@ -87,13 +90,20 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
+def tree_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of all processes below it that run."""
+    return sum(cpu_seconds(each) for each in process_tree(pid))
+
+
 @contextmanager
-def gateway(engine: str, variant: Variant, redis: RedisServer, keys: Path) -> Iterator[Program]:
-    """Yield a gateway process with the configuration ``variant``."""
+def gateway(engine: str, variant: Variant, redis: RedisServer, keys: Path, checkout: Path | None = None) -> Iterator[Program]:
+    """Yield a gateway process with the configuration ``variant``. ``checkout``: where its code is; None for this one."""
     flags = ["--engine", engine]
     flags += ["--api-keys-file", str(keys)] if variant.keys else []
     flags += ["--redis-url", redis.url] if variant.redis else []
-    program = Program("gateway", *flags, YARDSTICK_REDIS_SECONDS="2")  # a busy machine must not turn a hit into a timeout
+    program = Program(
+        "gateway", *flags, directory=checkout, YARDSTICK_REDIS_SECONDS="2"
+    )  # a busy machine must not turn a hit into a timeout
     with drained(program):
         yield program
 
@@ -187,6 +197,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=1000, help="requests a figure and round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0, help="seconds to wait before measuring, to attach a profiler")
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="another checkout, whose gateways without Redis are measured"
+    )
     options = parser.parse_args(arguments)
     results: dict[str, list[float]] = {}
     with ExitStack() as stack:
@@ -194,19 +207,23 @@ def main(arguments: Sequence[str]) -> int:
         keys = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "keys.json"
         keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), **LIMITS}]}))
         url = stack.enter_context(serving(FakeEngine))
-        programs = {variant: stack.enter_context(gateway(url, variant, redis, keys)) for variant in VARIANTS}
+        programs = {variant.name: stack.enter_context(gateway(url, variant, redis, keys)) for variant in VARIANTS}
+        for variant in VARIANTS if options.against else ():
+            if not variant.redis:
+                other = gateway(url, variant, redis, keys, options.against)
+                programs[f"{variant.name}{AGAINST}"] = stack.enter_context(other)
         bare = stack.enter_context(floor(url))
         floor_milliseconds(bare, 200)
-        for variant, program in programs.items():
+        for name, program in programs.items():
             if options.pause:
-                print(f"{variant.name}: process {program.process.pid}", file=sys.stderr)
+                print(f"{name}: process {program.process.pid}", file=sys.stderr)
             milliseconds(program, 200, hit=True)
         time.sleep(options.pause)
         for _ in range(options.rounds):
             results.setdefault(FLOOR, []).append(floor_milliseconds(bare, options.requests))
-            for variant, program in programs.items():
-                for hit in (True, False):
-                    name = f"{'hit' if hit else 'miss'}, {variant.name}"
+            for hit in (True, False):
+                for variant_name, program in programs.items():
+                    name = f"{'hit' if hit else 'miss'}, {variant_name}"
                     results.setdefault(name, []).append(milliseconds(program, options.requests, hit=hit))
     results["tokenising, reported apart"] = [tokenising_milliseconds(50) for _ in range(options.rounds)]
     summary = {name: round(statistics.median(values), 4) for name, values in results.items()}
@@ -216,10 +233,17 @@ def main(arguments: Sequence[str]) -> int:
         for name, values in results.items()
         if name != FLOOR
     }
+    against = {
+        name: round(statistics.median(our / their for our, their in zip(values, results[f"{name}{AGAINST}"], strict=True)), 3)
+        for name, values in results.items()
+        if f"{name}{AGAINST}" in results
+    }
     print(f"CPU milliseconds a request of {ITEMS} items ({QUERY} + {ITEM} tokens): median (least - most), times the floor")
     for name, values in results.items():
         ratio = f"{ratios[name]:.2f}" if name in ratios else ""
-        print(f"  {name:<32} {statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})  {ratio}")
+        print(f"  {name:<38} {statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})  {ratio}")
+    for name, each in against.items():
+        print(f"  {name}: {each:.2f} of the other checkout")
     machine = {"unit": "ms CPU a request", "python": sys.version.split()[0], "cores": os.cpu_count()}
-    print(json.dumps({**machine, **summary, "ratios": ratios}))
+    print(json.dumps({**machine, **summary, "ratios": ratios, "against": against}))
     return 0

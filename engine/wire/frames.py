@@ -15,6 +15,7 @@ Reply = Scored | Delta | Failed
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 30
 _encoder = msgspec.msgpack.Encoder()
+_reply = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -31,24 +32,25 @@ def pack_frame(message: msgspec.Struct) -> bytes:
 class FrameReader:
     """Cuts a byte stream into :data:`Reply` messages, whatever the chunks it arrives in."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
+        """``max_frame``: most bytes of a message."""
+        self._max_frame = max_frame
         self._buffer = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(Reply)
 
     def feed(self, chunk: bytes) -> list[Reply]:
         """Return the messages completed by ``chunk``. Raises ``msgspec.DecodeError`` on garbage."""
         if not self._buffer and len(chunk) > _LENGTH.size and len(chunk) == _LENGTH.size + _LENGTH.unpack_from(chunk)[0]:
-            return [self._decoder.decode(memoryview(chunk)[_LENGTH.size :])]  # one message, as nearly always
+            return [_reply.decode(memoryview(chunk)[_LENGTH.size :])]  # one message, as nearly always
         replies: list[Reply] = []
         self._buffer += chunk
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME:
+            if length > self._max_frame:
                 raise msgspec.DecodeError(f"frame of {length} bytes")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            replies.append(self._decoder.decode(bytes(memoryview(self._buffer)[_LENGTH.size : end])))
+            replies.append(_reply.decode(bytes(memoryview(self._buffer)[_LENGTH.size : end])))
             del self._buffer[:end]
         return replies
 

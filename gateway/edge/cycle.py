@@ -19,7 +19,7 @@ class Incoming:
     """Headers and arrival state of a request. Scopes refer to this object and not to the :class:`Cycle`, which refers to the scope:
     a reference cycle would keep bodies in memory until the next garbage collection."""
 
-    __slots__ = ("complete", "cycle", "headers")
+    __slots__ = ("at_disconnect", "complete", "cycle", "headers", "left")
 
     def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
         self.headers = dict(headers)
@@ -30,6 +30,16 @@ class Incoming:
         """Whether the whole body has arrived."""
         self.cycle: Callable[[], Cycle | None] = _none
         """Weak reference to the cycle."""
+        self.left = False
+        """Whether the connection has ended."""
+        self.at_disconnect: list[Callable[[], None]] = []
+        """Functions to call when the connection ends."""
+
+    def disconnected(self) -> None:
+        """Record the end of the connection."""
+        self.left = True
+        for call in list(self.at_disconnect):
+            call()
 
     @staticmethod
     def of(scope: Scope) -> Incoming:
@@ -51,10 +61,16 @@ class Cycle(RequestResponseCycle):
         self.keep_alive = False
         self.message_event.set()
 
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`write` writes: not before the response begins, for a response without chunks, and while the client reads
+        too slowly."""
+        return bool(self.response_started and self.chunked_encoding) and not (self.flow.write_paused or self.disconnected)
+
     def write(self, data: bytes) -> bool:
         """Write a part of the body without the layers between ``send`` and the connection. Returns False, and writes nothing, if
-        ``send`` is needed: before the response begins, for a response without chunks, and while the client reads too slowly."""
-        if not (self.response_started and self.chunked_encoding) or self.flow.write_paused or self.disconnected:
+        ``send`` is needed."""
+        if not self.writable:
             return False
         if data and self.scope["method"] != "HEAD":  # an empty chunk would end the body
             self.transport.write_now(b"%x\r\n%b\r\n" % (len(data), data))

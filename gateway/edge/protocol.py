@@ -63,6 +63,11 @@ class Protocol(BoundedConnection):
         self._backlog = memoryview(b"")
         """Unparsed bytes of a chunked body. Reading pauses meanwhile, so this is at most the data of one read."""
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the request in progress."""
+        super().connection_lost(exc)
+        self._incoming.disconnected()
+
     # --- bytes in
 
     def data_received(self, data: bytes) -> None:

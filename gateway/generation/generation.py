@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from engine import wire
 from gateway.breathing import Breath
@@ -27,6 +28,16 @@ class ToolCalls(NamedTuple):
     calls: int
     malformed: int
     """Calls that broke off, or were passed on as text."""
+
+
+class Direct(Protocol):
+    """A way to the client that needs no task: pieces can be sent from the event of the connection that brought them."""
+
+    def is_open(self) -> bool:
+        """Return whether pieces can be sent now; all earlier ones have been sent."""
+
+    def send(self, piece: Piece) -> None:
+        """Send ``piece``."""
 
 
 class Generation:
@@ -99,13 +110,15 @@ class Generation:
         prompt = len(self.request.prompt) if self._relay is not None and self._relay.sent else 0
         return prompt + self.completion_tokens
 
-    async def pieces(self, dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
-        """Yield the pieces in batches, as they arrive, until every sequence has ended. Raises :class:`GatewayError`."""
+    async def pieces(self, dispatcher: Dispatcher, direct: Direct | None = None) -> AsyncGenerator[list[Piece], None]:
+        """Yield the pieces in batches, as they arrive, until every sequence has ended. Pieces in the middle of a sequence may go to
+        ``direct`` instead. Raises :class:`GatewayError`."""
         early: list[wire.Delta] = []  # deltas that arrived before all log-probabilities of the prompt
         unfinished = len(self.sequences)
         prompt = self._prompt
         self._relay = Relay(dispatcher, self.model, self.request)
-        async with aclosing(self._relay.deltas()) as batches:
+        take = None if direct is None or self.sequences[0].may_end_early else partial(self._send, direct)
+        async with aclosing(self._relay.deltas(take)) as batches:
             async for batch in batches:
                 pieces: list[Piece] = []
                 for delta in batch:
@@ -137,7 +150,21 @@ class Generation:
                     return
         raise EngineLost("The engine's answer is incomplete; try again.")
 
+    def _send(self, direct: Direct, delta: wire.Delta) -> bool:
+        """Send the piece of ``delta`` at once, or return False."""
+        if delta.prompt_logprobs is not None or delta.cached_tokens or delta.queue_seconds or not direct.is_open():
+            return False
+        piece = self.sequences[delta.index].push(delta)
+        if piece.text or piece.tokens or piece.token_ids:
+            direct.send(piece)
+        return True
 
-def run_all(generations: list[Generation], dispatcher: Dispatcher) -> AsyncGenerator[list[Piece], None]:
-    """Yield the pieces of all prompts. The first failure ends all of them, as closing the iterator does."""
+
+def run_all(
+    generations: list[Generation], dispatcher: Dispatcher, direct: Direct | None = None
+) -> AsyncGenerator[list[Piece], None]:
+    """Yield the pieces of all prompts. The first failure ends all of them, as closing the iterator does. Pieces of a single prompt
+    may go to ``direct`` instead."""
+    if len(generations) == 1:
+        return generations[0].pieces(dispatcher, direct)
     return merged([generation.pieces(dispatcher) for generation in generations], CONCURRENT_PROMPTS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
@@ -16,6 +17,7 @@ from gateway.errors import EngineLost, GatewayError
 from gateway.generation.merge import merged
 from gateway.pool.dispatch import Attempts, Dispatcher, rest_of
 from gateway.pool.replica import ServedModel
+from gateway.pool.stream import Take
 
 
 class Relay:
@@ -34,12 +36,14 @@ class Relay:
         """Whether the request was sent to a replica."""
         return self._tries.sent
 
-    async def deltas(self) -> AsyncGenerator[list[wire.Delta], None]:
-        """Yield deltas in batches, as they arrive, without gaps or repeats, until every sequence has ended. Close the iterator to
-        abort. Raises :class:`GatewayError` if no other replica can resume."""
+    async def deltas(self, take: Take | None = None) -> AsyncGenerator[list[wire.Delta], None]:
+        """Yield deltas in batches, as they arrive, without gaps or repeats, until every sequence has ended. ``take`` may process
+        single deltas, which are not yielded. Close the iterator to abort. Raises :class:`GatewayError` if no other replica can
+        resume."""
         attempts = self._tries
+        direct = None if take is None else partial(self._pass_on, take)
         try:
-            async with aclosing(self._dispatcher.generate(self._model, self._request, attempts)) as batches:
+            async with aclosing(self._dispatcher.generate(self._model, self._request, attempts, direct)) as batches:
                 async for batch in batches:
                     good, fault = self._accept(batch)
                     if good:
@@ -75,6 +79,14 @@ class Relay:
                     raise _ended_early()
             except GatewayError as error:
                 self._dispatcher.check_retry(error, self._model, attempts)
+
+    def _pass_on(self, take: Take, delta: wire.Delta) -> bool:
+        """Return whether ``take`` has processed ``delta``, which continues its sequence and does not end it."""
+        output = self._open.get(delta.index)
+        if output is None or delta.offset != len(output) or delta.finish is not None or not take(delta):
+            return False
+        output += delta.tokens
+        return True
 
     def _accept(self, batch: list[wire.Delta]) -> tuple[list[wire.Delta], EngineLost | None]:
         """Return the deltas before the first one that does not continue its sequence, and the error for that one."""

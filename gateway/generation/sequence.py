@@ -102,6 +102,11 @@ class Sequence:
         self._unsaid = ""  # text read and not passed on
         self._waiting: list[Token] = []  # tokens not passed on yet
 
+    @property
+    def may_end_early(self) -> bool:
+        """Whether the sequence may end before the engine ends it: at a stop string, or after the last tool call."""
+        return bool(self._options.stops) or (self._options.format is not None and self._options.format.tools is not None)
+
     def push(self, delta: wire.Delta) -> Piece:
         """Process one delta and return the new output. Raises :class:`EngineLost` if ``delta`` does not follow the last one."""
         if delta.offset != self._received:

@@ -19,7 +19,9 @@ from yarl import URL
 from engine import wire
 from gateway.context import new_id
 from gateway.errors import EngineSilent, GatewayError, from_engine
-from gateway.pool.stream import EngineStreams, lost, silent, unreachable, unreadable
+from gateway.pool.faults import lost, silent, unreachable, unreadable
+from gateway.pool.stream import EngineStream, Take
+from gateway.pool.streams import EngineStreams
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,6 @@ KEEPALIVE_SECONDS = 2.0
 
 T = TypeVar("T")
 
-_MSGPACK = "application/msgpack"
 _scored = msgspec.msgpack.Decoder(wire.Scored)
 _failed = msgspec.msgpack.Decoder(wire.Failed)
 _info = msgspec.msgpack.Decoder(wire.Info)
@@ -145,33 +146,32 @@ class EngineClient:
 
     async def info(self) -> wire.Info:
         """Fetch the description of the model that the pod serves."""
-        return _read(_info, await self._get("/info", self._probe_timeout))
+        answer = await self._get("/info", self._probe_timeout)
+        return _read(_info, answer.status, answer.content)
 
     async def tokenizer(self) -> wire.TokenizerFiles:
         """Fetch the tokeniser files and the chat template of the pod's model."""
         try:
             async with asyncio.timeout(TOKENIZER_SECONDS):
-                return _read(_tokenizer, await self._get("/tokenizer", self._timeout))
+                answer = await self._get("/tokenizer", self._timeout)
         except TimeoutError:
             raise EngineSilent(f"The engine did not send its tokeniser within {TOKENIZER_SECONDS:g} s.") from None
+        return _read(_tokenizer, answer.status, answer.content)
 
     async def score(self, score: wire.Score | wire.ScoreItems) -> wire.Scored:
         """Score one sub-batch. A missing deadline is set to the read timeout, so that the engine stops when the gateway does."""
         deadline = self._engine_seconds if score.deadline is None else score.deadline
         score = msgspec.structs.replace(score, id=new_id(), deadline=deadline)
-        return _read(_scored, await self._fetch("POST", self._score_url, self._timeout, wire.encode(score)))
+        async with self._post(self._score_url, wire.encode(score), framed=False) as stream:
+            content = await stream.read_whole()
+            return _read(_scored, stream.status, content)
 
-    async def generate(self, generate: wire.Generate) -> AsyncGenerator[list[wire.Delta], None]:
-        """Yield the deltas of all sequences in batches, as they arrive. Close the iterator to abort."""
+    async def generate(self, generate: wire.Generate, take: Take | None = None) -> AsyncGenerator[list[wire.Delta], None]:
+        """Yield the deltas of all sequences in batches, as they arrive. ``take`` may process single deltas, which are not yielded.
+        Close the iterator to abort."""
         generate = msgspec.structs.replace(generate, id=new_id())
-        async with self._connections.streams.post(
-            self._generate_url,
-            self._headers(_MSGPACK),
-            wire.encode(generate),
-            connect_seconds=self._connect_seconds,
-            silence_seconds=self._engine_seconds,
-        ) as stream:
-            while replies := await stream.read():
+        async with self._post(self._generate_url, wire.encode(generate)) as stream:
+            while replies := await stream.read(take):
                 deltas: list[wire.Delta] = []  # filled by a loop: a comprehension is one more call for each token
                 for reply in replies:
                     if isinstance(reply, wire.Delta):
@@ -183,34 +183,37 @@ class EngineClient:
             if stream.status != 200:
                 raise from_engine(_failure(stream.status, stream.refusal))
 
-    async def _get(self, path: str, timeouts: aiohttp.ClientTimeout) -> _Answer:
-        return await self._fetch("GET", URL(f"{self.url}{path}"), timeouts, None)
+    def _post(self, url: URL, body: bytes, *, framed: bool = True) -> AbstractAsyncContextManager[EngineStream]:
+        return self._connections.streams.post(
+            url,
+            {**self._headers, "content-type": "application/msgpack"},
+            body,
+            connect_seconds=self._connect_seconds,
+            silence_seconds=self._engine_seconds,
+            framed=framed,
+        )
 
-    async def _fetch(self, method: str, url: URL, timeouts: aiohttp.ClientTimeout, body: bytes | None) -> _Answer:
+    async def _get(self, path: str, timeouts: aiohttp.ClientTimeout) -> _Answer:
+        session, url = self._connections.session, URL(f"{self.url}{path}")
         with _engine_errors():
-            async with self._open(method, url, timeouts, body) as response:
+            async with session.get(url, headers=self._headers, timeout=timeouts, allow_redirects=False) as response:
                 return _Answer(response.status, response.headers, await response.read())
 
-    def _open(
-        self, method: str, url: URL, timeouts: aiohttp.ClientTimeout, body: bytes | None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = self._headers(None if body is None else _MSGPACK)
-        session = self._connections.session
-        return session.request(method, url, data=body, headers=headers, timeout=timeouts, allow_redirects=False)
-
-    def _headers(self, content_type: str | None) -> dict[str, str]:
-        headers = self._token.headers if self._token else {}
-        return headers if content_type is None else {**headers, "content-type": content_type}
+    @property
+    def _headers(self) -> dict[str, str]:
+        return self._token.headers if self._token else {}
 
 
-def _read(decoder: msgspec.msgpack.Decoder[T], answer: _Answer) -> T:
-    if answer.status != 200:
-        raise from_engine(_failure(answer.status, answer.content))
-    with _engine_errors():
-        return decoder.decode(answer.content)
+def _read(decoder: msgspec.msgpack.Decoder[T], status: int, content: bytes | bytearray) -> T:
+    if status != 200:
+        raise from_engine(_failure(status, content))
+    try:
+        return decoder.decode(content)
+    except msgspec.DecodeError:
+        raise unreadable() from None
 
 
-def _failure(status: int, content: bytes) -> wire.Failed:
+def _failure(status: int, content: bytes | bytearray) -> wire.Failed:
     try:
         return _failed.decode(content)
     except msgspec.DecodeError:  # not the engine's format: the engine crashed, or another program listens on the port
@@ -237,5 +240,5 @@ def _engine_errors() -> Iterator[None]:
         raise silent() from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
         raise lost() from None
-    except (msgspec.DecodeError, aiohttp.ClientError):  # ClientError covers answers that are not valid HTTP
+    except aiohttp.ClientError:  # covers answers that are not valid HTTP
         raise unreadable() from None

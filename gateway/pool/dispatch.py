@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,9 +12,11 @@ from typing import TypeVar
 import msgspec
 
 from engine import wire
+from gateway.context import new_id
 from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.pool.client import EngineClient
 from gateway.pool.replica import Replica, ServedModel
+from gateway.pool.stream import Take
 from gateway.pool.waiting import WaitingRoom
 from gateway.telemetry import Telemetry
 
@@ -94,10 +95,10 @@ class Dispatcher:
                 return answer
 
     async def generate(
-        self, model: ServedModel, generate: wire.Generate, attempts: Attempts
+        self, model: ServedModel, generate: wire.Generate, attempts: Attempts, take: Take | None = None
     ) -> AsyncGenerator[list[wire.Delta], None]:
         """Yield batches of deltas. Close the iterator to abort. A failure after the first batch is raised;
-        :mod:`gateway.generation.relay` then resumes the sequences."""
+        :mod:`gateway.generation.relay` then resumes the sequences. ``take`` may process single deltas after the first batch."""
         sampling = generate.sampling
         tokens = len(generate.prompt) + sampling.n * min(sampling.max_tokens, EXPECTED_OUTPUT)
         while True:
@@ -105,7 +106,7 @@ class Dispatcher:
             started, attempts.sent = False, True
             try:
                 with replica.busy(tokens):
-                    async with aclosing(replica.client.generate(generate)) as batches:
+                    async with aclosing(replica.client.generate(generate, take)) as batches:
                         wait = replica.wait()
                         while True:
                             with wait:  # covers only this wait and not the processing of the batch
@@ -178,7 +179,7 @@ def rest_of(generate: wire.Generate, output: list[int], index: int) -> wire.Gene
     still hold the first attempt or resume another sequence of the same request."""
     return msgspec.structs.replace(
         generate,
-        id=uuid.uuid4().hex,
+        id=new_id(),
         prompt=generate.prompt + output,
         resume_offset=generate.resume_offset + len(output),
         sampling=msgspec.structs.replace(generate.sampling, n=1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import uuid
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from typing import NamedTuple, TypeVar
@@ -13,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from engine import wire
+from gateway.context import new_id
 from gateway.errors import GatewayError, InternalError
 from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
@@ -165,7 +165,7 @@ class _Part(NamedTuple):
 
 def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreItems:
     """Return the message of a sub-batch."""
-    id, readout, priority = uuid.uuid4().hex, prompts.readout, prompts.priority
+    id, readout, priority = new_id(), prompts.readout, prompts.priority
     if not prompts.suffix:
         prefix, rows = as_list(prompts.prefix), [as_list(branch) for branch in branches]
         return wire.Score(id, prefix, rows, readout, priority, caller=prompts.caller)

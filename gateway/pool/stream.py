@@ -1,4 +1,4 @@
-"""The gateway's own HTTP/1.1 connection for ``POST /generate``, which streams.
+"""The gateway's own HTTP/1.1 connection for ``POST /generate``, which streams, and ``POST /score``.
 
 A general HTTP client spends more on a message of a few bytes than the rest of the gateway: timers, chunk lists and several calls
 for each. This one decodes messages where they arrive, and wakes the reader once.
@@ -7,46 +7,29 @@ for each. This one decodes messages where they arrive, and wakes the reader once
 from __future__ import annotations
 
 import asyncio
-import itertools
-import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Callable
 
 import httptools
 import msgspec
-from yarl import URL
 
 from engine import wire
-from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady
+from gateway.errors import EngineLost
+from gateway.pool.faults import lost, silent, unreadable
 
 MAX_UNREAD = 128 * 1024
 """Bytes that arrive before reading pauses, while a decoded message waits to be read."""
 SLICE = 8 * 1024
 """Bytes that are parsed per event loop iteration. In the densest messages, log-probabilities of a prompt without alternatives, they
 describe 750 tokens."""
+MAX_MESSAGE = 512 * 1024
+"""Most bytes of a message of a stream. It is decoded at once, which takes 4 ms for so many. An engine's largest message, the
+log-probabilities of 256 tokens of a prompt with twenty for each, has 71 KB and takes 0.2 ms."""
 MAX_REFUSAL = 64 * 1024
 """Bytes that are kept of the body of a refusal."""
 
-
-def unreachable() -> NotReady:
-    """The error if no connection can be made."""
-    return NotReady("The model's engine cannot be reached; try again soon.", retry_after=1, retryable=True)
-
-
-def silent() -> EngineSilent:
-    """The error if nothing was received for too long."""
-    return EngineSilent("The engine was silent for too long; try again, or ask for less at once.")
-
-
-def lost() -> EngineLost:
-    """The error if the connection broke."""
-    return EngineLost("The connection to the engine broke; try again.", retryable=True)
-
-
-def unreadable() -> EngineLost:
-    """The error for an answer that is not valid."""
-    return EngineLost("The engine's answer cannot be read; its version may not match the gateway's.")
+Take = Callable[[wire.Delta], bool]
+"""Processes one delta at once, from the event of the connection that brought it. Returns False, and changes nothing, if the reader
+should get it."""
 
 
 class EngineStream(asyncio.Protocol):
@@ -56,14 +39,18 @@ class EngineStream(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._reader = wire.FrameReader()
+        self._reader = wire.FrameReader(MAX_MESSAGE)
         self._replies: list[wire.Reply] = []
+        self._whole: bytearray | None = None
+        """The body of an answer that is one message; None for an answer in frames."""
         self._backlog = memoryview(b"")
         """Bytes that are not parsed yet. Reading pauses meanwhile, so these are at most the bytes of one read."""
         self._unread = 0
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
-        self._error: GatewayError | None = None
+        self._take: Take | None = None
+        """Gets deltas that arrive alone while the reader waits."""
+        self._error: Exception | None = None
         self._complete = True
         self._silence_seconds = 0.0
         self._heard = 0.0
@@ -78,28 +65,44 @@ class EngineStream(asyncio.Protocol):
         """Whether another request may be sent."""
         return self._complete and self._error is None and self._transport is not None and not self._transport.is_closing()
 
-    def send(self, request: bytes, silence_seconds: float) -> None:
-        """Send a request. It fails with :class:`EngineSilent` after ``silence_seconds`` in which nothing arrives."""
+    def send(self, request: bytes, silence_seconds: float, *, framed: bool = True) -> None:
+        """Send a request. It fails with :class:`EngineSilent` after ``silence_seconds`` in which nothing arrives. ``framed``: the
+        answer is read with :meth:`read`; otherwise with :meth:`read_whole`."""
         assert self._transport is not None
-        self._reader, self._complete, self.status, self.refusal = wire.FrameReader(), False, 0, b""
+        self._whole = None if framed else bytearray()
+        self._reader, self._complete, self.status, self.refusal = wire.FrameReader(MAX_MESSAGE), False, 0, b""
         self._silence_seconds, self._heard = silence_seconds, self._loop.time()
         self._transport.write(request)
         self._look()
 
-    async def read(self) -> list[wire.Reply]:
-        """Return the messages that have arrived, at least one; an empty list at the end. Raises :class:`GatewayError`."""
+    async def read(self, take: Take | None = None) -> list[wire.Reply]:
+        """Return the messages that have arrived, at least one; an empty list at the end. Deltas that ``take`` processes are left
+        out. Raises :class:`GatewayError`, and what ``take`` raises."""
         if not self._replies and not self._complete and self._error is None:
-            self._waiter = self._loop.create_future()
+            self._waiter, self._take = self._loop.create_future(), take
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter = self._take = None
         replies, self._replies, self._unread = self._replies, [], 0
         if self._paused:
             self._regulate()
         if not replies and self._error is not None:
             raise self._error
         return replies
+
+    async def read_whole(self) -> bytes | bytearray:
+        """Return the body of the answer, whatever its status. Raises :class:`GatewayError`."""
+        assert self._whole is not None
+        while not self._complete and self._error is None:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None:
+            raise self._error
+        return self._whole if self.status == 200 else self.refusal
 
     def close(self) -> None:
         """Close the connection, which aborts a request in progress."""
@@ -121,7 +124,7 @@ class EngineStream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Decode the messages in ``data``; if it is long, over several iterations of the event loop."""
         self._heard = self._loop.time()
-        if len(data) <= SLICE:
+        if len(data) <= SLICE or self._whole is not None:
             self._feed(data)
         else:
             self._backlog = memoryview(data)
@@ -144,7 +147,11 @@ class EngineStream(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """Decode messages, or keep the reason of a refusal."""
-        if self.status == 200:
+        if self.status == 200 and self._whole is not None:
+            self._whole += body
+            if len(self._whole) > wire.MAX_FRAME:
+                self._fail(unreadable())
+        elif self.status == 200:
             self._replies += self._reader.feed(body)
         elif len(self.refusal) < MAX_REFUSAL:
             self.refusal += body
@@ -176,11 +183,26 @@ class EngineStream(asyncio.Protocol):
         except (httptools.HttpParserError, msgspec.DecodeError):
             self._fail(unreadable())
             return
+        if self._take is not None and len(self._replies) == 1 and self._taken(self._take):
+            return
         self._unread += len(data)
         if self._paused or self._backlog or self._unread > MAX_UNREAD:
             self._regulate()
         if self._replies or self._complete:
             self._wake()
+
+    def _taken(self, take: Take) -> bool:
+        """Process the delta that has just arrived without waking the reader, which would cost more than the rest of the work."""
+        delta = self._replies[0]
+        if self._complete or self._paused or self._backlog or self._error is not None or not isinstance(delta, wire.Delta):
+            return False
+        try:
+            if not take(delta):
+                return False
+        except Exception as error:  # the reader raises it
+            self._fail(error)
+        self._replies, self._unread = [], 0
+        return True
 
     def _regulate(self) -> None:
         """Pause or resume reading."""
@@ -193,7 +215,7 @@ class EngineStream(asyncio.Protocol):
         else:
             self._transport.resume_reading()
 
-    def _fail(self, error: GatewayError) -> None:
+    def _fail(self, error: Exception) -> None:
         self._error = self._error or error
         self.close()
         self._wake()
@@ -218,65 +240,3 @@ class EngineStream(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-class EngineStreams:
-    """Opens connections to engines, and reuses idle ones."""
-
-    def __init__(self, keepalive_seconds: float) -> None:
-        """``keepalive_seconds``: time after which an idle connection is closed."""
-        self._keepalive_seconds = keepalive_seconds
-        self._tls = ssl.create_default_context()
-        self._idle: dict[URL, list[EngineStream]] = {}
-
-    @asynccontextmanager
-    async def post(
-        self, url: URL, headers: Mapping[str, str], body: bytes, *, connect_seconds: float, silence_seconds: float
-    ) -> AsyncIterator[EngineStream]:
-        """Send a request. Leaving the block before the end of the answer aborts it. Raises :class:`NotReady`."""
-        stream = self._take_idle(url) or await self._connect(url, connect_seconds)
-        fields = {"host": url.host_port_subcomponent, **headers, "content-length": len(body)}
-        head = "".join([f"POST {url.raw_path} HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in fields.items()), "\r\n"])
-        stream.send(head.encode("ascii") + body, silence_seconds)
-        try:
-            yield stream
-        finally:
-            if stream.reusable:
-                self._idle.setdefault(url, []).append(stream)
-                stream.retire_after(self._keepalive_seconds, partial(self._retire, url, stream))
-            else:
-                stream.close()
-
-    def close(self) -> None:
-        """Close idle connections."""
-        for stream in itertools.chain.from_iterable(self._idle.values()):
-            stream.close()
-        self._idle.clear()
-
-    def _take_idle(self, url: URL) -> EngineStream | None:
-        """Return the connection to ``url`` that was used last, if one is still open."""
-        idle = self._idle.get(url, [])
-        while idle:
-            if (stream := idle.pop()).reusable:
-                return stream
-            stream.close()
-        return None
-
-    def _retire(self, url: URL, stream: EngineStream) -> None:
-        """Close an idle connection."""
-        stream.close()
-        idle = self._idle[url]
-        idle.remove(stream)
-        if not idle:
-            del self._idle[url]
-
-    async def _connect(self, url: URL, seconds: float) -> EngineStream:
-        tls = self._tls if url.scheme == "https" else None
-        assert url.host is not None
-        assert url.port is not None
-        try:
-            async with asyncio.timeout(seconds):
-                _, stream = await asyncio.get_running_loop().create_connection(EngineStream, url.host, url.port, ssl=tls)
-        except (OSError, TimeoutError):
-            raise unreachable() from None
-        return stream

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +11,7 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
+from gateway.context import new_id
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
@@ -21,8 +21,9 @@ from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
+from gateway.routes.answer import Answer
 from gateway.routes.body import Body, post_json
-from gateway.routes.generating import Answer, Generator, system_fingerprint
+from gateway.routes.generating import Generator, system_fingerprint
 from gateway.routes.reading import Reader
 from gateway.schemas.chat import (
     AssistantMessage,
@@ -42,6 +43,8 @@ from gateway.schemas.usage import Usage
 from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import as_list
 from gateway.tools.parts import Call, CallArguments, CallBegin, Content, Part, Reasoning, joined
+
+_encoder = msgspec.json.Encoder()
 
 
 def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHandler:
@@ -187,12 +190,17 @@ class ChatAnswer(Answer):
         self._prompt = prompt
         self._ids = bool(fields.return_token_ids)
         self._gamma = gamma
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._id = f"chatcmpl-{new_id()}"
         self._created = int(time.time())
         self._name = model.name
         self._fingerprint = system_fingerprint(model)
         self._texts = TOKEN_IDS if fields.return_tokens_as_token_ids else model.tokenizer.texts
         self._spellings = model.tokenizer.spellings(skip_special_tokens=False)
+        self._encoded = None if gamma is not None or fields.return_tokens_as_token_ids else model.tokenizer.encoded
+
+    @property
+    def text_only(self) -> bool:
+        return True
 
     def logprobs(self, tokens: list[Token]) -> ChatLogprobs | None:
         return ChatLogprobs([self._token_logprob(token) for token in tokens]) if self._logprobs else None
@@ -254,14 +262,17 @@ class ChatAnswer(Answer):
             usage=usage,
         )
 
-    def _token_logprob(self, token: Token) -> TokenLogprob:
+    def _token_logprob(self, token: Token) -> Any:
+        """Return a :class:`TokenLogprob`, or the same as JSON."""
+        logprob = token.logprob or 0.0
+        if self._encoded is not None:
+            return _as_json(self._encoded, token.id, logprob, token.top)
         if self._gamma is not None:
             tops = [TopLogprob(**self._judged(id, logprob, token.values)) for id, logprob in token.top]
-            return TokenLogprob(**self._judged(token.id, token.logprob or 0.0, token.values), top_logprobs=tops)
+            return TokenLogprob(**self._judged(token.id, logprob, token.values), top_logprobs=tops)
         texts, spellings = self._texts, self._spellings
         tops = [TopLogprob(token=texts[id], logprob=logprob, bytes=list(spellings[id])) for id, logprob in token.top]
-        logprob, spelling = token.logprob or 0.0, list(spellings[token.id])
-        return TokenLogprob(token=texts[token.id], logprob=logprob, bytes=spelling, top_logprobs=tops)
+        return TokenLogprob(token=texts[token.id], logprob=logprob, bytes=list(spellings[token.id]), top_logprobs=tops)
 
     def _judged(self, id: int, logprob: float, values: Mapping[int, float]) -> dict[str, Any]:
         assert self._gamma is not None
@@ -269,3 +280,13 @@ class ChatAnswer(Answer):
         remaining = None if value is None else remaining_tokens(value, self._gamma)
         spelling = list(self._spellings[id])
         return {"token": self._texts[id], "logprob": logprob, "bytes": spelling, "value": value, "remaining_tokens": remaining}
+
+
+def _as_json(encoded: Mapping[int, tuple[bytes, bytes]], id: int, logprob: float, top: Sequence[tuple[int, float]]) -> msgspec.Raw:
+    """Return a :class:`TokenLogprob` as JSON. Most of it depends on the token only, and is encoded once for each token."""
+    own, *numbers = _encoder.encode([logprob, *[each for _, each in top]])[1:-1].split(b",")
+    tops = b",".join(
+        [b"%b%b%b}" % (encoded[each][0], number, encoded[each][1]) for (each, _), number in zip(top, numbers, strict=True)]
+    )
+    before, after = encoded[id]
+    return msgspec.Raw(b'%b%b%b,"top_logprobs":[%b]}' % (before, own, after, tops))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from litestar.params import JSONBody
 
 from engine import wire
 from gateway.breathing import Breath
+from gateway.context import new_id
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.plan import check, plan
@@ -23,8 +23,9 @@ from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
+from gateway.routes.answer import Answer
 from gateway.routes.body import Body, post_json
-from gateway.routes.generating import Answer, Generator, system_fingerprint
+from gateway.routes.generating import Generator, system_fingerprint
 from gateway.routes.reading import Reader
 from gateway.schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from gateway.schemas.usage import Usage
@@ -113,9 +114,13 @@ class CompletionAnswer(Answer):
             generation.sequences[0].index: ids for generation in generations if (ids := prompt_ids(generation, fields)) is not None
         }
         """Prompts' token ids to show in a stream, by the index of their first choice, which shows them once."""
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._id = f"cmpl-{new_id()}"
         self._created = int(time.time())
         self._fingerprint = system_fingerprint(model)
+
+    @property
+    def text_only(self) -> bool:
+        return not self._unshown  # the first chunk of a choice may have the ids of its prompt
 
     def logprobs(self, tokens: list[Token]) -> CompletionLogprobs | None:
         top = self._fields.logprobs

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,52 +13,23 @@ from litestar import Request, Response
 
 from gateway.breathing import Breath
 from gateway.context import Account, RequestContext
-from gateway.generation.generation import Generation, run_all
-from gateway.generation.prompt_output import PromptOutput, check_size, prompt_output
+from gateway.generation.generation import Direct, Generation, run_all
+from gateway.generation.prompt_output import check_size, prompt_output
 from gateway.generation.sequence import Piece, Token
 from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
+from gateway.routes.answer import Answer
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
-from gateway.streams import DONE, Streams, sse, while_connected
+from gateway.streams import DONE, Outlet, Streams, sse, while_connected
 from gateway.telemetry import Telemetry
 
 _encoder = msgspec.json.Encoder()
 
 TOKENS_AT_ONCE = 32
 """Tokens whose log-probabilities are converted to JSON at a time; with twenty for each token, this takes less than 2 ms."""
-
-
-class Answer(ABC):
-    """Converts pieces to the response bodies of one endpoint."""
-
-    @abstractmethod
-    def logprobs(self, tokens: list[Token]) -> msgspec.Struct | None:
-        """Return a struct of lists with one entry for each of ``tokens``, or None if no log-probabilities were requested."""
-
-    @abstractmethod
-    def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage, prompts: list[PromptOutput]) -> msgspec.Struct:
-        """Return the body of an answer that is not streamed. ``logprobs`` holds the result of :meth:`logprobs` for each choice; its
-        lists may be JSON-encoded already. ``prompts`` has one entry for each prompt."""
-
-    @abstractmethod
-    def chunk(self, piece: Piece, usage: Usage | None) -> msgspec.Struct | None:
-        """Return the event for new output of one choice; None if the client has nothing to learn yet. ``usage``: the choice's token
-        counts so far, if they were requested."""
-
-    def chosen(self, choices: list[Piece], _: list[Generation], /) -> list[Piece]:
-        """Return the choices of the answer. If some are left out, the others get the indices from 0 on."""
-        return choices
-
-    @abstractmethod
-    def opening(self, index: int, usage: Usage | None, /) -> msgspec.Struct | None:
-        """Return the event that introduces a choice, or None if the endpoint has none. ``usage``: as for :meth:`chunk`."""
-
-    @abstractmethod
-    def closing(self, usage: Usage) -> msgspec.Struct:
-        """Return the event with the token counts."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +51,10 @@ class Generator:
         check_size(fields, account.prompt_tokens)
         lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
         if fields.stream:
-            events = self._events(generations, answer, lease, account, fields)
-            return await self.streams.begin(events, request)
-        async with while_connected(request.receive):
+            outlet = Outlet()
+            events = self._events(generations, answer, lease, account, fields, outlet)
+            return await self.streams.begin(events, request, outlet=outlet)
+        async with while_connected(request.scope):
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
                     pieces = [piece async for batch in batches for piece in batch]
@@ -109,7 +80,13 @@ class Generator:
         return Response(answer.whole(choices, logprobs, usage, prompts))
 
     async def _events(
-        self, generations: list[Generation], answer: Answer, lease: Lease | None, account: Account, fields: GenerationRequest
+        self,
+        generations: list[Generation],
+        answer: Answer,
+        lease: Lease | None,
+        account: Account,
+        fields: GenerationRequest,
+        outlet: Outlet,
     ) -> AsyncGenerator[bytes, None]:
         opened = False
         choices = {sequence.index: generation for generation in generations for sequence in generation.sequences}
@@ -120,21 +97,22 @@ class Generator:
             prompt = len(choices[index].request.prompt)
             return Usage(prompt, prompt + completion_tokens, completion_tokens)
 
+        direct = _Direct(answer, usage_so_far, outlet)
         with self.counted(generations, lease, account):
-            async with aclosing(run_all(generations, self.dispatcher)) as batches:
+            async with aclosing(run_all(generations, self.dispatcher, direct)) as batches:
                 async for batch in batches:
                     if opened and len(batch) == 1 and _is_small(piece := batch[0]):  # nearly every token
-                        if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
-                            yield sse(chunk)
+                        if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
+                            yield event
                         continue
                     breath = Breath()
                     chunks: list[bytes] = []
                     if not opened:
-                        opened = True
+                        opened = direct.opened = True
                         chunks = [sse(opening) for index in choices if (opening := answer.opening(index, usage_so_far(index)))]
                     for piece in small(joined(batch)):
-                        if (chunk := answer.chunk(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
-                            chunks.append(sse(chunk))
+                        if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
+                            chunks.append(event)
                         if breath.due:
                             yield b"".join(chunks)
                             chunks.clear()
@@ -165,6 +143,25 @@ class Generator:
                 self.telemetry.structured(generations[0].model.name, len(generations))
             if guidance := generations[0].request.length_guidance:
                 self.telemetry.guided(generations[0].model.name, guidance.constraint or guidance.mode, len(generations))
+
+
+class _Direct(Direct):
+    """Writes pieces to the response as events."""
+
+    def __init__(self, answer: Answer, usage: Callable[[int, int], Usage | None], outlet: Outlet) -> None:
+        self._answer = answer
+        self._usage = usage
+        self._outlet = outlet
+        self.opened = False
+        """Whether the events that introduce the choices have been made."""
+
+    def is_open(self) -> bool:
+        return self.opened and self._outlet.writable
+
+    def send(self, piece: Piece) -> None:
+        for part in [piece] if _is_small(piece) else small([piece]):
+            if (event := self._answer.event(part, self._usage(part.index, part.completion_tokens))) is not None:
+                self._outlet.write(event)
 
 
 def system_fingerprint(model: ServedModel) -> str:

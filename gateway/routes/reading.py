@@ -28,7 +28,7 @@ from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.channel import Channel, Loss, WorkerLostError
 from gateway.text.messages import Broken, Decode, Decoded, Job, Read, Refused, Whole
-from gateway.text.prepared import Packed, Prepared, unpack
+from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.endpoints import ENDPOINTS, NAMES
 from gateway.text.workers import BULK, Workers
@@ -86,14 +86,14 @@ class Reader:
 
     @asynccontextmanager
     async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
-        async with while_connected(request.receive), AsyncExitStack() as held:
+        async with while_connected(request.scope), AsyncExitStack() as held:
             long = _Long(self, request, name, body, held)
             await long.decode()
             yield long
 
     async def read_whole(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared:
         """Decode and read in a worker. If the worker ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
-        async with while_connected(request.receive):
+        async with while_connected(request.scope):
             try:
                 async with self.worker(request, size) as channel:
                     return await self.prepared(channel, job, body)
@@ -108,9 +108,7 @@ class Reader:
         if len(packed.ids) + len(packed.response) + 64 * len(packed.lengths) <= LARGE_ANSWER:
             return unpack(packed)
         await asyncio.sleep(0)
-        prepared = unpack(packed)
-        await asyncio.sleep(0)
-        return prepared
+        return await unpack_large(packed)
 
     def order(self, served: ServedModel, earlier: bytes) -> Read:
         """Return the message that asks a worker to read a request for ``served``."""

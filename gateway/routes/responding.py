@@ -45,7 +45,7 @@ class Responder:
         events = self._events(request, run, lease)
         if run.streamed:
             return await self.generator.streams.begin(events, request, run.failed)
-        async with while_connected(request.receive), aclosing(events):
+        async with while_connected(request.scope), aclosing(events):
             async for _ in events:
                 pass
         return Response(run.body, media_type="application/json")

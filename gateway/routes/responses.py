@@ -71,8 +71,9 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
                 earlier = stored.context
             prepared = await body.read(model, earlier)
         guidance = with_section(guidance, prepared.format)
+        instructions = bytes(prepared.response)
         if fields.store:
-            responder.kept.check_size(prepared.response, earlier, prepared.items)
+            responder.kept.check_size(instructions, earlier, prepared.items)
         with _renamed():
             generation = plan(
                 model,
@@ -88,7 +89,7 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
                 priority=priority,
                 caller=caller_of(request, cache_salt=fields.cache_salt),
             )
-        draft = Draft(fields, model, system_fingerprint(model), prepared.response)
+        draft = Draft(fields, model, system_fingerprint(model), instructions)
         answer = ChatAnswer(model, chat, None, gamma=gamma_of_values(model, guidance))
         run = Run(generation, draft, answer, streamed=bool(fields.stream), earlier=earlier, items=prepared.items)
         response = await responder.respond(request, run)

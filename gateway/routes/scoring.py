@@ -68,7 +68,7 @@ class Scoring:
 
     async def score(self, job: ScoringJob) -> Scores:
         """Return the rows of the job's readout. Raises :class:`GatewayError`."""
-        async with while_connected(job.request.receive):
+        async with while_connected(job.request.scope):
             return await self._score(job)
 
     async def stream(

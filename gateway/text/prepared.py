@@ -10,7 +10,10 @@ from typing import Self
 
 import msgspec
 
+from gateway.breathing import Breath
 from gateway.tools.answer import AnswerFormat
+
+ID_BYTES = array("I").itemsize
 
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
@@ -66,7 +69,7 @@ class Prepared:
     """Whether the query was cut."""
     refused: list[Refusal] = field(default_factory=list)
     """Items without a row, in a request that accepts partial results."""
-    response: bytes = b""
+    response: bytes | memoryview = b""
     """Response body as JSON, if no engine takes part in the request; for `/v1/responses`, the instructions as JSON."""
     grammar: str = ""
     """Grammar of llguidance that the output follows; empty if there is none."""
@@ -102,8 +105,8 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
 
     prefix: bytes
     suffix: bytes
-    ids: bytes
-    """Token ids of all rows."""
+    ids: memoryview
+    """Token ids of all rows. These and ``response`` may be megabytes: decoding the message does not copy them."""
     lengths: bytes
     """Length of each row."""
     labels: list[int]
@@ -112,7 +115,7 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     truncated: list[int] = []
     query_truncated: bool = False
     refused: list[Refusal] = []
-    response: bytes = b""
+    response: memoryview = memoryview(b"")
     grammar: str = ""
     bad_words: list[list[int]] = []
     converted: int = 0
@@ -135,7 +138,7 @@ def pack(prepared: Prepared) -> Packed:
     return Packed(
         prefix.tobytes(),
         array("I", prepared.suffix).tobytes(),
-        ids.tobytes(),
+        memoryview(ids).cast("B"),
         lengths.tobytes(),
         prepared.labels,
         prepared.texts,
@@ -143,7 +146,7 @@ def pack(prepared: Prepared) -> Packed:
         prepared.truncated,
         prepared.query_truncated,
         prepared.refused,
-        prepared.response,
+        memoryview(prepared.response),
         prepared.grammar,
         prepared.bad_words,
         prepared.converted,
@@ -154,7 +157,20 @@ def pack(prepared: Prepared) -> Packed:
 
 def unpack(packed: Packed) -> Prepared:
     """Convert from another process. The rows are arrays."""
-    rows = list(_rows(array("I", packed.ids), array("I", packed.lengths)))
+    return _unpacked(packed, list(_rows(packed)))
+
+
+async def unpack_large(packed: Packed) -> Prepared:
+    """:func:`unpack` in slices, so that the event loop serves other requests in between."""
+    rows, breath = [], Breath()
+    for row in _rows(packed):
+        rows.append(row)
+        if breath.due:
+            await breath.take()
+    return _unpacked(packed, rows)
+
+
+def _unpacked(packed: Packed, rows: list[array[int]]) -> Prepared:
     return Prepared(
         rows,
         array("I", packed.prefix),
@@ -174,8 +190,11 @@ def unpack(packed: Packed) -> Prepared:
     )
 
 
-def _rows(ids: array[int], lengths: array[int]) -> Iterator[array[int]]:
+def _rows(packed: Packed) -> Iterator[array[int]]:
     start = 0
-    for length in lengths:
-        yield ids[start : start + length]
-        start += length
+    for length in array("I", packed.lengths):
+        end = start + length * ID_BYTES
+        row = array("I")
+        row.frombytes(packed.ids[start:end])
+        yield row
+        start = end

@@ -16,6 +16,9 @@ from gateway.presets.fitted import Fitted
 
 T = TypeVar("T")
 
+MOST_ENCODED = 1 << 15
+"""Most tokens whose log-probabilities are kept as JSON; by estimate they take 8 MB."""
+
 
 class VocabularyTable(msgspec.Struct, frozen=True):
     """The content of a :class:`Vocabulary`, in a form that is cheap to send."""
@@ -54,6 +57,8 @@ class Vocabulary:
         self._shown = self._hiding(frozenset())
         self.texts: Mapping[int, str] = _Table(self.vocab_size, self._text, {})
         """The result of :meth:`token_text` for every id."""
+        self.encoded: Mapping[int, tuple[bytes, bytes]] = _Table(self.vocab_size, self._around_logprob, {}, most=MOST_ENCODED)
+        """JSON of a log-probability of every id: the bytes before and after the number, without the closing brace."""
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids`` from the start of a text. Bytes that are not UTF-8 become U+FFFD."""
@@ -94,17 +99,25 @@ class Vocabulary:
     def _text(self, id: int) -> str:
         return self._spellings[id].decode("utf-8", "replace")
 
+    def _around_logprob(self, id: int) -> tuple[bytes, bytes]:
+        text, spelling = msgspec.json.encode(self.texts[id]), msgspec.json.encode(list(self._spellings[id]))
+        return b'{"token":%b,"logprob":' % text, b',"bytes":%b' % spelling
+
 
 class _Table(dict[int, T]):
-    """Entries by token id. Each is made when it is first looked up; ids without a token are not kept."""
+    """Entries by token id. Each is made when it is first looked up; ids without a token are not kept. ``most``: entries after which
+    the table begins anew; None: there is no limit."""
 
-    def __init__(self, size: int, make: Callable[[int], T], known: Mapping[int, T]) -> None:
+    def __init__(self, size: int, make: Callable[[int], T], known: Mapping[int, T], most: int | None = None) -> None:
         super().__init__(known)
         self._size = size
         self._make = make
+        self._most = size if most is None else most
 
     def __missing__(self, id: int) -> T:
         made = self._make(id)
         if 0 <= id < self._size:
+            if len(self) >= self._most:
+                self.clear()
             self[id] = made
         return made

@@ -3,9 +3,9 @@
 The bounds on time and memory have a margin for a machine with two cores on which other tests run: a job in a text worker takes at
 most 512 MiB.
 
-The bound on the event loop has none: no turn takes more than 5 ms, which the watchdog measures with an error of at most 5 ms. Other
-programs on the machine can only add to a turn, through shared caches and cores; nothing makes a long turn look short. One attempt
-without a long turn therefore shows that the work is divided, and a test makes up to three.
+The bound on the event loop has none where Python is as fast as on the reference machine: no turn takes more than 5 ms. On a slower
+machine twice that is allowed. Other programs on the machine add to a turn, through shared caches and cores. One attempt without a
+long turn therefore shows that the work is divided, and a test makes up to five.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from tests.attacks.watch import Watch, _tree, metric_of, tree_mib
+from tests.attacks.watch import Watch, metric_of, process_tree, tree_mib
 from tests.fakes import LIMITS, FakeEngine, Running, stop
 from tests.processes import Program, alive, wait_until
 
@@ -32,8 +34,10 @@ CONTEXT = 1 << 17
 SECONDS = 5.0
 MIB = 640
 LIVEZ_SECONDS = 0.5
-TURN_SECONDS = "0.01"
-"""A bucket of the histogram: the promise of 5 ms, plus the watchdog's error of 5 ms."""
+TURN_SECONDS, SLOW_TURN_SECONDS = "0.005", "0.01"
+"""Longest turn of the event loop, as a bucket of the histogram: the promise, and the bound on a slow machine."""
+REFERENCE_SECONDS = 0.020
+"""CPU time of :func:`python_seconds` from which a machine is slow. An AMD EPYC (Zen 4 or 5) takes 7 ms."""
 ATTEMPTS = 5
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -43,6 +47,21 @@ LABELS = [5, 6]
 def large_engine(**changes: Any) -> FakeEngine:
     limits = msgspec.structs.replace(LIMITS, max_slots=CONTEXT, max_branches=10_000, max_labels=1000, max_sequences=128)
     return FakeEngine(max_context=CONTEXT, limits=limits, **changes)
+
+
+@cache
+def turn_seconds() -> str:
+    """Return the bound on a turn for the speed of this machine."""
+    return TURN_SECONDS if min(python_seconds() for _ in range(5)) < REFERENCE_SECONDS else SLOW_TURN_SECONDS
+
+
+def python_seconds() -> float:
+    """CPU time of a fixed piece of work."""
+    began = time.thread_time()
+    table: dict[int, list[str]] = {}
+    for place in range(50_000):
+        table.setdefault(place % 1000, []).append(str(place))
+    return time.thread_time() - began
 
 
 class Site:
@@ -73,7 +92,7 @@ class Site:
             line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("yardstick_event_loop")
         }
         name = "yardstick_event_loop_blocked_seconds"
-        return values[f"{name}_count"] - values[f'{name}_bucket{{le="{TURN_SECONDS}"}}']
+        return values[f"{name}_count"] - values[f'{name}_bucket{{le="{turn_seconds()}"}}']
 
     def close(self) -> None:
         self.program.close()
@@ -151,6 +170,7 @@ def attempts(site: Site, attack: Callable[[], None]) -> list[float]:
 TOPS = {"messages": HI["messages"], "max_tokens": 600, "logprobs": True, "top_logprobs": 20}
 ANSWERED = {
     "10,000 empty items": ("score", {"query": [7] * 15_000, "items": [[]] * 10_000, "label_token_ids": LABELS}),
+    "a million ids": ("score", {"query": [7], "items": [[7] * 1000] * 1000, "label_token_ids": LABELS}),
     "1,000 items": ("score", {"query": "red shoes " * 200, "items": [f" {i % 3}" for i in range(1000)], "label_token_ids": [5]}),
     "100 KB prompt, partial answers": ("length", {"prompt": "red shoes " * 10_000, "partial": [" a"] * 2}),
     "a long prompt": ("completions", {"prompt": "red shoes " * 10_000, "max_tokens": 1}),
@@ -175,6 +195,24 @@ def test_a_large_request_within_its_bounds_blocks_nobody(site: Site, name: str) 
         assert watch.grown_mib < MIB
 
     assert min(attempts(site, attack)) == 0
+
+
+COLLECTED = 'yardstick_garbage_collections_total{{reason="{}"}}'
+
+
+def test_garbage_is_collected_between_requests(site: Site) -> None:
+    """An upload that does not end is a request in progress."""
+    with socket.create_connection(("127.0.0.1", site.program.port)) as upload:
+        upload.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+        )
+        wait_until(lambda: metric_of(site.program, "yardstick_uploads") == 1)
+        before = metric_of(site.program, COLLECTED.format("idle"))
+        assert site.post(*ANSWERED["1,024 prompts"]).status_code == 200
+        time.sleep(0.3)  # three ticks
+        assert metric_of(site.program, COLLECTED.format("idle")) == before
+    wait_until(lambda: metric_of(site.program, COLLECTED.format("idle")) > before)
+    assert metric_of(site.program, COLLECTED.format("overdue")) == 0
 
 
 def test_memory_falls_back_after_a_burst(site: Site) -> None:
@@ -234,7 +272,7 @@ def test_workers_that_are_killed_cost_no_request(site: Site, repeats: int) -> No
         thread.start()
     for kills in range(4):
         wait_until(lambda kills=kills: len(statuses) >= 10 * (1 + kills), 60)  # so that no request loses two workers
-        for pid in _tree(site.program.process.pid)[2:3]:  # the gateway, its fork server, the first worker
+        for pid in process_tree(site.program.process.pid)[2:3]:  # the gateway, its fork server, the first worker
             os.kill(pid, signal.SIGKILL)
     for thread in threads:
         thread.join()
@@ -243,7 +281,7 @@ def test_workers_that_are_killed_cost_no_request(site: Site, repeats: int) -> No
 
 def test_no_process_outlives_the_gateway() -> None:
     site = Site(large_engine())
-    pids = _tree(site.program.process.pid)
+    pids = process_tree(site.program.process.pid)
     site.close()
     assert len(pids) >= 4
     wait_until(lambda: not any(map(alive, pids)))

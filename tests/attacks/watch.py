@@ -63,7 +63,7 @@ class Watch:
 
 def tree_mib(pid: int) -> float:
     """Resident memory of a process and of all processes below it, in MiB."""
-    return sum(_resident(each) for each in _tree(pid)) / MIB
+    return sum(_resident(each) for each in process_tree(pid)) / MIB
 
 
 def settled_mib(pid: int, seconds: float = 1.0) -> float:
@@ -76,7 +76,8 @@ def settled_mib(pid: int, seconds: float = 1.0) -> float:
             return mib
 
 
-def _tree(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
+    """A process and all processes below it."""
     found = [pid]
     for each in found:
         for task in Path(f"/proc/{each}/task").glob("*/children"):

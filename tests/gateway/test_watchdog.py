@@ -8,7 +8,7 @@ import time
 import pytest
 
 from gateway.telemetry import Telemetry
-from gateway.watchdog import BUSY_SECONDS, IDLE_SECONDS, Watchdog
+from gateway.watchdog import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, Watchdog
 
 
 def longest(telemetry: Telemetry) -> float:
@@ -25,17 +25,42 @@ def spin(seconds: float) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("seconds", [0.02, 0.1])
-async def test_a_callback_that_runs_too_long_is_measured(seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "work", "error"), [(0.02, 0.001, BUSY_SECONDS), (0.1, 0.001, BUSY_SECONDS), (0.1, 0, CALM_SECONDS)]
+)
+async def test_a_callback_that_runs_too_long_is_measured(seconds: float, work: float, error: float) -> None:
+    """A loop with work is measured more exactly than a calm one."""
     telemetry = Telemetry()
     telemetry.in_flight += 1
     watchdog = Watchdog(telemetry)
     watchdog.start()
-    await asyncio.sleep(0.02)
+    for _ in range(30):
+        spin(work)
+        await asyncio.sleep(0.001)
     spin(seconds)
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(CALM_SECONDS)
     watchdog.stop()
-    assert seconds - 2 * BUSY_SECONDS < longest(telemetry) < seconds + 2 * BUSY_SECONDS
+    assert seconds - 2 * error < longest(telemetry) < seconds + 2 * error
+
+
+async def test_the_interval_follows_the_load() -> None:
+    telemetry = Telemetry()
+    now, used = 0.0, 0.0
+    watchdog = Watchdog(telemetry, wall=lambda: now, cpu=lambda: used)
+
+    def interval() -> float:
+        watchdog.tick()
+        watchdog.stop()
+        return watchdog._due - now
+
+    assert interval() == pytest.approx(IDLE_SECONDS)
+    telemetry.in_flight += 1
+    now, used = 1.0, 0.1
+    assert interval() == pytest.approx(CALM_SECONDS)
+    now, used = 1.025, 0.11
+    assert interval() == pytest.approx(BUSY_SECONDS)
+    now, used = 1.03, 0.1105
+    assert interval() == pytest.approx(CALM_SECONDS)
 
 
 async def test_time_in_which_others_had_the_processor_does_not_count() -> None:

@@ -7,12 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from yarl import URL
 
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady
-from gateway.pool.stream import MAX_UNREAD, EngineStream, EngineStreams
+from gateway.generation.plan import WHOLE_TOKENS
+from gateway.pool.stream import MAX_MESSAGE, MAX_UNREAD, EngineStream
+from gateway.pool.streams import EngineStreams
+from gateway.schemas.generation import MAX_LOGPROBS
 from tests.processes import until
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -67,13 +71,16 @@ async def streams() -> AsyncIterator[EngineStreams]:
     streams.close()
 
 
-def post(streams: EngineStreams, url: URL, seconds: float = 5) -> contextlib.AbstractAsyncContextManager[EngineStream]:
-    return streams.post(url, {"authorization": "Bearer t"}, b"body", connect_seconds=1, silence_seconds=seconds)
+def post(
+    streams: EngineStreams, url: URL, seconds: float = 5, *, framed: bool = True
+) -> contextlib.AbstractAsyncContextManager[EngineStream]:
+    headers = {"authorization": "Bearer t"}
+    return streams.post(url, headers, b"body", connect_seconds=1, silence_seconds=seconds, framed=framed)
 
 
-async def read_all(stream: EngineStream) -> list[wire.Reply]:
+async def read_all(stream: EngineStream, take: Callable[[wire.Delta], bool] | None = None) -> list[wire.Reply]:
     found: list[wire.Reply] = []
-    while replies := await stream.read():
+    while replies := await stream.read(take):
         found += replies
     return found
 
@@ -169,6 +176,7 @@ async def test_silence_ends_the_request(streams: EngineStreams, begun: bytes) ->
         (HEAD + chunk(wire.pack_frame(delta(0)) + b"\x05\0\0\0ab") + END, 1, True),
         (HEAD + chunk(wire.pack_frame(delta(0))) + b"no chunk", 1, False),
         (HEAD + chunk(b"\x02\0\0\0\xc1\xc1"), 0, False),
+        (HEAD + chunk((MAX_MESSAGE + 1).to_bytes(4, "little")), 0, False),
         (b"SSH-2.0-OpenSSH\r\n", 0, False),
     ],
 )
@@ -225,3 +233,88 @@ async def test_no_connection(streams: EngineStreams, unused_tcp_port: int) -> No
             pass
     assert error.value.retryable
     assert isinstance(error.value, GatewayError)
+
+
+def taking(taken: list[wire.Delta], refused: set[int]) -> Callable[[wire.Delta], bool]:
+    """Return a function that takes deltas, but those with an offset in ``refused``."""
+
+    def take(delta: wire.Delta) -> bool:
+        if delta.offset in refused:
+            return False
+        taken.append(delta)
+        return True
+
+    return take
+
+
+async def test_a_delta_that_arrives_alone_may_be_taken_without_the_reader(streams: EngineStreams) -> None:
+    frames = [wire.pack_frame(delta(place)) for place in range(8)]
+    pair = chunk(frames[4] + frames[5])
+    cut = chunk(frames[6])
+    parts = [*map(chunk, frames[:4]), pair, cut[:9], cut[9:], chunk(frames[7]) + END]
+    taken: list[wire.Delta] = []
+    async with serving(answers(HEAD, *parts)) as (_, url), post(streams, url) as stream:
+        read = await read_all(stream, taking(taken, {1}))
+    assert sorted(each.offset for each in [*taken, *read]) == list(range(8))  # type: ignore[union-attr]
+    assert {0, 2, 3, 6} <= {each.offset for each in taken} | {0}, "the first may arrive before the reader waits"
+    assert {1, 4, 5, 7} <= {each.offset for each in read}, "refused, two at a time, and with the end"  # type: ignore[union-attr]
+
+
+async def test_what_fails_while_a_delta_is_taken_fails_the_reader(streams: EngineStreams) -> None:
+    def take(_: wire.Delta) -> bool:
+        raise ValueError("of the taker")
+
+    parts = [chunk(wire.pack_frame(delta(place))) for place in range(9)]
+    async with serving(answers(HEAD, *parts)) as (_, url), post(streams, url) as stream:
+        with pytest.raises(ValueError, match="of the taker"):
+            await read_all(stream, take)
+
+
+async def test_an_answer_that_is_one_message(streams: EngineStreams) -> None:
+    body = bytes(range(256)) * 1000
+    pieces = [body[begin : begin + 60_000] for begin in range(0, len(body), 60_000)]
+    async with serving(answers(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body), *pieces)) as (server, url):
+        for _ in range(2):
+            async with post(streams, url, framed=False) as stream:
+                assert await stream.read_whole() == body
+                assert stream.status == 200
+        assert server.connections == 1
+        async with post(streams, url) as stream:
+            with pytest.raises(EngineLost):
+                await read_all(stream)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
+async def test_half_a_message_is_an_error(streams: EngineStreams, answer: bytes) -> None:
+    async def serve(_: Server, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+        raise ConnectionError
+
+    async with serving(serve) as (_, url), post(streams, url, framed=False) as stream:
+        with pytest.raises(EngineLost) as raised:
+            await stream.read_whole()
+        assert raised.value.retryable
+
+
+async def test_a_refusal_that_is_one_message(streams: EngineStreams) -> None:
+    answer = answers(b"HTTP/1.1 429 No\r\ncontent-length: 4\r\n\r\nwhy?")
+    async with serving(answer) as (_, url), post(streams, url, framed=False) as stream:
+        assert (await stream.read_whole(), stream.status) == (b"why?", 429)
+
+
+async def test_a_silent_engine_fails_a_message(streams: EngineStreams) -> None:
+    answer = answers(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
+    async with serving(answer) as (_, url), post(streams, url, 0.1, framed=False) as stream:
+        with pytest.raises(EngineSilent):
+            await stream.read_whole()
+
+
+def test_the_largest_message_of_an_engine_is_within_the_bound() -> None:
+    def largest(tokens: int) -> wire.Logprobs:
+        ids, numbers = [[1 << 20] * MAX_LOGPROBS] * tokens, [[-1 / 3] * MAX_LOGPROBS] * tokens
+        return wire.Logprobs(numbers[0][:1] * tokens, ids, numbers, numbers)
+
+    message = wire.Delta("x" * 32, 0, [1 << 20] * WHOLE_TOKENS, logprobs=largest(WHOLE_TOKENS))
+    message = msgspec.structs.replace(message, prompt_logprobs=largest(wire.PROMPT_PART))
+    assert len(wire.pack_frame(message)) < MAX_MESSAGE / 3

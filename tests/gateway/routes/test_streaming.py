@@ -7,9 +7,11 @@ import socket
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from engine import wire
+from gateway.schemas.chat import ChatChunk
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
@@ -220,3 +222,16 @@ def test_a_request_that_is_broken_off_is_no_fault(start: Start) -> None:
         connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"prompt":')
     wait_until(lambda: metric(client, 'yardstick_requests_total{route="/v1/completions",status="499"}') == 1)
     assert metric(client, "yardstick_requests_in_flight") == 1
+
+
+@pytest.mark.parametrize("body", [{"logprobs": True, "top_logprobs": 2}, {}], ids=["log-probabilities", "text"])
+def test_events_that_are_encoded_in_parts_are_those_of_a_whole_encoding(
+    client: httpx.Client, engine: FakeEngine, body: dict[str, Any]
+) -> None:
+    engine.says = ids('quotes " \\ 🦊 \u2028 fox')
+    engine.faults.delay = 0.002
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **body}
+    lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
+    for line in lines[:-2]:
+        event = line.removeprefix("data: ").encode()
+        assert msgspec.json.encode(msgspec.json.decode(event, type=ChatChunk)) == event

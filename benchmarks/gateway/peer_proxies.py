@@ -1,9 +1,16 @@
-"""CPU time that a chat costs Yardstick's gateway and LiteLLM's proxy, in one run: ``python -m benchmarks litellm --litellm PATH``.
+"""CPU time that a chat costs Yardstick's gateway and other proxies, in one run: ``python -m benchmarks proxies --help``.
 
-Both stand before the same process, which answers Yardstick as an engine and LiteLLM as an OpenAI server, with the same text, and
-both check a key. Yardstick also fills in the chat template, tokenises the prompt and turns tokens into text: work that LiteLLM
-leaves to the server behind it. PATH is the ``litellm`` command of an environment of its own (``pip install 'litellm[proxy]'``), run
-with one worker and without its log of requests. Rounds take the gateways in turn; the last line is JSON.
+All stand before the same process, which answers Yardstick as an engine and the others as an OpenAI server, with the same text.
+Yardstick checks a key, fills in the chat template, tokenises the prompt and turns tokens into text.
+
+- LiteLLM's proxy checks a key and leaves the rest to the server behind it. ``--litellm`` names the ``litellm`` command of an
+  environment of its own (``pip install 'litellm[proxy]'``). It runs with one worker.
+- The router of vLLM's production-stack copies bytes: no keys, no text. ``--vllm-router`` names the Python interpreter of an
+  environment that has it. ``vllm-router`` of PyPI is another program; docs/benchmarks/README.md says how to install this one.
+  It runs with uvloop and httptools if the environment has them.
+
+A figure is the CPU time of the process and its children: Yardstick's text workers count. No proxy logs requests, except Yardstick,
+whose log is read and dropped. Rounds take the proxies in turn; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +33,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-from benchmarks.gateway.cpu import cpu_seconds, serving
+from benchmarks.gateway.cpu import drained, serving, tree_seconds
 from tests.fakes import FakeEngine, Faults, ids, library
 from tests.processes import Program, free_port, wait_until
 
@@ -42,7 +50,7 @@ Send = Callable[[dict[str, Any]], Any]
 
 
 class Server:
-    """Backend of both: an engine for Yardstick, and an OpenAI server with the same answers for LiteLLM."""
+    """Backend of all: an engine for Yardstick, and an OpenAI server with the same answers for the others."""
 
     def __init__(self) -> None:
         said = ids(TEXT)[:TOKENS]
@@ -87,39 +95,68 @@ def yardstick(url: str, directory: Path) -> Iterator[tuple[str, int]]:
     keys = directory / "keys.json"
     keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}]}))
     program = Program("gateway", "--engine", url, "--api-keys-file", str(keys))
-    try:
-        program.wait_ready()
+    with drained(program):
         yield program.url, program.process.pid
-    finally:
-        program.close()
 
 
 @contextmanager
 def litellm(command: str, url: str, directory: Path) -> Iterator[tuple[str, int]]:
     """Yield the proxy's URL and process."""
     served = {"model_name": "fake", "litellm_params": {"model": "openai/fake", "api_base": f"{url}/v1", "api_key": "none"}}
-    config, logs, port = directory / "litellm.yaml", directory / "logs.json", free_port()
+    config, logs = directory / "litellm.yaml", directory / "logs.json"
     config.write_text(json.dumps({"model_list": [served], "general_settings": {"master_key": KEY}}))
     logs.write_text(json.dumps({"version": 1, "disable_existing_loggers": True, "root": {"level": "ERROR"}}))
-    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
-    flags = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1", "--log_config", str(logs)]
-    with (directory / "litellm.log").open("wb") as log:
-        process = subprocess.Popen([command, *flags], stdout=log, stderr=log, env=environment)  # noqa: S603 - the command that the user names
+    environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
+    flags = ["--config", str(config), "--num_workers", "1", "--log_config", str(logs)]
+    with _running("LiteLLM", [command, *flags], "/health/liveliness", directory / "litellm.log", environment) as found:
+        yield found
+
+
+@contextmanager
+def vllm_router(python: str, url: str, directory: Path) -> Iterator[tuple[str, int]]:
+    """Yield the router's URL and process."""
+    flags = ["--service-discovery", "static", "--static-backends", url, "--static-models", "fake", "--routing-logic", "roundrobin"]
+    command = [python, "-m", "vllm_router.app", *flags, "--log-level", "error"]
+    with _running("vLLM's router", command, "/health", directory / "router.log", {}) as found:
+        yield found
+
+
+@contextmanager
+def _running(name: str, command: list[str], health: str, log: Path, environment: dict[str, str]) -> Iterator[tuple[str, int]]:
+    port = free_port()
+    flags = ["--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as file:
+        process = subprocess.Popen([*command, *flags], stdout=file, stderr=file, env=os.environ | environment, cwd=log.parent)  # noqa: S603 - the command that the user names
     try:
-        wait_until(lambda: _alive(process, f"http://127.0.0.1:{port}/health/liveliness", directory / "litellm.log"), START_SECONDS)
+        wait_until(lambda: _alive(name, process, f"http://127.0.0.1:{port}{health}", log), START_SECONDS)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.kill()
         process.wait()
 
 
-def _alive(process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
+def _alive(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
     if process.poll() is not None:
-        raise SystemExit(f"LiteLLM ended: {log.read_text()[-2000:]}")
+        raise SystemExit(f"{name} ended: {log.read_text()[-2000:]}")
     try:
         return httpx.get(url).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def _versions(python: str) -> str:
+    """Return the versions of what the router is made of."""
+    program = """
+from importlib.metadata import PackageNotFoundError, version
+names = ["vllm-router", "fastapi", "aiohttp", "uvicorn", "uvloop", "httptools"]
+def found(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+print(", ".join(f"{name} {found(name)}" for name in names))
+"""
+    return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
 
 
 async def _chat(url: str, count: int, tokens: int, *, stream: bool) -> float:
@@ -142,46 +179,55 @@ async def _chat(url: str, count: int, tokens: int, *, stream: bool) -> float:
 
 
 def measure(url: str, pid: int, count: int, tokens: int, *, stream: bool) -> tuple[float, float]:
-    """CPU milliseconds of the gateway for each of ``count`` chats, and the pieces of text that one comes in."""
-    before = cpu_seconds(pid)
+    """CPU milliseconds of the process and its children for each of ``count`` chats, and the pieces of text that one comes in."""
+    before = tree_seconds(pid)
     pieces = asyncio.run(_chat(url, count, tokens, stream=stream))
-    return (cpu_seconds(pid) - before) / count * 1e3, pieces
+    return (tree_seconds(pid) - before) / count * 1e3, pieces
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print a table and one line of JSON; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks litellm", description="CPU time a chat beside LiteLLM.")
-    parser.add_argument("--litellm", required=True, metavar="PATH", help="the litellm command")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks proxies", description="CPU time a chat beside other proxies.")
+    parser.add_argument("--litellm", metavar="PATH", help="the litellm command")
+    parser.add_argument("--vllm-router", metavar="PYTHON", help="an interpreter that has the router of vLLM's production-stack")
     parser.add_argument("--requests", type=int, default=300, help="chats a figure and round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0, help="seconds to wait before measuring, to attach a profiler")
     options = parser.parse_args(arguments)
-    asked = [options.litellm, "--version"]
-    version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+    versions: dict[str, str] = {}
     found: dict[str, list[tuple[float, float]]] = {}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(serving(Server))
-        gateways = {
-            "Yardstick": stack.enter_context(yardstick(url, directory)),
-            "LiteLLM": stack.enter_context(litellm(options.litellm, url, directory)),
-        }
+        proxies = {"Yardstick": stack.enter_context(yardstick(url, directory))}
+        if options.litellm:
+            asked = [options.litellm, "--version"]
+            versions["LiteLLM"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+            proxies["LiteLLM"] = stack.enter_context(litellm(options.litellm, url, directory))
+        if options.vllm_router:
+            versions["vLLM's router"] = _versions(options.vllm_router)
+            proxies["vLLM's router"] = stack.enter_context(vllm_router(options.vllm_router, url, directory))
         for round_ in range(options.rounds + 1):
             for case, tokens, stream in CASES:
-                for name, (address, pid) in gateways.items():
+                for name, (address, pid) in proxies.items():
                     taken = measure(address, pid, options.requests, tokens, stream=stream)
                     if round_:  # the first round warms up
                         found.setdefault(f"{name}, {case}", []).append(taken)
+            if not round_ and options.pause:
+                print(proxies, file=sys.stderr)
+                time.sleep(options.pause)
     print(f"CPU time a chat, {CONNECTIONS} at a time: median (least - most)")
     summary: dict[str, float] = {}
     for name, pairs in found.items():
         cpu, pieces = ([pair[place] for pair in pairs] for place in (0, 1))
         rate = 1000 / statistics.median(cpu)
         summary |= {f"{name}, ms CPU": round(statistics.median(cpu), 3), f"{name}, pieces": round(statistics.median(pieces), 1)}
-        print(f"  {name:<31} {statistics.median(cpu):7.3f} ms CPU ({min(cpu):.3f} - {max(cpu):.3f}) = {rate:4.0f} a second a core")
-    for case, _, _ in CASES:
-        ours, theirs = (found[f"{name}, {case}"] for name in gateways)
-        ratio = statistics.median(their[0] / our[0] for our, their in zip(ours, theirs, strict=True))
-        summary[f"ratio, {case}"] = round(ratio, 2)
-        print(f"  {case}: LiteLLM takes {ratio:.1f} times the CPU time")
-    print(json.dumps({"litellm": version, "python": sys.version.split()[0], "cores": os.cpu_count(), **summary}))
+        print(f"  {name:<35} {statistics.median(cpu):7.3f} ms CPU ({min(cpu):.3f} - {max(cpu):.3f}) = {rate:4.0f} a second a core")
+    for name in [name for name in proxies if name != "Yardstick"]:
+        for case, _, _ in CASES:
+            rounds = zip(found[f"Yardstick, {case}"], found[f"{name}, {case}"], strict=True)
+            ratio = statistics.median(our[0] / their[0] for our, their in rounds)
+            summary[f"of {name}, {case}"] = round(ratio, 2)
+            print(f"  Yardstick / {name}, {case}: {ratio:.2f}")
+    print(json.dumps({"versions": versions, "python": sys.version.split()[0], "cores": os.cpu_count(), **summary}))
     return 0

@@ -27,7 +27,7 @@ version = $(shell $(PYTHON) -c 'import sys; print(sys.version.split()[0])' 2>/de
 complain = $(error Yardstick needs Python 3.11 or newer, and $(PYTHON) is $(version); name another: make PYTHON=python3.12)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all soak test-cluster test-cluster-all check lint types imports format bench wheelhouse wheels images chart
+.PHONY: help setup serve test test-all soak test-cluster test-cluster-all check lint types imports format bench gpu wheelhouse wheels images chart
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -47,7 +47,6 @@ test-cluster: $(READY) ## Run the tests that need a cluster, as CI does, on the 
 	$(BIN)/python -m pytest -q -m "cluster and not slow" --durations=12 tests/cluster
 test-cluster-all: $(READY) ## Run also the cluster tests that take minutes each
 	$(BIN)/python -m pytest -q -m cluster --durations=12 tests/cluster
-
 check: lint types imports test-all ## Run all checks, as CI does
 lint: $(READY) ## Check style and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -57,15 +56,16 @@ imports: $(READY) ## Check imports between packages
 	$(BIN)/lint-imports
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
-
 bench: $(READY) ## Measure the engine on this machine, with FLAGS= of python -m benchmarks score
 	$(BIN)/python -m benchmarks score $(FLAGS)
+gpu: ## On a GPU host: run GPU tests, then benchmarks, into OUT=gpu-run; CONTINUE=1 runs what the first call of 8 minutes left
+	@$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks gpu --out $(or $(OUT),gpu-run) $(if $(CONTINUE),--continue)
 images: ## Build both images, on BASE=, into REGISTRY=, with VARIANT=cuda for GPUs
 	@scripts/images.sh
 wheels: $(READY) ## Collect the wheels for `make images OFFLINE=1`, for a base with Python IMAGE_PYTHON=3.11
 	@PYTHON=$(BIN)/python TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" IMAGE_PYTHON=$(IMAGE_PYTHON) scripts/wheels.sh
-wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet needs
-	@PYTHON=$(BIN)/python scripts/wheelhouse.sh
+wheelhouse: $(READY) ## Collect the wheels that a GPU host without internet needs, with the modules in FLASHINFER_ZIP=
+	@PYTHON=$(BIN)/python FLASHINFER_ZIP="$(FLASHINFER_ZIP)" scripts/wheelhouse.sh
 chart: $(READY) ## Write the chart's README and the rendered manifests of the tests
 	$(BIN)/python -m tests.helm.generate
 

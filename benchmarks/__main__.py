@@ -22,8 +22,16 @@ BENCHMARKS = {
     "score": Benchmark("benchmarks.engine.cli:score", "scoring: 10 items of 180 tokens after a query of 120"),
     "catalogue": Benchmark("benchmarks.engine.catalogue:main", "items first, kept in the prefix cache, beside query first"),
     "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
-    "accuracy": Benchmark("benchmarks.engine.cli:accuracy", "accuracy of bfloat16 and FP8, on the demo models and random weights"),
-    "gpu": Benchmark("benchmarks.engine.cli:gpu", "everything that needs a GPU machine, in at most 8 minutes"),
+    "accuracy": Benchmark(
+        "benchmarks.engine.cli:accuracy", "accuracy of bfloat16, FP8 and int8, on the demo models and random weights"
+    ),
+    "gpu": Benchmark("benchmarks.engine.cli:gpu", "everything that needs a GPU machine, in two calls of 8 minutes"),
+    "budget": Benchmark("benchmarks.engine.budget:main", "the predicted time of each kernel on an H200, for docs/gpu-budget.md"),
+    "peers": Benchmark("benchmarks.engine.peers:main", "scoring on a CPU, beside OpenVINO and ONNX Runtime"),
+    "spinning": Benchmark("benchmarks.engine.spinning:main", "idle threads of the engine: spin or sleep, with and without company"),
+    "host": Benchmark(
+        "benchmarks.engine.host:main", "processor time of the engine's host for each step, with models that cost nothing"
+    ),
     "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),

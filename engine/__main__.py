@@ -83,11 +83,17 @@ async def _told_to_end() -> None:
 
 
 def _listen(host: str, port: int, flag: str) -> socket.socket:
-    """A bound socket. Raises OSError with a line that names the remedy."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """A bound socket. ``*`` means all addresses, of IPv4 and of IPv6 where there is one. Raises OSError with a line that names the
+    remedy.
+    """
+    dual = host == "*" and socket.has_dualstack_ipv6()
+    address = ("::" if dual else "0.0.0.0") if host == "*" else host  # noqa: S104  the operator asks for all addresses
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if dual:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
-        listener.bind((host, port))
+        listener.bind((address, port))
     except OSError as error:
         listener.close()
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with {flag}.") from None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine.core import Branch, Request
-from engine.ints import Ints
+from engine.ints import EMPTY, Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExtendSegment:
+class ExtendSegment(msgspec.Struct, frozen=True, eq=False):
     """Consecutive new tokens of one prefix or branch in one step.
 
     Each token attends to the ``context`` slots up to and including its own. A segment may stand on slots that another segment of
@@ -34,20 +36,15 @@ class ExtendSegment:
         return len(self.context) - len(self.tokens) - (0 if self.branch is None else len(self.request.prefix))
 
     @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """Positions of the tokens."""
-        return np.arange(len(self.context) - len(self.tokens), len(self.context), dtype=np.int64)
-
-    @property
     def completes(self) -> bool:
         """Whether this segment computes the last token of its branch, whose hidden row the request needs. A step may compute a
         branch in several segments; only the last of them completes it.
         """
-        return self.branch is not None and len(self.context) == len(self.request.prefix) + len(self.branch.tokens)
+        branch = self.branch
+        return branch is not None and self.context.size == self.request.prefix.size + branch.tokens.size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CandidatePass:
+class CandidatePass(msgspec.Struct, frozen=True, eq=False):
     """A guided draw on the length model. Its candidates are one-token branches behind all known tokens."""
 
     branch: Branch
@@ -76,12 +73,13 @@ class Batch:
 
     def add(self, segment: ExtendSegment) -> None:
         """Add a segment. Segments of a model are computed in the order in which they are added."""
-        self.load += len(segment.tokens)
+        count = segment.tokens.size
+        self.load += count
         if segment.request.on_lenvm:
             self.lenvm_segments.append(segment)
         else:
             self.segments.append(segment)
-            self.tokens += len(segment.tokens)
+            self.tokens += count
 
     def add_candidate_pass(self, branch: Branch, candidate_pass: CandidatePass, candidates: int) -> None:
         """Let ``branch`` draw among ``candidates`` tokens at most."""
@@ -92,3 +90,21 @@ class Batch:
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not (self.segments or self.lenvm_segments)
+
+
+class Tokens(NamedTuple):
+    """The tokens of some segments, one after the other, [tokens] int64 each."""
+
+    ids: npt.NDArray[np.int64]
+    """:data:`~engine.core.PENDING` where the step before draws the token."""
+    positions: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, segments: Sequence[ExtendSegment]) -> Tokens:
+        """``segments``: of one model."""
+        ids = np.concatenate([EMPTY, *(segment.tokens for segment in segments)]).astype(np.int64)
+        lengths = np.array([segment.tokens.size for segment in segments], np.int64)
+        ends = np.array([segment.context.size for segment in segments], np.int64)
+        # Token i of the batch is at position i, shifted by how far its segment begins behind its place in the batch.
+        shifts = ends - np.cumsum(lengths)
+        return cls(ids, np.arange(len(ids)) + np.repeat(shifts, lengths))

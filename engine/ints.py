@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,42 +13,70 @@ Ints = npt.NDArray[np.int32]
 EMPTY: Ints = np.empty(0, np.int32)
 
 
+def ints(values: Collection[int]) -> Ints:
+    """Return ``values`` as an array, in two thirds of the time that ``np.array`` takes."""
+    return np.fromiter(values, np.int32, len(values))
+
+
 class IntBuffer:
     """A growing run of int32."""
 
-    __slots__ = ("_data", "_size")
+    __slots__ = ("_data", "size")
 
     def __init__(self, values: Sequence[int] | Ints = ()) -> None:
         self._data: Ints = np.array(values, np.int32)
-        self._size = len(self._data)
+        self.size = len(self._data)
+        """Number of values. Read only."""
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
+
+    def append(self, value: int) -> None:
+        """Append one value."""
+        if self.size == len(self._data):
+            self._grow(self.size + 1)
+        self._data[self.size] = value
+        self.size += 1
 
     def extend(self, values: Sequence[int] | Ints) -> None:
         """Append ``values``, in amortised constant time for each."""
-        end = self._size + len(values)
+        end = self.size + len(values)
         if end > len(self._data):
-            grown = np.empty(max(end, 2 * len(self._data)), np.int32)
-            grown[: self._size] = self._data[: self._size]
-            self._data = grown
-        self._data[self._size : end] = values
-        self._size = end
+            self._grow(end)
+        self._data[self.size : end] = values
+        self.size = end
+
+    def replace_last(self, value: int) -> None:
+        """Change the last value, also in views."""
+        self._data[self.size - 1] = value
 
     def drop(self, count: int) -> Ints:
         """Forget the last ``count`` values; returns them, valid until the next change."""
-        self._size -= count
-        return self._data[self._size : self._size + count]
+        self.size -= count
+        return self._data[self.size : self.size + count]
 
     def clear(self) -> None:
         """Forget all values."""
         self._data = EMPTY
-        self._size = 0
+        self.size = 0
 
     @property
     def view(self) -> Ints:
         """The values, not copied: valid until the next change."""
-        return self._data[: self._size]
+        return self._data[: self.size]
+
+    def from_(self, start: int) -> Ints:
+        """The values from place ``start``, like :attr:`view`."""
+        return self._data[start : self.size]
+
+    def part(self, start: int, end: int) -> Ints:
+        """The values from place ``start`` to before ``end``, like :attr:`view`."""
+        return self._data[start:end]
+
+    def _grow(self, least: int) -> None:
+        grown = np.empty(max(least, 2 * len(self._data)), np.int32)
+        grown[: self.size] = self._data[: self.size]
+        self._data = grown
 
 
 def as_ints(parts: Iterable[Ints]) -> Ints:

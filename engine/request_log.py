@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from engine import wire
+from engine.core import Request
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,15 @@ class RequestLog:
     def writes(self, ending: Ending) -> bool:
         """Whether lines of this kind are written at all."""
         return logger.isEnabledFor(_LEVELS[ending])
+
+    def note(self, ending: Ending, request: Request, now: float, **fields: str) -> None:
+        """Write a line about a request that was accepted. ``now``: on the clock of :attr:`Request.received`."""
+        if not self.writes(ending):
+            return
+        waited = request.first_computed is None
+        queued = now - request.received if waited else request.queue_seconds
+        times = {"queue_seconds": round(queued, 3), "computed_tokens": request.computed_tokens}
+        self.write(ending, request.caller, request.id, **fields, **times)
 
     def write(self, ending: Ending, caller: wire.Caller, request_id: str, **fields: str | float) -> None:
         """Write one line: ``request refused request_id="…" id="…" tenant="…" code="overloaded" …``.

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
-QUANTIZE = ("fp8",)
+QUANTIZE = ("fp8", "int8")
 ATTENTION = ("auto", "reference", "triton", "flashinfer")
 CUDA_GRAPHS = ("auto", "on", "off")
 
@@ -47,8 +47,12 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A model directory in Hugging Face's layout, or a hub id such as ``Qwen/Qwen3-0.6B``."""
     name: Annotated[str, unset("the last part of ``--model``")]
     """The name that clients use for the model."""
+    revision: Annotated[str | None, unset("the repository's main branch")] = None
+    """Branch, tag or commit of a hub repository. A commit pins the model: a restarted pod serves the same weights."""
     lenvm_model: Annotated[str | None, unset("none")] = None
     """A length-value model for guided generations: a directory or a hub id. Its vocabulary must be that of the model."""
+    lenvm_revision: Annotated[str | None, unset("the repository's main branch")] = None
+    """Branch, tag or commit of the length model's repository."""
     lenvm_gamma: Annotated[Share | None, unset("``lenvm.json`` beside the weights, or 0.997")] = None
     """The discount gamma of the length model, in (0, 1)."""
     device: Annotated[str | None, choices(*DEVICES, unset="a GPU where there is one")] = None
@@ -56,14 +60,16 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     dtype: Annotated[str | None, choices(*DTYPES, unset="bfloat16 on a GPU, float32 on a CPU")] = None
     """Number format of weights, keys and values."""
     quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None
-    """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row. See FP8 below."""
+    """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row: ``fp8`` on a GPU, ``int8``
+    on a CPU. See Quantisation below.
+    """
     attention: Annotated[str, choices(*ATTENTION)] = "auto"
     """The attention backend. ``reference`` serves a CPU, ``triton`` and ``flashinfer`` a GPU. The log names the one that
     ``auto`` chose.
     """
     cuda_graphs: Annotated[str, choices(*CUDA_GRAPHS)] = "auto"
     """Capture steps of up to 2,048 tokens at the start and replay them, which saves kernel launches. With a length model, the
-    same for its passes over the candidates of up to 256 guided draws whose ``length_guidance.top_k`` is 5 to 8. ``auto``
+    same for its passes over the candidates of up to 256 guided draws; one with more than eight counts as several. ``auto``
     captures on a GPU without ``--tensor-parallel``; where a capture fails, the log says why and every step is launched. With
     ``on`` the engine then does not start.
     """
@@ -98,7 +104,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Settings of the pod's HTTP server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Without ``--token-file`` everyone who reaches it can use the engine."""
+    """Address to listen on; ``*`` means all addresses, of IPv4 and IPv6. Without ``--token-file`` everyone who reaches it can use
+    the engine."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8100
     """Port to listen on."""
     health_port: Annotated[Annotated[int, Meta(ge=1, le=65535)] | None, unset("none")] = None

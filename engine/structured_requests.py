@@ -9,7 +9,8 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from engine.core import Branch, GenerateRequest
+from engine.core import Branch
+from engine.generation import GenerateRequest
 from engine.structured.compiler import Compiler
 from engine.structured.constraint import Constraint, GrammarError
 from engine.structured.masks import MaskThreads

@@ -84,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with LineWriter(sys.stderr.fileno()) as log:
             format = "%(asctime)s %(levelname)s %(name)s: %(message)s"
             logging.basicConfig(level=logging.INFO, format=format, handlers=[LogHandler(log)], force=True)
-            logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every call of the Kubernetes API
             return serve(settings, log)
     except SettingsError as error:
         print(f"gateway: {error}", file=sys.stderr)
@@ -177,10 +176,12 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises :class:`SettingsError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    """Return a listening socket; ``*`` means all addresses of IPv4 and, where there is one, IPv6. Raises :class:`SettingsError`."""
+    dual = host == "*" and socket.has_dualstack_ipv6()
+    address = ("::" if dual else "0.0.0.0") if host == "*" else host  # noqa: S104  the operator asks for all addresses
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((address, port), family=family, backlog=2048, dualstack_ipv6=dual)
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
         raise SettingsError(f"cannot listen on port {port} of {host}: {reason}; choose another with --port or --host") from None

@@ -64,7 +64,8 @@ from gateway.settings import Settings, SettingsError
 from gateway.streams import Streams
 from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
-from gateway.text.workers import Capacity, Workers, default_workers
+from gateway.text.job_queue import Capacity
+from gateway.text.workers import Workers, default_workers
 from gateway.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -41,6 +41,7 @@ class Quantize(StrEnum):
     """Number formats of matrix products with less precision than the model's own."""
 
     FP8 = "fp8"
+    INT8 = "int8"
 
 
 def main() -> None:
@@ -66,7 +67,9 @@ def serve(
     ] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on (8000).")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Number format of weights, keys and values.")] = None,
-    quantize: Annotated[Quantize | None, typer.Option(help="Compute the layers' matrix products in 8 bits.")] = None,
+    quantize: Annotated[
+        Quantize | None, typer.Option(help="Compute the layers' matrix products in 8 bits: fp8 on a GPU, int8 on a CPU.")
+    ] = None,
     max_total_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
     preset: Annotated[str | None, typer.Option(help="How the model is prompted and read, see `yardstick presets`.")] = None,

@@ -22,6 +22,16 @@ class ReplicaSample(NamedTuple):
     tokens: int
 
 
+class ModelSample(NamedTuple):
+    """State of a model for the metrics, all its versions together."""
+
+    name: str
+    ready: int
+    """Replicas that take requests."""
+    waiting: int
+    """Requests that wait for one."""
+
+
 class KeySample(NamedTuple):
     """State of the key file."""
 
@@ -70,15 +80,23 @@ class DroppedLinesCollector(Collector):
 
 
 class ReplicasCollector(Collector):
-    """Metrics of all replicas; a removed replica has no series."""
+    """Metrics of all replicas and known models; a removed replica has no series, a model without replicas has."""
 
-    def __init__(self, read: Callable[[], Iterable[ReplicaSample]]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], Iterable[ReplicaSample]], models: Callable[[], Iterable[ModelSample]]) -> None:
+        self._read, self._models = read, models
 
     def collect(self) -> Iterator[Metric]:
         samples = list(self._read())
         ready = sum(sample.state in ("ready", "half_open", "ejected") for sample in samples)
         yield GaugeMetricFamily("yardstick_engines_ready", "Engines that take requests.", value=ready)
+        by_model = GaugeMetricFamily("yardstick_model_engines_ready", "Engines of a model that take requests.", labels=["model"])
+        waiting = GaugeMetricFamily(
+            "yardstick_model_requests_waiting", "Requests that wait for an engine of a model to be ready.", labels=["model"]
+        )
+        for known in self._models():
+            by_model.add_metric([known.name], known.ready)
+            waiting.add_metric([known.name], known.waiting)
+        yield from (by_model, waiting)
         states = GaugeMetricFamily("yardstick_engines", "Engines by state.", labels=["model", "state"])
         for (model, state), count in Tally((sample.model, sample.state) for sample in samples).items():
             states.add_metric([model, state], count)

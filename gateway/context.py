@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, ShuttingDown
+from gateway.ids import new_id
 from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
 from gateway.telemetry import Telemetry
@@ -29,11 +29,6 @@ _KEY = "yardstick.context"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _SANE_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 MAX_NAMES = 32
-
-
-def new_id() -> str:
-    """Return 128 random bits in hexadecimal. Ids protect nothing, so they need no randomness from the operating system."""
-    return f"{random.getrandbits(128):032x}"
 
 
 @dataclass(slots=True)

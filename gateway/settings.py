@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
 
 from gateway.logs.access import Format
-from gateway.pool.discovery.address import parse_address
-from gateway.presets.preset import PresetError, parse_preset
-from gateway.presets.select import NO_PRESET, named
+from gateway.model_settings import read_aliases, read_fallbacks, read_formats, read_presets
 from gateway.responses.store import Bounds
-from gateway.tools.families.registry import FAMILIES
-from gateway.tools.formats import NO_FORMAT, Formats
-from gateway.tools.thinking import THINKING
+from gateway.settings_checks import PREFIX, SettingsError, check_engine, check_origin, check_redis_url, invalid, is_loopback
+from gateway.tools.formats import Formats
 
-PREFIX = "YARDSTICK_"
-REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+__all__ = ["PREFIX", "CacheIsolation", "Settings", "SettingsError", "is_loopback", "load_settings"]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 CacheIsolation = Literal["key", "none"]
-
-
-class SettingsError(ValueError):
-    """A setting is unknown, missing or invalid. The message is one line that names the setting and the remedy."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``kubernetes://namespace/service:port`` is one at each endpoint of a Service (port: name or number; default namespace: the
     gateway's own). Engines that serve the same model share its requests, whichever entries list them."""
     host: str = "127.0.0.1"
-    """Address to listen on. Beyond loopback, ``api_keys_file`` is required."""
+    """Address to listen on; ``*`` means all addresses, of IPv4 and IPv6. Beyond loopback, ``api_keys_file`` is required."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     """TCP port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None
@@ -203,91 +193,52 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         if not self.engines:
-            raise SettingsError(_remedy("engines", "no engine is named", "give at least one URL, such as http://127.0.0.1:8100"))
+            raise invalid("engines", "no engine is named", "give at least one URL, such as http://127.0.0.1:8100")
         for entry in self.engines:
-            _check_entry(entry)
+            check_engine(entry)
         if self.redis_url is not None:
-            _check_redis_url(self.redis_url)
+            check_redis_url(self.redis_url)
         for name, file in (("redis_password_file", self.redis_password_file), ("redis_ca_file", self.redis_ca_file)):
             if file is not None and not file.is_file():
-                raise SettingsError(_remedy(name, f"there is no file {str(file)!r}", "name one that can be read"))
+                raise invalid(name, f"there is no file {str(file)!r}", "name one that can be read")
         if self.api_keys_file is None and not is_loopback(self.host):
             problem = f"{self.host} can be reached from other machines and no API keys are set"
-            raise SettingsError(_remedy("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1"))
+            raise invalid("api_keys_file", problem, "name a file of keys, or listen on 127.0.0.1")
         if self.max_bytes_in_flight < self.max_body_bytes:
             problem = f"{self.max_bytes_in_flight} bytes are less than one body of {self.max_body_bytes}"
-            raise SettingsError(_remedy("max_bytes_in_flight", problem, f"make it larger, or {PREFIX}MAX_BODY_BYTES smaller"))
+            raise invalid("max_bytes_in_flight", problem, f"make it larger, or {PREFIX}MAX_BODY_BYTES smaller")
         self.chosen_presets, self.chosen_formats  # noqa: B018  they raise for an invalid entry
         self.chosen_aliases, self.chosen_fallbacks  # noqa: B018  as above
         for origin in self.cors_origins:
-            _check_origin(origin)
+            check_origin(origin)
         if self.drain_seconds >= self.grace_seconds:
             problem = f"{self.drain_seconds:g} s are not less than the {self.grace_seconds:g} s in which the gateway must end"
-            raise SettingsError(_remedy("drain_seconds", problem, f"make {PREFIX}GRACE_SECONDS longer"))
+            raise invalid("drain_seconds", problem, f"make {PREFIX}GRACE_SECONDS longer")
 
     @property
     def chosen_presets(self) -> dict[str, str]:
         """Name or file of the preset of each model in ``presets``. Raises :class:`SettingsError`."""
-        chosen = {}
-        for entry, model, preset in _pairs("presets", self.presets, "PRESET"):
-            if preset != NO_PRESET:
-                try:
-                    parse_preset(named(preset).encode())
-                except PresetError as error:
-                    raise SettingsError(_remedy("presets", f"{entry!r}: {error}", "correct it")) from None
-            chosen[model] = preset
-        return chosen
+        return read_presets(self.presets)
 
     @property
     def chosen_formats(self) -> dict[str, Formats]:
         """Formats of the answers of each model in ``tool_parsers`` and ``reasoning_parsers``. Raises :class:`SettingsError`."""
-        formats: dict[str, Formats] = {}
-        known: Collection[str]
-        for setting, known in (("tool_parsers", FAMILIES), ("reasoning_parsers", THINKING)):
-            field = setting.removesuffix("s")
-            for entry, model, name in _pairs(setting, getattr(self, setting), "FORMAT"):
-                if name != NO_FORMAT and name not in known:
-                    choices = ", ".join([*known, NO_FORMAT])
-                    raise SettingsError(_remedy(setting, f"{entry!r} names no format", f"write one of {choices}"))
-                formats[model] = msgspec.structs.replace(formats.get(model, Formats()), **{field: name})
-        return formats
+        return read_formats(self.tool_parsers, self.reasoning_parsers)
+
+    @property
+    def chosen_aliases(self) -> dict[str, str]:
+        """Model of each alias in ``aliases``. Raises :class:`SettingsError`."""
+        return read_aliases(self.aliases)
+
+    @property
+    def chosen_fallbacks(self) -> dict[str, str]:
+        """Fallback of each model in ``fallbacks``. Raises :class:`SettingsError`."""
+        return read_fallbacks(self.fallbacks, self.chosen_aliases)
 
     @property
     def store_bounds(self) -> Bounds:
         """Bounds of stored responses."""
         return Bounds(self.stored_responses, self.stored_responses_bytes, self.stored_responses_seconds)
-
-    @property
-    def chosen_aliases(self) -> dict[str, str]:
-        """Model of each alias in ``aliases``. Raises :class:`SettingsError`."""
-        chosen = _mapping("aliases", self.aliases, "ALIAS=MODEL")
-        for alias, model in chosen.items():
-            if model in chosen:
-                raise SettingsError(
-                    _remedy("aliases", f"{alias!r} stands for {model!r}, which is an alias", "name the model itself")
-                )
-        return chosen
-
-    @property
-    def chosen_fallbacks(self) -> dict[str, str]:
-        """Fallback of each model in ``fallbacks``. Raises :class:`SettingsError`."""
-        chosen = _mapping("fallbacks", self.fallbacks, "MODEL=FALLBACK")
-        aliases = self.chosen_aliases
-        for model, fallback in chosen.items():
-            if model in aliases:
-                raise SettingsError(_remedy("fallbacks", f"{model!r} is an alias", f"name the model itself, {aliases[model]!r}"))
-            if aliases.get(fallback, fallback) == model:
-                raise SettingsError(_remedy("fallbacks", f"{model!r} cannot replace itself", "name another model"))
-        return chosen
-
-
-def _pairs(setting: str, entries: tuple[str, ...], kind: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each entry ``MODEL=NAME`` with its model and its name. Raises :class:`SettingsError`."""
-    for entry in entries:
-        model, _, name = entry.rpartition("=")
-        if not model or not name:
-            raise SettingsError(_remedy(setting, f"{entry!r} names no model and {kind.lower()}", f"write MODEL={kind}"))
-        yield entry, model, name
 
 
 def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
@@ -310,82 +261,12 @@ def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> S
     return Settings(**{"engines": ()} | {name: _convert(name, value, types[name]) for name, value in given.items()})
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _convert(name: str, value: object, kind: object) -> Any:
     """Convert ``value``, which may be text, to the type of the setting ``name``."""
     try:
         return msgspec.convert(value, kind, strict=False, dec_hook=lambda to, text: to(text))
     except msgspec.ValidationError as error:
-        raise SettingsError(_remedy(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:])) from None
-
-
-def _mapping(name: str, entries: tuple[str, ...], form: str) -> dict[str, str]:
-    """Return the entries ``NAME=VALUE`` of the setting ``name``. Raises :class:`SettingsError`."""
-    pairs: dict[str, str] = {}
-    for entry in entries:
-        key, _, value = (part.strip() for part in entry.partition("="))
-        if not key or not value:
-            raise SettingsError(_remedy(name, f"{entry!r} does not name both", f"write {form}"))
-        if key in pairs:
-            raise SettingsError(_remedy(name, f"{key!r} has two entries", "keep one of them"))
-        pairs[key] = value
-    return pairs
-
-
-def _check_entry(entry: str) -> None:
-    try:
-        parse_address(entry)
-    except ValueError as error:
-        raise SettingsError(_remedy("engines", f"{entry!r} is not a URL of an engine", str(error))) from None
-
-
-def _check_origin(origin: str) -> None:
-    """Check for an origin as browsers send it (RFC 6454 7.1)."""
-    parts = urlsplit(origin)
-    known = parts.scheme in ("http", "https") and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}"
-    if origin != "*" and (not known or "*" in origin):
-        raise SettingsError(_remedy("cors_origins", f"{origin!r} is not an origin", "write it like https://app.example:8443, or *"))
-
-
-def _check_redis_url(url: str) -> None:
-    """Check a Redis URL. The error message does not contain the URL, which may hold a password."""
-    likeness = "write it like redis://HOST:6379/0, rediss://USER@HOST or redis+cluster://HOST"
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in REDIS_SCHEMES and parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:  # an invalid port
-        known = False
-    if not known:
-        raise SettingsError(_remedy("redis_url", "it is not a URL of Redis", likeness))
-    database = parts.path.strip("/")
-    if database and (parts.scheme.endswith("+cluster") or not database.isascii() or not database.isdigit()):
-        raise SettingsError(_remedy("redis_url", f"{database!r} is not a database here", f"{likeness}; clusters have only one"))
-
-
-def _remedy(name: str, problem: str, remedy: str) -> str:
-    flag = _FLAGS.get(name)
-    return f"{PREFIX}{name.upper()}{f' ({flag})' if flag else ''}: {problem}; {remedy}"
+        raise invalid(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:]) from None
 
 
 _LISTS = ("engines", "allowed_hosts", "cors_origins", "presets", "tool_parsers", "reasoning_parsers", "aliases", "fallbacks")
-_FLAGS = {
-    "engines": "--engine",
-    "host": "--host",
-    "port": "--port",
-    "api_keys_file": "--api-keys-file",
-    "redis_url": "--redis-url",
-    "presets": "--preset",
-    "tool_parsers": "--tool-parser",
-    "reasoning_parsers": "--reasoning-parser",
-    "aliases": "--alias",
-    "fallbacks": "--fallback",
-}

@@ -12,6 +12,7 @@ from gateway.collectors import (
     DroppedLinesCollector,
     KeyFileCollector,
     KeySample,
+    ModelSample,
     ReplicaSample,
     ReplicasCollector,
     SingleMetric,
@@ -216,9 +217,10 @@ class Telemetry:
         """Report the log lines ``dropped`` so far whenever the metrics are read."""
         self._registry.register(DroppedLinesCollector(dropped))
 
-    def watch_replicas(self, read: Callable[[], Iterable[ReplicaSample]]) -> None:
-        """Report the replicas that ``read`` returns whenever the metrics are read. Series of removed replicas disappear."""
-        self._registry.register(ReplicasCollector(read))
+    def watch_replicas(self, read: Callable[[], Iterable[ReplicaSample]], models: Callable[[], Iterable[ModelSample]]) -> None:
+        """Report the replicas and models that these functions return whenever the metrics are read. Series of removed replicas
+        disappear."""
+        self._registry.register(ReplicasCollector(read, models))
 
     def looked_up(self, hits: int, misses: int, seconds: float) -> None:
         """Record the cache lookup of a request."""

@@ -110,7 +110,8 @@ class Room:
         fits = layout.narrow <= self.narrow and wide <= self.items - self.narrow and layout.partials <= self.partials
         if not fits or len(layout.out_cache_loc) > self.queries or len(layout.merges) > self.merges:
             return None
-        packed = torch.zeros(self.numbers + len(layout.kv_indices), dtype=torch.int64)
+        packed = torch.empty(self.numbers + len(layout.kv_indices), dtype=torch.int64)
+        packed[: self.numbers] = 0
         padded = self.within(packed)
         padded.out_cache_loc.fill_(padding_slot)[: len(layout.out_cache_loc)] = layout.out_cache_loc
         padded.items[: layout.narrow] = layout.items[: layout.narrow]
@@ -136,7 +137,7 @@ def lay_out(query_lengths: Lengths, contexts: Sequence[npt.NDArray[np.integer]],
     queries = np.asarray(query_lengths, np.int64)
     qo_indptr, kv_indptr = cumulate(queries), cumulate(np.array([len(context) for context in contexts], np.int64))
     own = kv_indptr[1:] - queries  # start of each segment's own slots
-    kv_indices = np.concatenate([np.empty(0, np.int64), *contexts])
+    kv_indices = np.concatenate([np.empty(0, np.int32), *contexts]).astype(np.int64)
     items, merges, narrow = cut(qo_indptr, kv_indptr, group=group, kv_heads=kv_heads, rows=rows)
     return Layout(
         qo_indptr=torch.from_numpy(qo_indptr),

@@ -85,16 +85,16 @@ def branch_attention_triton(
     _attend[(rows * kv_heads, chunks)](
         q, k, v, keys, values, out, kv_indptr, kv_indices, counts, partial_outs, partial_lses,
         math.log2(math.e) / math.sqrt(head_dim), tokens, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], keys.stride(0),
-        branches, kv_heads, group, head_dim, block, block_keys(head_dim, q.dtype), chunks, precision(q.dtype),
+        branches, chunks, kv_heads, group, head_dim, block, block_keys(head_dim, q.dtype), chunks > 1, precision(q.dtype),
         num_warps=8 if block > 64 else 4, num_stages=2 if block > 64 else 3,
     )  # fmt: skip
     if chunks > 1:
-        _merge[(tokens * heads,)](out, partial_outs, partial_lses, tokens, heads, head_dim, chunks, num_warps=1)
+        _merge[(tokens * heads,)](out, partial_outs, partial_lses, tokens, chunks, heads, head_dim, num_warps=1)
     return out
 
 
 def chunks_of(prefix: int, programs: int) -> int:
-    """Chunks of prefixes of this length on average, a power of two for few compiled kernels, where one each makes ``programs``."""
+    """Chunks of prefixes of this length on average, a power of two, where one each makes ``programs``."""
     most = min(-(-prefix // MIN_CHUNK), PROGRAMS // programs)
     return 1 << max(0, most.bit_length() - 1)
 
@@ -114,7 +114,7 @@ def _check(
         raise ValueError(f"branches times query heads a key head are more than {MAX_ROWS}, all that a block holds")
 
 
-@jit("kv_indptr", "kv_indices", "counts", "tokens")
+@jit("kv_indptr", "kv_indices", "counts", "tokens", "branches", "chunks")
 def _attend(
     q: tl.tensor,
     k: tl.tensor,
@@ -136,13 +136,14 @@ def _attend(
     v_token_stride: tl.tensor,
     v_head_stride: tl.tensor,
     slot_stride: tl.tensor,
-    BRANCHES: tl.constexpr,
+    branches: tl.tensor,
+    chunks: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Each program computes one row, key head and chunk. Row r of the block is branch r // GROUP, query head r % GROUP of the key
@@ -158,8 +159,8 @@ def _attend(
     column = tl.arange(0, HEAD_DIM)
     branch = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    token = (place * BRANCHES + branch).to(tl.int64)
-    inside = branch < BRANCHES
+    token = (place * branches + branch).to(tl.int64)
+    inside = branch < branches
     real = inside & (branch < count)
     q_cell = token * q_token_stride + head * q_head_stride
     block = tl.load(q + q_cell[:, None] + column[None, :], mask=real[:, None], other=0.0)
@@ -176,7 +177,7 @@ def _attend(
 
     begin = tl.load(kv_indptr + place).to(tl.int32)
     end = tl.load(kv_indptr + place + 1).to(tl.int32)
-    size = tl.cdiv(tl.cdiv(end - begin, CHUNKS), KEYS) * KEYS
+    size = tl.cdiv(tl.cdiv(end - begin, chunks), KEYS) * KEYS
     begin += chunk * size
     end = tl.where(count > 0, tl.minimum(end, begin + size), begin)
     for first in range(begin, end, KEYS):
@@ -192,27 +193,27 @@ def _attend(
     total = tl.where(total > 0, total, 1.0)
     result = acc / total[:, None]
     cell = token * HEADS + head
-    if CHUNKS == 1:
-        tl.store(out + cell[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=inside[:, None])
-    else:
+    if SPLIT:
         cell += chunk.to(tl.int64) * tokens * HEADS
         tl.store(partial_outs + cell[:, None] * HEAD_DIM + column[None, :], result, mask=inside[:, None])
         tl.store(partial_lses + cell, peak + tl.log2(total), mask=inside)
+    else:
+        tl.store(out + cell[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@jit("tokens")
+@jit("tokens", "chunks")
 def _merge(
     out: tl.tensor,
     partial_outs: tl.tensor,
     partial_lses: tl.tensor,
     tokens: tl.tensor,
+    chunks: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ) -> None:
     """Each program merges one token and head."""
     token = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
-    result = merge_partials(partial_outs, partial_lses, token, CHUNKS, tokens, head, HEADS, HEAD_DIM)
+    result = merge_partials(partial_outs, partial_lses, token, chunks, tokens, head, HEADS, HEAD_DIM)
     cell = (token * HEADS + head) * HEAD_DIM
     tl.store(out + cell + tl.arange(0, HEAD_DIM), result.to(out.dtype.element_ty))

@@ -109,7 +109,7 @@ def _expect_width(width: int, vocab: int) -> None:
         )
 
 
-@jit()
+@jit("temperatures", "peaks", "totals")
 def _largest_of_split(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -137,7 +137,7 @@ def _largest_of_split(
     tl.store(totals + place, tl.sum(tl.exp(-tl.div_rn(gap, temperature)), axis=0))
 
 
-@jit()
+@jit("peaks", "totals", "temperatures", "top_k", "top_p", "min_p")
 def _join_and_filter(
     keys: tl.tensor,
     peaks: tl.tensor,

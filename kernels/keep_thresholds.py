@@ -86,7 +86,7 @@ def keep_thresholds_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, 
     return out
 
 
-@jit()
+@jit("temperatures", "top_k", "top_p", "floors")
 def _keep_thresholds(
     logits: tl.tensor,
     temperatures: tl.tensor,

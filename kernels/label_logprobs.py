@@ -65,9 +65,14 @@ def label_logprobs_triton(hidden: Tensor, head: Tensor, labels: Tensor) -> Tenso
     )  # fmt: skip
     out = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
     _gather[(rows, labels.shape[1])](
-        hidden, head, labels, partial, out, labels.shape[1], splits, size, power_of_two(splits), min(power_of_two(size), 1024)
-    )
+        hidden, head, labels, partial, out, labels.shape[1], splits, size,
+        power_of_two(most_splits(len(head), hidden.device)), min(power_of_two(size), 1024),
+    )  # fmt: skip
     return out
+
+
+SMALLEST_VOCAB_TILE = 64
+"""The least :attr:`Tiles.vocab`."""
 
 
 class Tiles(NamedTuple):
@@ -80,13 +85,17 @@ class Tiles(NamedTuple):
     stages: int
 
 
+ROW_TILES = 16, 64
+"""Numbers of rows up to which :func:`tiles_for` takes smaller blocks."""
+
+
 def tiles_for(rows: int, dtype: torch.dtype) -> Tiles:
     """The accumulator and the stages of both operands fit a Hopper multiprocessor's registers and shared memory."""
     if dtype == torch.float32:
-        return Tiles(16 if rows <= 16 else 64, 64, 32, 4, 3)
-    if rows <= 16:
+        return Tiles(16 if rows <= ROW_TILES[0] else 64, 64, 32, 4, 3)
+    if rows <= ROW_TILES[0]:
         return Tiles(16, 128, 128, 4, 4)
-    return Tiles(64, 256, 64, 4, 4) if rows <= 64 else Tiles(128, 256, 64, 8, 3)
+    return Tiles(64, 256, 64, 4, 4) if rows <= ROW_TILES[1] else Tiles(128, 256, 64, 8, 3)
 
 
 def schedule(rows: int, vocab: int, tiles: Tiles, processors: int) -> tuple[int, int, int]:
@@ -95,6 +104,11 @@ def schedule(rows: int, vocab: int, tiles: Tiles, processors: int) -> tuple[int,
     splits = min(vocab_tiles, max(1, WAVES * processors // max(1, row_blocks)))
     each = -(-vocab_tiles // splits)
     return row_blocks, -(-vocab_tiles // each), each
+
+
+def most_splits(vocab: int, device: torch.device) -> int:
+    """The most splits that :func:`schedule` makes for any number of rows: a block of one size for all, so one compiled kernel."""
+    return min(-(-vocab // SMALLEST_VOCAB_TILE), WAVES * multiprocessors(device))
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -140,22 +154,22 @@ def _partial_logsumexp(
     tl.store(partial + row.to(tl.int64) * splits + split, peak + tl.log(total), mask=row < rows)
 
 
-@jit("splits")
+@jit("labels", "count", "splits")
 def _gather(
     hidden: tl.tensor,
     head: tl.tensor,
     labels: tl.tensor,
     partial: tl.tensor,
     out: tl.tensor,
-    LABELS: tl.constexpr,
+    count: tl.tensor,
     splits: tl.tensor,
     SIZE: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
 ) -> None:
-    """Each program computes one label of one row."""
+    """Each program computes one of ``count`` labels of one row."""
     row = tl.program_id(0).to(tl.int64)
-    place = row * LABELS + tl.program_id(1)
+    place = row * count + tl.program_id(1)
     token = tl.load(labels + place)
     products = tl.zeros([SIZE_BLOCK], tl.float32)
     for start in range(0, SIZE, SIZE_BLOCK):

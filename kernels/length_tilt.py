@@ -67,7 +67,8 @@ class Tilts(NamedTuple):
 def needs_value(found: Candidates, entropy_thresholds: Tensor) -> Tensor:
     """Rows that are not decided without the length model: more than one candidate, and their entropy, in nats, not below the
     row's threshold (float32). -> [rows] bool"""
-    entropy = torch.special.entr(found.probabilities).sum(-1)
+    # torch.special.entr would compile its kernel when it is first called on a GPU.
+    entropy = -torch.xlogy(found.probabilities, found.probabilities).sum(-1)
     undecided: Tensor = (found.counts > 1) & (entropy >= entropy_thresholds)
     return undecided
 
@@ -171,7 +172,7 @@ def length_tilt_triton(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts
     return out
 
 
-@jit()
+@jit("rules", "scales", "log_gammas", "targets", "value_mins")
 def _length_tilt(
     p: tl.tensor,
     z: tl.tensor,

@@ -119,7 +119,7 @@ def _check(
     expect("slots", slots, qkv, (tokens,), (torch.int64,))
 
 
-@jit()
+@jit("slots")
 def _qk_norm_rope_write(
     qkv: tl.tensor,
     q_weight: tl.tensor,

@@ -58,8 +58,12 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 def launches(*tensors: Tensor | None) -> bool:
     """Whether a kernel accepts these tensors: all are on a GPU, and none needs a gradient, which no kernel computes."""
-    on_gpu = all(tensor is None or tensor.is_cuda for tensor in tensors)
-    return on_gpu and not (torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors))
+    return all(tensor is None or tensor.is_cuda for tensor in tensors) and not needs_gradient(*tensors)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd follows what is computed of these tensors, so that nothing may be computed in place."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def power_of_two(size: int) -> int:
@@ -116,6 +120,7 @@ __all__ = [
     "expect_device",
     "jit",
     "launches",
+    "needs_gradient",
     "power_of_two",
     "tl",
     "triton",

@@ -102,7 +102,7 @@ def seeded_draw_triton(logits: Tensor, temperatures: Tensor, keys: Tensor, thres
     return tokens.gather(1, best.argmax(-1, keepdim=True)).squeeze(1)
 
 
-@jit()
+@jit("temperatures", "keys", "thresholds")
 def _best_of_split(
     logits: tl.tensor,
     peaks: tl.tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import FP8, quantize_rows_reference, row_codes
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
+from kernels.runtime import FLOATS, expect, expect_device, jit, launches, needs_gradient, power_of_two, tl, warps
 
 BLOCK = 1024
 """Elements of the result that a program computes where nothing needs the whole row."""
@@ -20,7 +20,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """:func:`silu_mul` in plain PyTorch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    gate = torch.nn.functional.silu(gate)
+    return gate * up if needs_gradient(gate_up) else gate.mul_(up)
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:

@@ -49,14 +49,14 @@ def exclude_triton_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     _exclude[(count, -(-vocab // BLOCK))](logits, rows, bits, vocab, words, BLOCK, num_warps=8)
 
 
-@jit()
+@jit("rows", "bits", "words_a_row")
 def _exclude(
-    logits: tl.tensor, rows: tl.tensor, bits: tl.tensor, VOCAB: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
+    logits: tl.tensor, rows: tl.tensor, bits: tl.tensor, VOCAB: tl.constexpr, words_a_row: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """BLOCK tokens of a row a program. Logits are written only, and only where a token is excluded."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(bits + place * WORDS + (ids >> 5), mask=(ids >> 5) < WORDS, other=0)
+    words = tl.load(bits + place * words_a_row + (ids >> 5), mask=(ids >> 5) < words_a_row, other=0)
     excluded = ((words >> (ids & 31)) & 1) == 0
     tl.store(logits + row * VOCAB + ids, float("-inf"), mask=excluded & (ids < VOCAB))

@@ -1,25 +1,45 @@
 #!/usr/bin/env bash
-# Collects in wheelhouse/ the wheels that a GPU host without internet needs (`make wheelhouse`). The host has torch, triton, transformers
-# and their dependencies; these versions do not change. Reads PYTHON, an interpreter with pip.
+# Collects in wheelhouse/ the wheels that a GPU host without internet needs beside torch and triton (`make wheelhouse`). Reads PYTHON, an
+# interpreter with pip; HOST_PYTHON, the host's version of Python (3.12); and FLASHINFER_ZIP, compiled modules of FlashInfer to pack as a
+# wheel (see flashinfer_wheel.py), or empty: then FlashInfer is used only after its kernel was compiled on the host.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${PYTHON:?}"
 
-host_python=3.12
-on_the_host=(numpy tokenizers safetensors huggingface_hub hf_xet)
+host_python=${HOST_PYTHON:-3.12}
+# transformers and what it shares with the engine: the host's own versions are kept.
+host_may_have=(numpy tokenizers safetensors huggingface-hub packaging requests tqdm click filelock fsspec markupsafe typing-extensions)
 not_needed='torch|triton|transformers|mypy|ruff|import-linter|flashinfer-python|apache-tvm-ffi'
+# For tests that need no GPU, and for plots.
+not_needed+='|axe-playwright-python|helm-python-sdk|jsonschema|kubernetes-validate|matplotlib|openai|pillow|playwright|pyarrow|testcontainers'
+# What `import flashinfer` and its attention need. Its other dependencies take gigabytes, and one is torch.
+flashinfer_needs=(click einops ninja nvidia-ml-py packaging requests tabulate tqdm)
 
 platforms=(--platform manylinux2014_x86_64)
-for glibc in 2_28 2_27 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
+for glibc in 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
 download() {
   "$PYTHON" -m pip download --quiet --dest wheelhouse --only-binary=:all: --python-version "$host_python" "${platforms[@]}" \
     --constraint constraints.txt "$@"
 }
 
 rm -rf wheelhouse
-"$PYTHON" scripts/requirements.py engine dev | grep -Ev "^($not_needed)\\b" | download --requirement /dev/stdin
-# Without dependencies, because the host has all that are needed.
+"$PYTHON" scripts/requirements.py engine dev | grep -Ev "^($not_needed)\\b" | download --requirement /dev/stdin "${flashinfer_needs[@]}"
 "$PYTHON" scripts/requirements.py gpu | download --no-deps --requirement /dev/stdin
-for package in "${on_the_host[@]}"; do rm -f wheelhouse/"$package"-*.whl; done
+rm -f wheelhouse/hf_xet-*.whl # makes downloads from the hub faster
+if [ -n "${FLASHINFER_ZIP:-}" ]; then "$PYTHON" scripts/flashinfer_wheel.py "$FLASHINFER_ZIP" wheelhouse; fi
+if compgen -G 'wheelhouse/torch-*' || compgen -G 'wheelhouse/nvidia_c*'; then
+  echo "wheelhouse.sh: a dependency would replace the host's torch" >&2
+  exit 1
+fi
+
+# Exact versions, but any of what the host may have.
+for wheel in wheelhouse/*.whl; do
+  name=${wheel##*/} version=${wheel##*/}
+  name=${name%%-*} version=${version#*-}
+  case " ${host_may_have[*]//-/_} " in
+    *" ${name//-/_} "*) echo "$name" ;;
+    *) echo "$name==${version%%-*}" ;;
+  esac
+done >wheelhouse/requirements.txt
 du -sh --apparent-size wheelhouse
-echo "On the GPU host, here: python$host_python -m pip install --no-index --no-deps wheelhouse/*.whl"
+echo "On the GPU host, here: python$host_python -m pip install --no-index --no-deps --find-links wheelhouse --requirement wheelhouse/requirements.txt"

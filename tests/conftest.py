@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,12 @@ import torch
 
 import kernels
 import tests.redis  # noqa: F401 - takes a variable out of the environment that gateways would take for a setting
+from tests import warm
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ALONE = [Path(__file__).parent / name for name in ("attacks", "cluster")]
 """Folders whose tests load the machine and measure what that does to others; all of them are marked ``alone``."""
-BESIDE_OTHERS = [Path(__file__).parent / "attacks" / "test_isolation.py"]
+BESIDE_OTHERS = [Path(__file__).parent / "attacks" / name for name in ("test_http_edge.py", "test_isolation.py")]
 """Files in those folders whose tests count rather than measure; the few that measure are marked there."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,6 +44,28 @@ if DEVICE == "cpu" and HAS_TRITON:
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU in the interpreter."""
     return torch.device(DEVICE)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_fork_servers() -> Iterator[None]:
+    """Gateways in this process have fork servers that start in milliseconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(os, "pidfd_open"):
+            patch.setattr("gateway.text.forks.start_fork_server", warm.start_fork_server)
+        yield
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of which ``scripts/test.sh`` selects nothing: imports take most of the time of a collection."""
+    if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
+        return None
+    chosen = config.option.markexpr
+    all_alone = collection_path not in BESIDE_OTHERS and any(folder in collection_path.parents for folder in ALONE)
+    if chosen.startswith("not alone and") and all_alone:
+        return True
+    if chosen.startswith("alone and") and not all_alone and "mark.alone" not in collection_path.read_text():
+        return True
+    return None
 
 
 def pytest_collection_finish() -> None:

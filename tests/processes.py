@@ -50,7 +50,7 @@ class Program:
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def wait_ready(self) -> Self:
-        wait_until(self._ready, START_SECONDS)
+        wait_until(self._ready, START_SECONDS, pause=0.05)  # each look costs CPU that the program needs to start
         return self
 
     def _ready(self) -> bool:
@@ -93,12 +93,12 @@ class Pod(Program):
         return int(children[0])
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Return when ``condition`` holds; fail when it does not in time."""
+def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: float = 0.01) -> None:
+    """Return when ``condition`` holds; fail when it does not in time. ``pause``: seconds between two looks."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} s in vain"
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -230,7 +230,7 @@ def test_a_lost_engine_is_a_503_with_retry_after(model: Path):
     gateway = Program("gateway", "--engine", pod.url).wait_ready()
     try:
         pod.close()
-        wait_until(lambda: gateway.client.get("/readyz").status_code == 503)
+        wait_until(lambda: "yardstick_engines_ready 0.0" in gateway.client.get("/metrics").text)
         response = gateway.client.post("/v1/completions", json={"model": pod.process.args[4], "prompt": "the"})
         assert response.status_code in (404, 503), response.text
         response = gateway.client.post("/v1/score", json={"query": "a", "items": ["b"], "labels": ["Yes"]})

@@ -116,11 +116,52 @@ def test_ci_runs_what_everybody_runs() -> None:
         assert tool in checks
 
 
-def test_the_workflow_runs_cis_script() -> None:
-    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_use_the_oldest_python_and_may_change_nothing(workflow: Path) -> None:
+    parsed = yaml.safe_load(workflow.read_text())
+    (job,) = parsed["jobs"].values()
+    assert parsed["permissions"] == {"contents": "read"}
+    assert job["timeout-minutes"] <= 120
     (python,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
     assert f">={python}" == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "inputs", "asked"),
+    [
+        ("ci", "", [".ci/run"]),
+        ("soak", "", ["make soak SOAK_SECONDS=600"]),
+        ("soak", "3600", ["make soak SOAK_SECONDS=3600"]),
+    ],
+)
+def test_the_steps_of_workflows_run_what_everybody_runs(machine: Path, workflow: str, inputs: str, asked: list[str]) -> None:
+    """Each step runs in a shell as on GitHub, with programs that only log how they are called."""
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text())["jobs"].values()
+    (machine.parent / ".ci").mkdir()
+    for program in (machine / "make", machine.parent / ".ci" / "run"):
+        name = program.relative_to(machine.parent).as_posix().removeprefix("bin/")
+        pretend(program.parent, program.name, f'echo "{name} $*" >>"$LOG"')
+    for step in job["steps"]:
+        if "run" in step:
+            given = {
+                name: re.sub(r"\$\{\{ inputs\.\w+ \|\| '(\w*)' \}\}", inputs or r"\1", value)
+                for name, value in step.get("env", {}).items()
+            }
+            assert "${{" not in "".join([step["run"], *given.values()]), (
+                "the only expressions are inputs with defaults, in variables"
+            )
+            environment = given | {"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(machine / "log")}
+            command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+            subprocess.run(command, cwd=machine.parent, env=environment, check=True, timeout=60)
+    assert [line.strip() for line in (machine / "log").read_text().splitlines()] == asked
+
+
+def test_the_soak_takes_its_seconds() -> None:
+    (line,) = [line for line in make("-n", "soak", "SOAK_SECONDS=3600").stdout.splitlines() if "pytest" in line]
+    assert line.startswith("SOAK_SECONDS=3600 ")
 
 
 def test_the_commit_hooks_run_the_tools_of_the_environment() -> None:

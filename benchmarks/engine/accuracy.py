@@ -34,8 +34,11 @@ from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
 from examples.demo_models.evaluate import auc, spearman, values_and_truths
 from examples.demo_models.lenvm import write_texts
 from examples.demo_models.text import load_tokenizer
+from kernels.int8 import instructions
 
-FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"))
+Formats = Sequence[tuple[str, str | None]]
+
+FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"), ("float32", "int8"))
 """Number format and quantisation; the others are compared with the first."""
 SLOTS = 32_768
 OPENING = 32
@@ -100,8 +103,11 @@ class Cost:
     same_texts: float
 
 
-def run(sizes: Sizes, out: Path | None = None) -> dict[str, Any]:
-    """Print the tables and the JSON line, and with ``out`` write a folder. Returns the content of the JSON line."""
+def run(sizes: Sizes, out: Path | None = None, formats: Formats | None = None) -> dict[str, Any]:
+    """Print the tables and the JSON line, and with ``out`` write a folder. Returns the content of the JSON line.
+
+    ``formats``: all of :data:`FORMATS` unless given; the first is what the others are compared with.
+    """
     records = Records()
     summary: dict[str, Any] = {"bench": "accuracy", "machine": machine.describe()}
     with subject("small", None, "float32") as random:
@@ -110,9 +116,9 @@ def run(sizes: Sizes, out: Path | None = None) -> dict[str, Any]:
             "random": (random, random_material(sizes, random.config.vocab_size)),
         }
         for name, (model, material) in measured.items():
-            summary[name] = {form: dataclasses.asdict(cost) for form, cost in costs(model, material, sizes).items()}
+            summary[name] = {form: dataclasses.asdict(cost) for form, cost in costs(model, material, sizes, formats).items()}
             show(f"{name} model", summary[name], records)
-    summary["demo length"] = value_costs(sizes)
+    summary["demo length"] = value_costs(sizes, formats)
     show("demo length-value model", summary["demo length"], records)
     if out is not None:
         records.write(out, summary)
@@ -120,12 +126,12 @@ def run(sizes: Sizes, out: Path | None = None) -> dict[str, Any]:
     return summary
 
 
-def costs(model: Subject, material: Material, sizes: Sizes) -> dict[str, Cost]:
+def costs(model: Subject, material: Material, sizes: Sizes, formats: Formats | None = None) -> dict[str, Cost]:
     """Return the errors of ``model`` in every format that this machine supports."""
     found: dict[str, Cost] = {}
     exact: Answers | None = None
-    for dtype, quantize in FORMATS:
-        if quantize is not None and torch.cuda.is_available() and dtype != "bfloat16":
+    for dtype, quantize in formats or FORMATS:
+        if not supported(dtype, quantize):
             continue
         chosen = dataclasses.replace(model, dtype=dtype, quantize=quantize)
         engine = Engine(chosen.load(), dtype, slots=SLOTS)
@@ -133,6 +139,13 @@ def costs(model: Subject, material: Material, sizes: Sizes) -> dict[str, Cost]:
         exact = exact or given
         found[chosen.format] = _cost(engine, material, given, exact)
     return found
+
+
+def supported(dtype: str, quantize: str | None) -> bool:
+    """Whether this machine computes in a format."""
+    if quantize == "int8":
+        return not torch.cuda.is_available() and instructions() is not None
+    return quantize is None or not torch.cuda.is_available() or dtype == "bfloat16"
 
 
 def answers(engine: Engine, material: Material, sizes: Sizes) -> Answers:
@@ -202,13 +215,15 @@ def random_material(sizes: Sizes, vocab_size: int) -> Material:
     return Material(requests, openings, None)
 
 
-def value_costs(sizes: Sizes) -> dict[str, dict[str, float]]:
+def value_costs(sizes: Sizes, formats: Formats | None = None) -> dict[str, dict[str, float]]:
     """Return differences of the value in every state of new texts, and its rank correlation with the truth."""
     base, tokenizer = load_model(MODELS / "base"), load_tokenizer(MODELS / "base")
     texts = write_texts(base, tokenizer, count=sizes.values, seed=12, held_out=True)
     exact: Tensor | None = None
     found = {}
-    for dtype, quantize in FORMATS:
+    for dtype, quantize in formats or FORMATS:
+        if quantize == "int8" and not supported(dtype, quantize):
+            continue
         value_model = load_lenvm(MODELS / "lenvm", getattr(torch, dtype), quantize)
         values, truths = values_and_truths(value_model, texts)
         exact = values if exact is None else exact

@@ -77,16 +77,19 @@ class Variants:
 
     def query(self) -> Ints:
         """Return a new query."""
-        return self._rng.integers(0, self.vocab_size, self._options.query_tokens, np.int32)
+        query: Ints = self._rng.integers(0, self.vocab_size, self._options.query_tokens, np.int32)
+        return query
 
     def popular(self) -> Ints:
         """Return the places of the items of one request, drawn by popularity; an item may occur twice."""
         count = self._options.per_request
-        return self._rng.choice(self._options.items, count, p=self._catalogue.popularity).astype(np.int32)
+        places: Ints = self._rng.choice(self._options.items, count, p=self._catalogue.popularity).astype(np.int32)
+        return places
 
     def any(self) -> Ints:
         """Return the places of the items of one request, each equally likely."""
-        return self._rng.choice(self._options.items, self._options.per_request, replace=False).astype(np.int32)
+        places: Ints = self._rng.choice(self._options.items, self._options.per_request, replace=False).astype(np.int32)
+        return places
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.serving.loop_client import MALLOC
+from engine.serving.environment import with_defaults
 from engine.settings import DTYPES, QUANTIZE
 
 PARTS = ("offline", "ablations", "online")
@@ -24,9 +25,10 @@ def score(arguments: Sequence[str]) -> int:
     _add_subject(parser)
     parser.add_argument("--repeats", type=int, help=f"requests measured offline ({REPEATS})")
     parser.add_argument("--quick", action="store_true", help="few repeats and short runs, to see that it works")
-    parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
+    parser.add_argument("--models", type=Path, help="folder in which random weights are kept for other runs")
+    _add_output(parser)
     parsed = parser.parse_args(arguments)
-    _restart_with_engine_malloc("score", arguments)
+    _restart_as_engine("score", arguments)
     from benchmarks.engine.score import Options, run
     from benchmarks.engine.servers import ServerError
 
@@ -45,13 +47,15 @@ def score(arguments: Sequence[str]) -> int:
         seconds=parsed.seconds or (QUICK_SECONDS if parsed.quick else SECONDS),
         engine_flags=tuple(shlex.split(parsed.engine_flags)),
         out=parsed.out,
+        resume=parsed.resume,
+        limit=parsed.limit,
+        models=parsed.models,
     )
     try:
-        run(options)
+        return run(options)
     except ServerError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def length(arguments: Sequence[str]) -> int:
@@ -65,9 +69,9 @@ def length(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-ablations", action="store_true", help="leave the ablations out")
     parser.add_argument("--no-distributions", action="store_true", help="leave the lengths by scale out")
     parser.add_argument("--quick", action="store_true", help="few repeats and short texts, to see that it works")
-    parser.add_argument("--out", type=Path, help="folder for raw records, tables, plot and summary")
+    _add_output(parser)
     parsed = parser.parse_args(arguments)
-    _restart_with_engine_malloc("length", arguments)
+    _restart_as_engine("length", arguments)
     from benchmarks.engine.length import Options, run
 
     quick = {"repeats": 2, "output": 24, "texts": 32} if parsed.quick else {}
@@ -79,6 +83,8 @@ def length(arguments: Sequence[str]) -> int:
         ablations=not parsed.no_ablations,
         distributions=not parsed.no_distributions,
         out=parsed.out,
+        resume=parsed.resume,
+        limit=parsed.limit,
     )
     run(options)
     return 0
@@ -86,36 +92,48 @@ def length(arguments: Sequence[str]) -> int:
 
 def accuracy(arguments: Sequence[str]) -> int:
     """Parse ``arguments`` and run the benchmark of number formats; returns the exit code."""
-    parser = _parser("accuracy", "Accuracy of bfloat16 and FP8, on the demo models and on random weights.")
+    parser = _parser("accuracy", "Accuracy of bfloat16, FP8 and int8, on the demo models and on random weights.")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and float32 with this quantisation (all formats)")
     parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
     parser.add_argument("--out", type=Path, help="folder for the tables and the summary")
     parsed = parser.parse_args(arguments)
-    _restart_with_engine_malloc("accuracy", arguments)
+    _restart_as_engine("accuracy", arguments)
     from benchmarks.engine.accuracy import QUICK, Sizes, run
 
-    run(QUICK if parsed.quick else Sizes(), parsed.out)
+    formats = [("float32", None), ("float32", parsed.quantize)] if parsed.quantize else None
+    run(QUICK if parsed.quick else Sizes(), parsed.out, formats)
     return 0
 
 
 def gpu(arguments: Sequence[str]) -> int:
     """Parse ``arguments`` and run everything that needs a GPU machine; returns the exit code."""
-    parser = _parser("gpu", "Everything that needs a GPU machine: tests, kernels, scoring, guidance; at most 8 minutes.")
+    parser = _parser(
+        "gpu", "Everything that needs a GPU machine: tests, scoring, guidance, kernels; two calls of at most 8 minutes."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for everything that comes of it")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds of this call (%(default)g)")
+    parser.add_argument("--continue", dest="resume", action="store_true", help="run what an earlier call into this folder left")
     parsed = parser.parse_args(arguments)
     from benchmarks.engine.gpu import run
 
-    return run(parsed.out)
+    return run(parsed.out, limit=parsed.limit, resume=parsed.resume)
 
 
-def _restart_with_engine_malloc(benchmark: str, arguments: Sequence[str]) -> None:
-    """Restart the process with the allocator settings of the engine's loop, which libc reads when a process starts."""
-    if not MALLOC.keys() <= os.environ.keys():
-        command = [sys.executable, "-m", "benchmarks", benchmark, *arguments]
-        os.execve(sys.executable, command, MALLOC | os.environ)  # noqa: S606 - no shell is wanted
+def _restart_as_engine(benchmark: str, arguments: Sequence[str]) -> None:
+    """Restart the process with the variables of the engine's loop, which libraries read when a process starts."""
+    environment = with_defaults(os.environ)
+    if environment != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", benchmark, *arguments], environment)  # noqa: S606 - no shell is wanted
 
 
 def _parser(benchmark: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"python -m benchmarks {benchmark}", description=description)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="folder for results, raw records, tables, plot and summary")
+    parser.add_argument("--continue", dest="resume", action="store_true", help="measure only what the results in --out lack")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which nothing more is measured")
 
 
 def _add_parts(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from benchmarks.engine.subject import Subject
@@ -63,6 +64,17 @@ class Stopwatch:
         return result
 
 
+def describe_loop(loop: Loop) -> dict[str, Any]:
+    """Attention backend, the modules that it uses, and steps so far, for the record of a benchmark."""
+    stats = loop.stats
+    return {
+        "attention": msgspec.to_builtins(loop.info.attention),
+        "steps": stats.steps,
+        "replayed_steps": stats.replayed_steps,
+        "replayed_lenvm_passes": stats.replayed_lenvm_passes,
+    }
+
+
 class Engine:
     """The loop, driven in this process."""
 
@@ -78,6 +90,11 @@ class Engine:
             cuda_graphs=cuda_graphs,
         )
         self.loop: Loop = assemble(decoder, settings, "bench")
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """See :func:`describe_loop`."""
+        return describe_loop(self.loop)
 
     @contextmanager
     def timed(self, decoder: Decoder, watch: Stopwatch) -> Iterator[None]:

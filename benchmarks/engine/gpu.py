@@ -1,4 +1,9 @@
-"""``python -m benchmarks gpu``: runs everything that needs a GPU machine, within :data:`LIMIT_SECONDS`, and writes one folder."""
+"""``python -m benchmarks gpu``: runs everything that needs a GPU machine, in two calls of limited time, and writes one folder.
+
+The most valuable parts come first. Each is a program with a time limit that writes what it measures at once; one that fails or
+runs out of time does not stop the others. A call with ``--continue`` runs what earlier calls left: parts that did not begin, and
+the rest of those that were stopped. The files are valid at every moment.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,79 +22,114 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine import machine
+from benchmarks.engine.store import replace
 
 LIMIT_SECONDS = 480.0
-RATES = "600,800,1000,1200,1600,2000,2500,3000"
-"""Items a second: those of the published tables, and higher ones."""
-FP8_RATES = "1200,2000,2500,3000,3500,4000"
+RATES = "2500,1200,2000,3000,1600,1000,800,600"
+"""Items a second: the target first, then those of the published tables and higher ones."""
+FP8_RATES = "3500,2500,3000,4000,2000,1200"
+END_SECONDS = 8.0
+"""Time that a part has to write its tables after its own limit, before it is killed."""
+WELL = "well"
+SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One program and its guaranteed time."""
+    """One program and its time."""
 
     name: str
     arguments: Sequence[str]
     seconds: float
-    """Guaranteed time in seconds; time that earlier parts leave is added to it."""
+    """Most that it may take; less where less is left of the call."""
+    resumes: bool = True
+    """Whether it understands ``--limit`` and ``--continue``."""
 
 
 def parts(out: Path) -> tuple[Part, ...]:
-    """Return the parts in order; a part that fails or runs out of time does not stop the next ones. Together they
-    have :data:`LIMIT_SECONDS`."""
-    score = ["benchmarks", "score", "--shape", "qwen3-0.6b", "--dtype", "bfloat16"]
+    """Return the parts, the most valuable first."""
+    score = ["benchmarks", "score", "--shape", "qwen3-0.6b", "--dtype", "bfloat16", "--models", str(out / "models")]
     fp8 = [*score, "--quantize", "fp8"]
-    length = ["benchmarks", "length", "--shape", "7b", "--repeats", "2", "--output", "24", "--no-ablations"]
+    length = [
+        "benchmarks",
+        "length",
+        "--shape",
+        "7b",
+        "--rows",
+        "100,16,1,800",
+        "--repeats",
+        "2",
+        "--output",
+        "24",
+        "--no-ablations",
+    ]
     online = ["--online", "--quick", "--seconds", "3", "--rates"]
+    offline = ["--offline", "--no-sweeps", "--quick", "--out"]
     return (
-        Part("tests", ["tests.shards"], 120),
-        Part("offline", [*score, "--offline", "--ablations", "--quick", "--out", str(out / "offline")], 75),
-        Part("online", [*score, *online, RATES, "--out", str(out / "online")], 65),
-        Part("fp8 offline", [*fp8, "--offline", "--no-sweeps", "--quick", "--out", str(out / "fp8-offline")], 35),
-        Part("fp8 online", [*fp8, *online, FP8_RATES, "--out", str(out / "fp8-online")], 55),
-        Part("length", [*length, "--out", str(out / "lenvm")], 60),
-        Part("kernels", ["benchmarks", "kernels"], 40),
-        Part("accuracy", ["benchmarks", "accuracy", "--quick", "--out", str(out / "accuracy")], 30),
+        Part("tests", ["tests.shards"], 200, resumes=False),
+        Part("offline", [*score, *offline, str(out / "offline")], 90),
+        Part("online", [*score, *online, RATES, "--out", str(out / "online")], 150),
+        Part("fp8 online", [*fp8, *online, FP8_RATES, "--out", str(out / "fp8-online")], 120),
+        Part("fp8 offline", [*fp8, *offline, str(out / "fp8-offline")], 90),
+        Part("length", [*length, "--out", str(out / "lenvm")], 180),
+        Part("kernels", ["benchmarks", "kernels"], 90, resumes=False),
+        Part("accuracy", ["benchmarks", "accuracy", "--quick", "--out", str(out / "accuracy")], 90, resumes=False),
+        Part("sweeps", [*score, "--offline", "--ablations", "--quick", "--out", str(out / "sweeps")], 120),
     )
 
 
-def run(out: Path) -> int:
-    """Run every part, store its output, print a table and one line of JSON. Returns 1 without a GPU or if a part failed."""
+def run(out: Path, *, limit: float = LIMIT_SECONDS, resume: bool = False) -> int:
+    """Run the parts, print a table and one line of JSON. Returns 1 without a GPU, or if a part failed or is not complete."""
     if not torch.cuda.is_available():
         print("bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.", file=sys.stderr)
         return 1
     out.mkdir(parents=True, exist_ok=True)
-    results = list(run_parts(parts(out), out, LIMIT_SECONDS))
-    summary = {"bench": "gpu", "machine": machine.describe(), "parts": results}
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    summary: dict[str, Any] = {"bench": "gpu", "machine": machine.describe()}
+    summary["parts"] = run_parts(parts(out), out, limit, resume=resume)
     table = Table("part", "seconds", "ended", "last line")
-    for result in results:
-        table.add_row(result["name"], f"{result['seconds']:.0f}", result["ended"], result["last_line"][:80])
+    for name, result in summary["parts"].items():
+        table.add_row(name, f"{result['seconds']:.0f}", result["ended"], result["last_line"][:80])
     Console().print(table)
     print(json.dumps(summary), flush=True)
-    return int(any(result["ended"] != "well" for result in results))
+    return int(any(result["ended"] != WELL for result in summary["parts"].values()))
 
 
-def run_parts(todo: Sequence[Part], out: Path, limit: float) -> Iterator[dict[str, Any]]:
-    """Run ``todo`` one after the other, none beyond ``limit`` seconds from now, nor into the time of those behind it; what a part
-    says goes to ``out/NAME.txt``."""
-    end = time.monotonic() + limit
-    for place, part in enumerate(todo):
-        start = time.monotonic()
-        behind = sum(later.seconds for later in todo[place + 1 :])
-        ended = _run(part, out / f"{part.name}.txt", end - behind - start)
-        lines = (out / f"{part.name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        yield {"name": part.name, "seconds": time.monotonic() - start, "ended": ended, "last_line": lines[-1] if lines else ""}
+def run_parts(
+    todo: Sequence[Part],
+    out: Path,
+    limit: float,
+    *,
+    resume: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    start: Callable[[Part, Path, float, bool], str] | None = None,
+) -> dict[str, Any]:
+    """Run the parts of ``todo`` that are not complete, one after the other, none beyond ``limit`` seconds from now. Returns the
+    state of all, which ``out/summary.json`` has after each part. What a part says goes to ``out/NAME.txt``."""
+    start = start or run_part
+    end = clock() + limit
+    done = _earlier(out / SUMMARY) if resume else {}
+    for part in sorted(todo, key=lambda part: part.name == "tests" and resume):  # interrupted tests run again, last
+        if part.name in done and _complete(part, done[part.name]):
+            continue
+        begun, again = clock(), part.name in done
+        seconds = min(part.seconds, end - begun)
+        ended = start(part, out / f"{part.name}.txt", seconds, again) if seconds > END_SECONDS else "no time left"
+        if ended == "no time left" and again:
+            continue
+        took = clock() - begun + (done[part.name]["seconds"] if again else 0)
+        done[part.name] = {"ended": ended, "seconds": took, "last_line": _last_line(out / f"{part.name}.txt")}
+        content = {"bench": "gpu", "machine": machine.describe(), "parts": done}
+        replace(out / SUMMARY, (json.dumps(content, indent=1) + "\n").encode())
+    return done
 
 
-def _run(part: Part, log: Path, seconds: float) -> str:
-    """Run a part and return its end: ``well``, an exit code, or out of time."""
-    with log.open("wb") as file:
-        if seconds <= 0:
-            return "no time left"
+def run_part(part: Part, log: Path, seconds: float, again: bool) -> str:
+    """Run a part and return its end: ``well``, ``incomplete``, an exit code, or out of time."""
+    flags = ["--limit", f"{seconds - END_SECONDS:.0f}", *(["--continue"] if again else [])] if part.resumes else []
+    with log.open("ab" if again else "wb") as file:
         # its own session, so that the servers that it starts end with it
         process = subprocess.Popen(  # noqa: S603 - our own modules
-            [sys.executable, "-m", *part.arguments], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, "-m", *part.arguments, *flags], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(seconds)
@@ -97,4 +137,20 @@ def _run(part: Part, log: Path, seconds: float) -> str:
             os.killpg(process.pid, 9)
             process.wait()
             return f"out of time after {seconds:.0f} s"
-    return "well" if code == 0 else f"exit code {code}"
+    if code:
+        return f"exit code {code}"
+    return "incomplete" if part.resumes and '"left_out": ["' in _last_line(log) else WELL
+
+
+def _complete(part: Part, result: Mapping[str, Any]) -> bool:
+    """Whether a part is not run again: it ended well, or its tests failed."""
+    return result["ended"] == WELL or (not part.resumes and result["ended"].startswith("exit code"))
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))["parts"]) if path.is_file() else {}
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.is_file() else []
+    return lines[-1] if lines else ""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import statistics
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ import torch
 from rich.table import Table
 
 from benchmarks.engine import length_ablations, length_plot, machine
+from benchmarks.engine.engines import describe_loop
 from benchmarks.engine.records import Records
 from benchmarks.engine.stages import Stages
+from benchmarks.engine.store import Store
 from benchmarks.engine.writers import (
     CANDIDATES,
     QWEN25_7B,
@@ -44,6 +48,8 @@ BOUNDS = {1: 1.19, 16: 1.19, 100: 1.50, 800: 1.85}
 products made at the speeds measured there."""
 TARGETS = {"cpu": 1.15, "cuda": 1.25}
 """Targets for the measured ratio, relative to the ratio of FLOPs (CPU) and to the bounds (GPU)."""
+ROWS_SECONDS, STAGES_SECONDS = 15.0, 6.0
+"""Time that one measurement may take on a GPU, its compilations included."""
 BESIDE_ROWS = 64
 """Numbers of plain rows and of guided rows in one step."""
 MIX_MIN_P = 0.01
@@ -68,6 +74,9 @@ class Options:
     ablations: bool = True
     distributions: bool = True
     out: Path | None = None
+    resume: bool = False
+    limit: float = math.inf
+    """See :class:`benchmarks.engine.score.Options`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,8 @@ def load_pair(shape: str) -> Pair:
 
 def run(options: Options) -> None:
     """Print the tables and the JSON line; with ``out``, write a folder."""
-    records, pair = Records(), load_pair(options.shape)
+    records = Records(Store(options.out, resume=options.resume, limit=options.limit))
+    pair, measure = load_pair(options.shape), records.store.measure
     on_gpu = pair.decoder.embed.weight.is_cuda
     rows = options.rows or (tuple(BOUNDS) if on_gpu else (64,))
     output = options.output or (48 if on_gpu else 64)
@@ -110,13 +120,20 @@ def run(options: Options) -> None:
     most = max(2 * min(rows[-1], BESIDE_ROWS), *rows)
     writer = pair.writer(_slots(replace(writings[-1], rows=most)), most)
     mix = mixed(writer, writings[0])
-    summary["rows"] = {
-        writing.rows: costs(pair, writer, writing, replace(writing, sampling=mix), options.repeats, records) for writing in writings
+    by_rows = {
+        writing.rows: measure(
+            f"{writing.rows} rows",
+            ROWS_SECONDS,
+            partial(costs, pair, writer, writing, replace(writing, sampling=mix), options.repeats, records),
+        )
+        for writing in writings
     }
+    summary["rows"] = {count: cost for count, cost in by_rows.items() if cost}
     show_costs(summary["rows"], on_gpu and options.shape == "7b", records)
-    summary["beside"] = beside(writer, replace(writings[-1], rows=min(rows[-1], BESIDE_ROWS)), options.repeats, records)
     small = replace(writings[-1], rows=min(rows[-1], 100))
-    summary["stages_ms"] = stages(writer, small, records)
+    summary["stages_ms"] = measure("stages", STAGES_SECONDS, partial(stages, writer, small, records))
+    both = replace(writings[-1], rows=min(rows[-1], BESIDE_ROWS))
+    summary["beside"] = measure("beside", ROWS_SECONDS, partial(beside, writer, both, options.repeats, records))
     if options.ablations:
         loads = {"five candidates": small, "survivor mix": replace(small, sampling=mix)}
         launched = pair.writer(_slots(small), small.rows, cuda_graphs="off") if on_gpu else None
@@ -126,6 +143,7 @@ def run(options: Options) -> None:
         lengths = length_plot.by_scale(writer, options.texts, records)
         length_plot.show(lengths, records)
         summary["mean_tokens_by_scale"] = {scale: found.mean for scale, found in lengths.items()}
+    summary |= {"engine": describe_loop(writer.loop), "left_out": records.store.left_out}
     summary["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     if options.out is not None:
         records.write(options.out, summary)

@@ -103,11 +103,8 @@ class OnTheHost(LenVMRunner):
             chosen.append(max(range(count), key=keys.__getitem__))
         ranks = torch.tensor(chosen, device=self._device)
         firsts = np.cumsum([0, *branches])
-        self._adopt(
-            passed,
-            passes,
-            torch.tensor([firsts[i] + chosen[row] for i, row in enumerate(at)], dtype=torch.int64, device=self._device),
-        )
+        drawn, slots = [firsts[i] + chosen[row] for i, row in enumerate(at)], [candidate_pass.slot for candidate_pass in passes]
+        self._adopt(passed, *(torch.tensor(values, dtype=torch.int64, device=self._device) for values in (drawn, slots)))
         undecided = found.counts > 1
         steered = GuidedDraws(
             tokens=found.ids.gather(1, ranks.unsqueeze(1)).squeeze(1),

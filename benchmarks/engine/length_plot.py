@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,9 @@ def show(found: Mapping[float, Lengths], records: Records) -> None:
 
 
 def plot(folder: Path, found: Mapping[float, Lengths]) -> None:
-    """Write ``lengths.png`` and ``lengths.svg``: the share of texts up to each length, one line per scale."""
+    """Write ``lengths.png`` and ``lengths.svg``, where matplotlib is installed: the share of texts up to each length, by scale."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -21,6 +23,8 @@ from benchmarks.engine.workload import Workload
 FRACTIONS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 """Fractions of the capacity to measure, if no rates are given."""
 REPEATED = (0.0, 0.5, 0.9)
+RUN_FACTOR, RUN_SECONDS = 1.5, 2.0
+"""A run of arrivals takes at most so many times their duration, where the rate is above the capacity, and so much longer."""
 REPEATED_AT = 0.9
 """Fraction of the capacity for the run with repeated items."""
 
@@ -56,13 +60,19 @@ class Online:
             raise ServerError(
                 f"requests to {self._url} failed: {warm_up['failures']}; look at its log, and check --model and --url"
             )
-        capacity = self._run("burst", [0.0] * plan.burst)["items_per_s"]
+        measure = self._records.store.measure
+        capacity = measure("burst", 0, lambda: self._run("burst", [0.0] * plan.burst))["items_per_s"]
         gap = 3 * self._items / capacity
-        alone = self._run("alone", [gap * place for place in range(plan.alone)])
+        alone = measure("alone", gap * plan.alone, lambda: self._run("alone", [gap * place for place in range(plan.alone)]))
         rates = plan.rates or tuple(fraction * capacity for fraction in FRACTIONS)
-        runs = [self._poisson("rate", rate, plan.seconds) for rate in rates]
-        hot = [self._poisson("repeated", REPEATED_AT * capacity, plan.seconds, share) for share in REPEATED]
-        return {"capacity_items_per_s": capacity, "alone": alone, "rates": runs, "repeated": hot}
+        needed = RUN_FACTOR * plan.seconds + RUN_SECONDS
+        runs = [measure(f"rate {rate:g}", needed, partial(self._poisson, "rate", rate, plan.seconds)) for rate in rates]
+        hot = [
+            measure(f"repeated {share}", needed, partial(self._poisson, "repeated", REPEATED_AT * capacity, plan.seconds, share))
+            for share in REPEATED
+        ]
+        by_rate = sorted(filter(None, runs), key=itemgetter("items_per_s_offered"))
+        return {"capacity_items_per_s": capacity, "alone": alone or {}, "rates": by_rate, "repeated": [run for run in hot if run]}
 
     def _poisson(self, kind: str, rate: float, seconds: float, repeated: float | None = None) -> dict[str, Any]:
         """``rate``: items a second. ``repeated``: the share of repeated items, with the cache on; None: cache off."""
@@ -106,6 +116,8 @@ def show(results: Mapping[str, Any], records: Records) -> None:
 
 
 def _table(title: str, runs: Sequence[Mapping[str, Any]], records: Records) -> None:
+    if not runs:
+        return
     repeated = ["repeated"] if "repeated" in runs[0] else []
     table = Table(title=title)
     for heading in (*repeated, "offered", "items/s", *(f"P{share} ms" for share in PERCENTILES), "sent", "failed", "late ms"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.engine.engines import seconds
+from benchmarks.engine.store import RECORDS, Store, append, replace
 
 PERCENTILES = (50, 90, 99)
 FILE_WIDTH = 110
@@ -22,8 +24,13 @@ FILE_WIDTH = 110
 class Records:
     """Collects raw measurements and tables; :meth:`write` puts them into a folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.store = store or Store()
+        self.store.stored = self._save_rows
+        self._saved = 0
+        self.wrong: list[str] = []
+        """What gave other scores than the engine."""
         self.console = Console(record=True, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
         self._progress = Console(stderr=True)
 
@@ -38,12 +45,20 @@ class Records:
         return taken
 
     def write(self, folder: Path, summary: Mapping[str, Any]) -> None:
-        """Write ``records.jsonl``, ``tables.txt`` and ``summary.json``."""
+        """Write ``tables.txt``, ``summary.json``, and what ``records.jsonl`` lacks: all rows, unless the store has the folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        if self.store.folder is None:
+            replace(folder / RECORDS, b"")
+            append(folder / RECORDS, self.rows)
+        self._save_rows()
         tables = "\n".join(line.rstrip() for line in self.console.export_text().splitlines())
-        (folder / "tables.txt").write_text(tables + "\n", encoding="utf-8")
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        replace(folder / "tables.txt", (tables + "\n").encode())
+        replace(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+
+    def _save_rows(self) -> None:
+        if self.store.folder is not None:
+            append(self.store.folder / RECORDS, self.rows[self._saved :])
+            self._saved = len(self.rows)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -53,7 +68,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def plot(folder: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Write ``latency.png`` and ``latency.svg``: percentiles of latency against the completed items a second."""
+    """Write ``latency.png`` and ``latency.svg``, where matplotlib is installed: percentiles of latency against the offered items a
+    second."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

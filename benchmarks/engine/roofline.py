@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.engine.workload import Workload
 from engine.models.config import ModelConfig
+from kernels.int8 import int8_linear, pack
 from kernels.linear import linear
 from kernels.quantize import quantize_rows, scaled_linear
 
@@ -62,27 +63,27 @@ def flops(config: ModelConfig, work: Work) -> int:
 
 
 def layer_flops(config: ModelConfig, work: Work) -> int:
-    """Return the operations of the layers' matrix products only, which may be in FP8."""
+    """Return the operations of the layers' matrix products only, which may be in 8 bits."""
     return config.num_layers * 2 * work.tokens * layer_weights(config)
 
 
-def weight_bytes(config: ModelConfig, itemsize: int, *, fp8: bool = False) -> int:
+def weight_bytes(config: ModelConfig, itemsize: int, *, quantized: bool = False) -> int:
     """Return the bytes of every layer's matrices and of the head, which a step reads once."""
     layers = config.num_layers * layer_weights(config)
-    return layers * (1 if fp8 else itemsize) + itemsize * config.hidden_size * config.vocab_size
+    return layers * (1 if quantized else itemsize) + itemsize * config.hidden_size * config.vocab_size
 
 
-def elementwise_bytes(config: ModelConfig, work: Work, itemsize: int, *, fp8: bool = False) -> int:
+def elementwise_bytes(config: ModelConfig, work: Work, itemsize: int, *, quantized: bool = False) -> int:
     """Return the bytes moved between matrix products if one kernel does all work between two of them; nothing can overlap them.
 
     A token and a layer: queries, keys and values are read, rotated and written; attention reads queries and writes its output; the
     two sums with the residual read two rows and write two; SiLU·mul reads two rows and writes one. Attention reads its context.
-    In FP8, what a product reads is written in one byte, and attention's output is read and written once more to get there.
+    In 8 bits, what a product reads is written in one byte, and attention's output is read and written once more to get there.
     """
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     products = 2 * config.hidden_size + config.intermediate_size
     others = 2 * (queries + 2 * keys) + 2 * queries + 6 * config.hidden_size + 2 * config.intermediate_size
-    token = itemsize * (others + queries) + products + queries if fp8 else itemsize * (others + products)
+    token = itemsize * (others + queries) + products + queries if quantized else itemsize * (others + products)
     return config.num_layers * (work.tokens * token + itemsize * work.context * 2 * keys)
 
 
@@ -94,13 +95,14 @@ class Peaks:
     """Operations a second in a large matrix product of the library that the engine's layers use."""
     bandwidth: float
     """Bytes a second, read and written, of a large copy."""
-    fp8_flops: float | None = None
-    """``flops`` in FP8; None if the layers' products are not in FP8."""
+    quantized_flops: float | None = None
+    """``flops`` in the 8 bits of the layers' products; None if they have the model's dtype."""
 
     def or_better(self, other: Peaks) -> Peaks:
         """Return the best of two measurements, because other work can slow the machine down."""
-        fp8 = None if self.fp8_flops is None or other.fp8_flops is None else max(self.fp8_flops, other.fp8_flops)
-        return Peaks(max(self.flops, other.flops), max(self.bandwidth, other.bandwidth), fp8)
+        both = self.quantized_flops, other.quantized_flops
+        quantized = None if both[0] is None or both[1] is None else max(both[0], both[1])
+        return Peaks(max(self.flops, other.flops), max(self.bandwidth, other.bandwidth), quantized)
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype, quantize: str | None = None) -> Peaks:
@@ -111,11 +113,14 @@ def measure_peaks(device: torch.device, dtype: torch.dtype, quantize: str | None
     target = torch.zeros_like(source)
     product = min(_times(lambda: linear(left, right), device))
     copy = min(_times(lambda: target.copy_(source), device))
-    fp8 = None
-    if quantize is not None:
+    quantized = None
+    if quantize == "fp8":
         codes = *quantize_rows(left), *quantize_rows(right)
-        fp8 = 2 * size**3 / min(_times(lambda: scaled_linear(*codes, dtype=dtype), device))
-    return Peaks(2 * size**3 / product, 2 * source.numel() / copy, fp8)
+        quantized = 2 * size**3 / min(_times(lambda: scaled_linear(*codes, dtype=dtype), device))
+    elif quantize == "int8":
+        weight = pack(right)
+        quantized = 2 * size**3 / min(_times(lambda: int8_linear(left, weight), device))
+    return Peaks(2 * size**3 / product, 2 * source.numel() / copy, quantized)
 
 
 def _times(work: Callable[[], object], device: torch.device) -> list[float]:
@@ -132,17 +137,17 @@ def _times(work: Callable[[], object], device: torch.device) -> list[float]:
 
 def roofline(config: ModelConfig, dtype: str, workload: Workload, peaks: Peaks, request_seconds: float) -> dict[str, float]:
     """Compare a request of ``workload`` that took ``request_seconds`` with the limits."""
-    itemsize, fp8 = getattr(torch, dtype).itemsize, peaks.fp8_flops is not None
+    itemsize, quantized = getattr(torch, dtype).itemsize, peaks.quantized_flops is not None
     shared, alone = Work.shared(workload), Work.alone(workload)
     needed, layers = flops(config, shared), layer_flops(config, shared)
-    elementwise = elementwise_bytes(config, shared, itemsize, fp8=fp8)
-    of_layers = peaks.fp8_flops or peaks.flops
+    elementwise = elementwise_bytes(config, shared, itemsize, quantized=quantized)
+    of_layers = peaks.quantized_flops or peaks.flops
     products = layers / of_layers + (needed - layers) / peaks.flops
     return {
         "gflop_an_item": needed / workload.items / 1e9,
         "gflop_an_item_alone": flops(config, alone) / workload.items / 1e9,
         "mb_a_request_between_products": elementwise / 1e6,
-        "mb_of_weights": weight_bytes(config, itemsize, fp8=fp8) / 1e6,
+        "mb_of_weights": weight_bytes(config, itemsize, quantized=quantized) / 1e6,
         "peak_gflops": peaks.flops / 1e9,
         "peak_gflops_of_layers": of_layers / 1e9,
         "peak_gb_per_s": peaks.bandwidth / 1e9,

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 
 from benchmarks.engine.subject import Subject
+from engine import wire
 
 START_SECONDS = 120
 STOP_SECONDS = 10
@@ -25,31 +28,48 @@ class ServerError(RuntimeError):
 
 
 @contextmanager
-def serving(subject: Subject, engine_flags: Sequence[str]) -> Iterator[str]:
-    """Yield the URL of a gateway in front of one engine; both are ended afterwards. Raises :class:`ServerError`."""
+def serving(subject: Subject, engine_flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the URLs of a gateway and of the one engine behind it; both are ended afterwards. Raises :class:`ServerError`."""
     engine_port, gateway_port = free_port(), free_port()
     model = ["--model", str(subject.directory), "--name", "bench", "--dtype", subject.dtype]
     model += [] if subject.quantize is None else ["--quantize", subject.quantize]
     engine = ["engine", "--port", str(engine_port), *model, *engine_flags]
     gateway = ["gateway", "--port", str(gateway_port), "--engine", _url(engine_port)]
     with _process(engine, engine_port), _process(gateway, gateway_port):
-        yield _url(gateway_port)
+        yield _url(gateway_port), _url(engine_port)
+
+
+def describe_engine(url: str) -> dict[str, Any]:
+    """What a running engine computes with, as :func:`benchmarks.engine.engines.describe_loop` does."""
+    info = msgspec.msgpack.decode(httpx.get(f"{url}/info", timeout=5, trust_env=False).content, type=wire.Info)
+    metrics = httpx.get(f"{url}/metrics", timeout=5, trust_env=False).text
+    counts = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line and not line.startswith("#")}
+    steps = {
+        name: int(counts.get(f"yardstick_engine_{name}_total", 0)) for name in ("steps", "replayed_steps", "replayed_lenvm_passes")
+    }
+    return {"attention": msgspec.to_builtins(info.attention), **steps}
 
 
 @contextmanager
-def serving_apart(directory: Path, engine_flags: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield the URLs of a gateway and of the one engine behind it; both are ended afterwards. Raises :class:`ServerError`."""
+def serving_apart(
+    directory: Path, engine_flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the URLs of a gateway and of the one engine behind it; both are ended afterwards. Raises :class:`ServerError`.
+
+    ``environment``: more variables of the engine.
+    """
     engine_port, gateway_port = free_port(), free_port()
     engine = ["engine", "--port", str(engine_port), "--model", str(directory), "--name", "bench", *engine_flags]
     gateway = ["gateway", "--port", str(gateway_port), "--engine", _url(engine_port)]
-    with _process(engine, engine_port), _process(gateway, gateway_port):
+    with _process(engine, engine_port, environment), _process(gateway, gateway_port):
         yield _url(gateway_port), _url(engine_port)
 
 
 @contextmanager
-def _process(arguments: Sequence[str], port: int) -> Iterator[None]:
-    """Yield one of our programs when it is ready."""
+def _process(arguments: Sequence[str], port: int, more: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Yield one of our programs when it is ready. ``more``: variables of its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("YARDSTICK_")}
+    environment.update(more or {})
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)  # noqa: S603 - our own modules

@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.models import fp8
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model, save_model
+from engine.models.quantization import FORMATS
 from engine.models.rope import Rope
 from engine.models.source import locate
 
@@ -56,21 +56,31 @@ class Subject:
         """Load the weights, on a GPU if there is one. Raises :class:`~engine.models.errors.ModelError`."""
         device, dtype = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), getattr(torch, self.dtype)
         if self.quantize is not None:
-            fp8.check_device(device, dtype)
+            FORMATS[self.quantize].check_device(device, dtype)
         return load_model(self.directory, dtype, self.quantize).to(device)
 
 
 @contextmanager
-def subject(shape: str, model: str | None, dtype: str, quantize: str | None = None) -> Iterator[Subject]:
-    """Yield ``model``, a directory or hub id, or else random weights of ``shape`` in a directory that is deleted afterwards."""
+def subject(
+    shape: str, model: str | None, dtype: str, quantize: str | None = None, models: Path | None = None
+) -> Iterator[Subject]:
+    """Yield ``model``, a directory or hub id, or else random weights of ``shape`` in a directory that is deleted afterwards, or
+    kept in the folder ``models`` for other runs."""
     if model is not None:
         directory = locate(model)
         yield Subject(directory, load_config(directory), dtype, quantize)
         return
-    with tempfile.TemporaryDirectory(prefix="yardstick-bench-") as name:
-        save_model(random_decoder(SHAPES[shape]), SHAPES[shape], Path(name), getattr(torch, dtype))
-        _write_tokenizer(Path(name))
-        yield Subject(Path(name), SHAPES[shape], dtype, quantize)
+    kept = None if models is None else models / f"{shape}-{dtype}"
+    if kept is not None and kept.is_dir():
+        yield Subject(kept, SHAPES[shape], dtype, quantize)
+        return
+    if models is not None:
+        models.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="yardstick-bench-", dir=models) as name:
+        made = Path(name) / "model"
+        save_model(random_decoder(SHAPES[shape]), SHAPES[shape], made, getattr(torch, dtype))
+        _write_tokenizer(made)
+        yield Subject(made if kept is None else made.rename(kept), SHAPES[shape], dtype, quantize)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:

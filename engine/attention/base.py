@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from engine import wire
 from engine.batch import ExtendSegment
 from engine.ints import Ints
 from engine.kvcache.kv import KVCache
@@ -25,6 +26,8 @@ class AttentionBackend(ABC):
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
+        self.description: wire.Attention | None = None
+        """Set by :func:`engine.attention.select.make_attention`."""
 
     @abstractmethod
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
@@ -50,5 +53,5 @@ class AttentionBackend(ABC):
         The result is called with the branches of one prefix after another, and writes nothing. Each branch attends to its prefix,
         which is filled by then, and to itself. counts: [prefixes] int64, on the device: number of real branches of each prefix,
         which come first; outputs of the others are not read. If there are prefixes, there are branches. On a GPU each prefix must
-        have the same number.
+        have the same number, at most :data:`kernels.branch_attention.MAX_ROWS` over the query heads of a key head.
         """

@@ -62,7 +62,7 @@ class FlashInferAttention(AttentionBackend):
         return FusedAttend(attend)
 
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
-        return plan_branches(self.kv, self._heads // self.kv.keys.shape[2], prefixes, branches, counts)
+        return plan_branches(self.kv, prefixes, branches, counts)
 
     def _wrapper(self, workspace: Tensor) -> Any:
         """A wrapper planned for one row of one token, which loads the kernel, or compiles it, and settles all but the lengths."""
@@ -140,10 +140,18 @@ def problem(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | No
 
 def compiled(head_dim: int, dtype: torch.dtype) -> bool:
     """Whether the kernel is there already; it takes minutes to compile. Raises ImportError where FlashInfer is not whole."""
+    return bool(_module(head_dim, dtype).is_compiled)
+
+
+def origin(head_dim: int, dtype: torch.dtype) -> str:
+    """Where the kernel comes from: :attr:`engine.wire.Attention.modules`."""
+    return "prebuilt" if _module(head_dim, dtype).is_aot else "compiled"
+
+
+def _module(head_dim: int, dtype: torch.dtype) -> Any:
+    """FlashInfer's ``JitSpec`` of the kernel of _wrapper: no positional encoding, sliding window, soft cap or float16 product."""
     modules = import_module("flashinfer.jit.attention.modules")
-    # This is the kernel of _wrapper: no positional encoding, sliding window, soft cap or float16 product.
-    spec = modules.gen_batch_prefill_module("fa2", dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
-    return bool(spec.is_compiled)
+    return modules.gen_batch_prefill_module("fa2", dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
 
 
 def _compiler() -> bool:

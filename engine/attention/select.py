@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine import wire
 from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import FlashInferAttention
@@ -30,6 +31,8 @@ BACKENDS: dict[str, Backend] = {
     "flashinfer": FlashInferAttention,
 }
 NAMES = ("auto", *BACKENDS)
+FASTEST = "flashinfer"
+"""On a GPU."""
 
 
 class Choice(NamedTuple):
@@ -38,6 +41,8 @@ class Choice(NamedTuple):
     backend: Backend
     """Made from the keys and values and the number of query heads."""
     reason: str
+    fallback: bool = False
+    """Whether it is not the fastest backend of the device, which cannot be used."""
 
 
 def choose(name: str, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> Choice:
@@ -51,8 +56,10 @@ def choose(name: str, device: torch.device, config: ModelConfig, dtype: torch.dt
     if problem := problem_of(chosen, device, config, dtype):
         remedy = "Serve it on the CPU." if name == "auto" else "Ask for 'auto' to take one that can."
         raise ModelError(f"The attention backend {chosen} cannot serve this model here: {problem}. {remedy}")
-    logger.info("attention: the %s backend (%s)", chosen, reason)
-    return Choice(BACKENDS[chosen], reason)
+    fallback = name == "auto" and device.type == "cuda" and chosen != FASTEST
+    level = logging.WARNING if fallback else logging.INFO
+    logger.log(level, "attention: the %s backend (%s)", chosen, reason)
+    return Choice(BACKENDS[chosen], reason, fallback)
 
 
 def problem_of(name: str, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -98,4 +105,8 @@ def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBacke
         dtype=weight.dtype,
         device=weight.device,
     )
-    return choice.backend(kv, config.num_heads)
+    attention = choice.backend(kv, config.num_heads)
+    name = next(name for name, backend in BACKENDS.items() if backend is choice.backend)
+    modules = flashinfer.origin(config.head_dim, weight.dtype) if choice.backend is FlashInferAttention else ""
+    attention.description = wire.Attention(name, choice.reason, choice.fallback, modules)
+    return attention

@@ -44,7 +44,7 @@ class TritonAttention(AttentionBackend):
         return FusedAttend(attend)
 
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
-        return plan_branches(self.kv, self._group, prefixes, branches, counts)
+        return plan_branches(self.kv, prefixes, branches, counts)
 
 
 class FixedTritonAttention(TritonAttention):

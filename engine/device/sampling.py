@@ -23,8 +23,8 @@ So the first can run while the step before is computed, and the second joins the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,10 +32,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.structured.bits import Bits, bits_of, words_of
+from engine.device.logit_edits import EDITS, Change, Floats, Integers, SamplingRow, changes_logits, left, stacked
+from engine.structured.bits import Bits
 from engine.wire import Sampling
 from kernels.candidates import SMALLEST_TEMPERATURE
-from kernels.keep_thresholds import keep_thresholds
+from kernels.keep_thresholds import keep_thresholds, scale
 from kernels.row_chunks import row_chunks
 from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
 from kernels.token_bits import exclude_
@@ -54,37 +55,27 @@ __all__ = [
     "token_logprobs",
 ]
 
-Tokens = Sequence[int] | npt.NDArray[np.int32]
-Integers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-
+FEW = 4
+"""A row is drawn among its allowed tokens alone where they are at most one in so many: gathering them costs time, too."""
 _MASK = (1 << 64) - 1
 _INCREMENT = np.uint64(GOLDEN)
 _ROUNDS = ((np.uint64(30), np.uint64(MIX_1)), (np.uint64(27), np.uint64(MIX_2)))
 _LAST_SHIFT = np.uint64(31)
 
 
-@dataclass(frozen=True)
-class SamplingRow:
-    """Parameters of one draw."""
-
-    params: Sampling
-    index: int
-    """Which of the request's ``n`` sequences."""
-    position: int
-    """Output tokens drawn before this one, also by an earlier attempt."""
-    prompt_tokens: Tokens
-    output_tokens: Tokens
-    eos_ids: tuple[int, ...]
-    """The model's end-of-sequence tokens."""
-    bits: Bits | None = None
-    """The only tokens that the grammar and ``allowed_token_ids`` allow; None for all."""
-    complete: bool = False
-    """Whether the grammar allows nothing but the end of the output, so that ``min_tokens`` cannot hold."""
+_PACKED = np.dtype(
+    [("seed", np.uint64), ("top_k", np.int64), ("temperature", "f4"), ("top_p", "f4"), ("floor", "f4"), ("changes", "i4")]
+)
 
 
-Change = Callable[[Tensor, Tensor], Tensor]
-"""Edits logits, given a value for each: penalties, bias and exclusions."""
+def pack(params: Sampling) -> bytes:
+    """Return the numbers of ``params`` that a draw needs on the device, and whether it may change logits, as bytes: those of all
+    rows of a step are joined at once."""
+    temperature = max(params.temperature, SMALLEST_TEMPERATURE) if params.temperature > 0 else 0.0
+    floor = math.log(params.min_p) if params.min_p else -math.inf
+    seed = int(_mix(np.array([params.seed & _MASK], np.uint64))[0])
+    row = (seed, params.top_k, temperature, params.top_p, floor, changes_logits(params))
+    return np.array([row], _PACKED).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,38 +100,46 @@ class SamplingBatch:
     """No row is drawn."""
     filtered: bool
     """Some row that is drawn has a filter."""
+    few: Mapping[int, Tensor] = field(default_factory=dict)
+    """On a CPU, where no row has a filter: the tokens of each row that allows few. It is drawn among them alone."""
 
 
 def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
     """Return the parameters of ``rows`` for :func:`draw`, in one copy to the device that the host does not wait for."""
-    params = [row.params for row in rows]
-    integers = [
-        noise_keys([some.seed for some in params], [row.index for row in rows], [row.position for row in rows]).view(np.int64),
-        np.array([some.top_k for some in params], np.int64),
-    ]
-    floats = [
-        np.array([max(some.temperature, SMALLEST_TEMPERATURE) if some.temperature > 0 else 0 for some in params], np.float32),
-        np.array([some.top_p for some in params], np.float32),
-        np.array([math.log(some.min_p) if some.min_p else -math.inf for some in params], np.float32),
-    ]
+    table = np.frombuffer(b"".join([row.packed or pack(row.params) for row in rows]), _PACKED)
+    drawn = table["temperature"] > 0
+    filters = (table["top_k"] > 0) | (table["top_p"] < 1) | (table["floor"] > -np.inf)
+    filtered = bool((drawn & filters).any())
+    keys = _keys(table["seed"], [row.index for row in rows], [row.position for row in rows])
+    integers, floats = [keys.view(np.int64), table["top_k"]], [table["temperature"], table["top_p"], table["floor"]]
     changes = []
-    for entries_of, change in _EDITS:
-        found = [(at, entries) for at, row in enumerate(rows) if (entries := entries_of(row)) is not None]
+    changed = [(at, rows[at]) for at in np.flatnonzero(table["changes"]).tolist()]
+    for entries_of, change in EDITS:
+        found = [(at, entries) for at, row in changed if (entries := entries_of(row)) is not None]
         if found:
             changes.append(change)
             integers.append(np.repeat([at for at, _ in found], [len(ids) for _, (ids, _) in found]))
             integers.append(np.concatenate([ids for _, (ids, _) in found]))
             floats.append(np.concatenate([values for _, (_, values) in found]))
-    held = [(at, _left(row)) for at, row in enumerate(rows) if row.bits is not None]
+    held = [(at, left(row)) for at, row in enumerate(rows) if row.bits is not None]
     words = max((len(bits) for _, bits in held), default=0)
     integers.append(np.array([at for at, _ in held], np.int64))
-    integers.append(_stacked([bits for _, bits in held], words))
-    (keys, top_k, *places, held_rows, held_bits), (temperatures, top_p, floors, *values) = _send(integers, floats, device)
+    integers.append(stacked([bits for _, bits in held], words))
+    longs, shorts = _send(integers, floats, device)
+    places, values = longs[2:-2], shorts[3:]
     edits = tuple(zip(changes, places[::2], places[1::2], values, strict=True))
-    allowed = (held_rows, held_bits.view(torch.int32).view(len(held), words)) if held else None
-    drawn = [some for some in params if some.temperature > 0]
-    filtered = any(some.top_k > 0 or some.top_p < 1 or some.min_p for some in drawn)
-    return SamplingBatch(temperatures, keys, top_k, top_p, floors, edits, allowed, not drawn, filtered)
+    allowed = (longs[-2], longs[-1].view(torch.int32).view(len(held), words)) if held else None
+    few = _few(held) if device.type == "cpu" and not filtered else {}
+    return SamplingBatch(shorts[0], longs[0], longs[1], shorts[1], shorts[2], edits, allowed, not drawn.any(), filtered, few)
+
+
+def _few(held: Sequence[tuple[int, Bits]]) -> dict[int, Tensor]:
+    """Return the tokens of the rows that allow at most one in :data:`FEW`."""
+    found = {}
+    for at, bits in held:
+        if FEW * int(np.bitwise_count(bits).sum()) <= 32 * len(bits):
+            found[at] = torch.from_numpy(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little").view(np.bool_)))
+    return found
 
 
 def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Tensor:
@@ -149,6 +148,8 @@ def draw(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> Ten
     logits: [rows, vocab], float32, left as they are unless ``in_place``. Token ids of the rows must be below vocab. Where all is
     excluded, some valid id comes back. Does not wait for a GPU.
     """
+    if batch.few:
+        return _draw_apart(logits if in_place else logits.clone(), batch)
     logits = edited(logits, batch, in_place=in_place)
     if batch.greedy:
         return logits.argmax(-1)
@@ -167,6 +168,34 @@ def edited(logits: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> T
     if batch.allowed is not None:
         exclude_(logits, *batch.allowed)
     return logits
+
+
+def _draw_apart(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """:func:`draw` on a CPU, where some rows allow few tokens: noise, which takes most of the time, is computed for these alone.
+
+    Changes ``logits``.
+    """
+    assert batch.allowed is not None
+    rows, bits = batch.allowed
+    many = torch.tensor([row not in batch.few for row in rows.tolist()])
+    edited(logits, replace(batch, allowed=(rows[many], bits[many])), in_place=True)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    others = torch.tensor([row for row in range(len(logits)) if row not in batch.few], dtype=torch.int64)
+    if len(others):
+        tokens[others] = seeded_draw(logits[others], batch.temperatures[others], batch.keys[others], None)
+    for row, ids in batch.few.items():
+        tokens[row] = _draw_among(logits[row], ids[ids < logits.shape[1]], batch.temperatures[row], batch.keys[row])
+    return tokens
+
+
+def _draw_among(logits: Tensor, ids: Tensor, temperature: Tensor, key: Tensor) -> Tensor | int:
+    """Draw one of ``ids``, of a row without filters; 0 where there is none."""
+    if not len(ids):
+        return 0
+    values = logits[ids].unsqueeze(0)
+    if temperature > 0:
+        values = scale(values, temperature.unsqueeze(0)) + gumbel(key.unsqueeze(0), ids)
+    return ids[values.argmax()]
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -206,9 +235,13 @@ def noise_key(seed: int, index: int, position: int) -> int:
 
 def noise_keys(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint64]:
     """The :func:`noise_key` of each draw."""
-    keys = _mix(np.array([seed & _MASK for seed in seeds], np.uint64))
+    return _keys(_mix(np.array([seed & _MASK for seed in seeds], np.uint64)), indices, positions)
+
+
+def _keys(keys: npt.NDArray[np.uint64], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """:func:`noise_keys`, where ``keys`` are the mixed seeds."""
     for numbers in (indices, positions):
-        keys = _mix(keys + _INCREMENT * np.array([number + 1 for number in numbers], np.uint64))
+        keys = _mix(keys + _INCREMENT * (np.array(numbers, np.uint64) + np.uint64(1)))
     return keys
 
 
@@ -223,84 +256,10 @@ def _send(
     integers: Sequence[Integers], floats: Sequence[Floats], device: torch.device
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Arrays to the device in one copy, from pinned memory where there is a GPU to copy to: int64 and float32, in their order."""
-    words = [*(array.view(np.int32) for array in integers), *(array.view(np.int32) for array in floats)]
-    packed = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate(words, out=packed.numpy())
     longs, shorts = [len(array) for array in integers], [len(array) for array in floats]
+    packed = torch.empty(2 * sum(longs) + sum(shorts), dtype=torch.int32, pin_memory=device.type == "cuda")
+    words = packed.numpy()
+    np.concatenate(integers, out=words[: 2 * sum(longs)].view(np.int64))
+    np.concatenate(floats, out=words[2 * sum(longs) :].view(np.float32))
     first, second = torch.split(packed.to(device, non_blocking=True), [2 * sum(longs), sum(shorts)])
     return torch.split(first.view(torch.int64), longs), torch.split(second.view(torch.float32), shorts)
-
-
-Entries = tuple[Integers, Floats]
-"""Token ids, each once, and a value for each."""
-
-
-def _repetition(row: SamplingRow) -> Entries | None:
-    if row.params.repetition_penalty == 1:
-        return None
-    seen = np.unique(np.concatenate([np.asarray(row.prompt_tokens, np.int64), np.asarray(row.output_tokens, np.int64)]))
-    return seen, np.full(len(seen), row.params.repetition_penalty, np.float32)
-
-
-def _penalties(row: SamplingRow) -> Entries | None:
-    params = row.params
-    if params.presence_penalty == 0 == params.frequency_penalty:
-        return None
-    seen, counts = np.unique(np.asarray(row.output_tokens, np.int64), return_counts=True)
-    return seen, (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-
-
-def _bias(row: SamplingRow) -> Entries | None:
-    bias = row.params.logit_bias
-    return (np.fromiter(bias, np.int64), np.fromiter(bias.values(), np.float32)) if bias else None
-
-
-def _exclusions(row: SamplingRow) -> Entries | None:
-    if row.bits is not None or not (banned := _banned(row)):
-        return None
-    excluded = np.unique(np.asarray(banned, np.int64))
-    return excluded, np.full(len(excluded), -np.inf, np.float32)
-
-
-def _banned(row: SamplingRow) -> list[int]:
-    """Tokens that ``bad_words`` and ``min_tokens`` exclude from the next draw."""
-    banned = list(_last_of_bad_words(row.params.bad_words, row.output_tokens)) if row.params.bad_words else []
-    if row.position < row.params.min_tokens and not row.complete:
-        banned += [*row.eos_ids, *row.params.stop_token_ids]
-    return banned
-
-
-def _last_of_bad_words(words: Sequence[tuple[int, ...]], output: Tokens) -> Iterator[int]:
-    for *before, last in words:
-        if not before or (len(before) <= len(output) and list(output[len(output) - len(before) :]) == before):
-            yield last
-
-
-def _left(row: SamplingRow) -> Bits:
-    """Tokens of a row with bits that may be drawn. Where nothing is left, the sequence ends: end-of-sequence tokens, if any."""
-    assert row.bits is not None
-    banned = [token for token in _banned(row) if token < 32 * len(row.bits)]
-    left = row.bits & ~bits_of(banned, len(row.bits)) if banned else row.bits
-    if left.any() or not row.eos_ids:
-        return left
-    return bits_of(row.eos_ids, words_of(max(row.eos_ids) + 1))
-
-
-def _stacked(rows: Sequence[Bits], words: int) -> Integers:
-    """Bits of all rows, each padded to an even number of ``words``, as int64."""
-    stacked = np.zeros((len(rows), words), np.uint32)
-    for row, bits in zip(stacked, rows, strict=True):
-        row[: len(bits)] = bits
-    return stacked.view(np.int64).reshape(-1)
-
-
-def _repel(logits: Tensor, penalty: Tensor) -> Tensor:
-    return torch.where(logits > 0, logits / penalty, logits * penalty)
-
-
-_EDITS: tuple[tuple[Callable[[SamplingRow], Entries | None], Change], ...] = (
-    (_repetition, _repel),
-    (_penalties, torch.sub),
-    (_bias, torch.add),
-    (_exclusions, torch.add),
-)

@@ -83,11 +83,14 @@ class LeadingDecoder(ShardedDecoder):
         """Announce that the next :meth:`forward` computes ``segments``."""
         self._planned = segments
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See :meth:`Decoder.forward`. Raises :class:`PartLost`."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """See :meth:`Decoder.forward`. All rows are computed, because the other processes do not know ``rows``. Raises
+        :class:`PartLost`.
+        """
         try:
             self._workers.send(ComputeStep.of(self._planned))
-            return super().forward(tokens, positions, attend)
+            hidden = super().forward(tokens, positions, attend)
+            return hidden if rows is None else hidden.index_select(0, rows)
         except (RuntimeError, MemoryError, OSError) as error:
             raise PartLost("a step failed in one of the processes that share the model") from error
 

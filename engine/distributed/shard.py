@@ -43,11 +43,11 @@ class ShardedDecoder(Decoder):
             layer.attention.register_forward_hook(_sum_over_processes)
             layer.mlp.register_forward_hook(_sum_over_processes)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See :meth:`Decoder.forward`. All processes call it with the same number of tokens; the values of rank 0 count."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """See :meth:`Decoder.forward`. All processes call it with the same numbers of tokens and rows; those of rank 0 count."""
         given = torch.stack((tokens, positions))
         dist.broadcast(given, src=0)
-        return super().forward(given[0], given[1], attend)
+        return super().forward(given[0], given[1], attend, rows)
 
 
 def part_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:

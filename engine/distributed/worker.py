@@ -13,6 +13,7 @@ import queue
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import torch
@@ -23,7 +24,6 @@ from engine.distributed.placement import device_of, dtype_of, set_threads
 from engine.distributed.shard import ShardedDecoder, join, load_part
 from engine.models.config import load_config
 from engine.models.errors import ModelError
-from engine.models.source import locate
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def main(assignment_json: str) -> int:
 def _load(assignment: Assignment) -> ShardedDecoder:
     settings = assignment.settings
     set_threads(settings)
-    directory = locate(settings.model)
+    directory = Path(settings.model)
     device = device_of(settings, assignment.rank)
     decoder = ShardedDecoder(load_config(directory), dtype_of(settings, device), assignment.rank, settings.tensor_parallel)
     load_part(decoder, directory, settings.quantize)

@@ -42,7 +42,7 @@ class Node:
         self.item = item
         self.protected = False
         """Set by :class:`engine.kvcache.eviction.Evictor`."""
-        self.key = hash((parent.key, self.tokens.tobytes())) & _KEY_MASK if item and parent is not None else 0
+        self.key: int = hash((parent.key, self.tokens.tobytes())) & _KEY_MASK if item and parent is not None else 0
         """On an item: a hash of the path, by which its uses are counted also while it is not cached."""
 
     @property

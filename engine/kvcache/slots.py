@@ -23,7 +23,8 @@ class SlotPool:
         """``count`` slots. The caller has checked that as many are available."""
         assert 0 <= count <= self.available, (count, self.available)
         self.available -= count
-        return self._stack[self.available : self.available + count][::-1].copy()
+        found = self._stack[self.available : self.available + count]
+        return found.copy() if count == 1 else found[::-1].copy()
 
     def free(self, slots: Ints) -> None:
         """Return ``slots`` to the pool."""

@@ -5,42 +5,46 @@ reads each prefix once. The same pass computes tokens that the length model has 
 Keys and values of candidates are kept for the step only; those of the drawn candidate are written to the slot that the scheduler
 allocated for it. The host chooses slots and the device chooses tokens, so neither waits for the other.
 
-**Two forms.** On a GPU every guided row has the largest number of candidates, and rows that are decided without the length model
-are computed like the others, because the host would have to read the device to leave them out. On a CPU this read costs nothing, so
-only real candidates of undecided rows are computed; the pending tokens of the other rows stay pending. Both forms draw the same
-tokens. A pass of the first form without other segments may be replayed from a CUDA graph (:mod:`engine.lenvm.graphs`).
+**Two forms.** On a GPU every guided row has as many candidates as its request may have, in parts of equal width
+(:mod:`engine.lenvm.parts`), and rows that are decided without the length model are computed like the others, because the host would
+have to read the device to leave them out. On a CPU this read costs nothing, so only real candidates of undecided rows are computed;
+the pending tokens of the other rows stay pending. Both forms draw the same tokens. A pass of the first form without other segments
+may be replayed from a CUDA graph (:mod:`engine.lenvm.graphs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine import wire
 from engine.attention.base import AttentionBackend
-from engine.batch import CandidatePass, ExtendSegment
+from engine.batch import CandidatePass, ExtendSegment, Tokens
 from engine.device.sampling import SamplingBatch, SamplingRow, edited, gumbel, prepare
 from engine.device.transfer import Upload
 from engine.length_guidance import target
 from engine.lenvm.graphs import PassGraphs
 from engine.lenvm.lenvm_pass import LenVMOutput, LenVMPass, PassAttention
+from engine.lenvm.parts import Parts, equal_parts, exact_parts
 from engine.models.decoder import FusedAttend
 from engine.models.lenvm import LenVM
-from kernels.candidates import Candidates, candidates
+from kernels.candidates import MOST, Candidates, candidates
 from kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
-from kernels.runtime import power_of_two
+
+FEW = 8
+"""Columns of the table of candidates if no row may have more; otherwise there are :data:`~kernels.candidates.MOST`. Each number is
+a kernel to compile."""
 
 Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]
 """Fills in the tokens of some segments that the step before draws: (tokens on the device, the segments) -> tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class GuidedRow:
+class GuidedRow(msgspec.Struct, frozen=True, eq=False):
     """Parameters of one guided draw."""
 
     sampling: SamplingRow
@@ -138,20 +142,36 @@ class LenVMRunner:
         """
         sampling, parameters, found = self._candidates(logits, rows)
         undecided = needs_value(found, parameters.entropy_thresholds)
-        at, places, branches = self._select(found, undecided)
+        parts = self._parts(rows, found, undecided)
+        at = np.unique(parts.rows).tolist()
         passes = [rows[row].candidate_pass for row in at]
         segments = [
             *segments,
             *(candidate_pass.pending for candidate_pass in passes if candidate_pass.pending is not None),
         ]
-        tokens = found.ids.flatten() if places is None else found.ids.flatten().index_select(0, places)
-        counts = found.counts if places is None else found.counts[at]
-        passed = self._forward(LenVMPass(segments, valued, passes, branches, tokens, counts), resolve)
-        z = self._table(passed.branches, places, found)
+        upload = Upload()
+        row_of_part, first, places, branch_of = (
+            upload.add(values) for values in (parts.rows, parts.first, parts.places, parts.branch_of)
+        )
+        computed, slots = upload.add(at), upload.add([candidate_pass.slot for candidate_pass in passes])
+        upload.send(self._device)
+        width = int(parts.branches.max(initial=0))
+        work = LenVMPass(
+            segments=segments,
+            valued=valued,
+            passes=[rows[row].candidate_pass for row in parts.rows.tolist()],
+            branches=parts.branches.tolist(),
+            tokens=found.ids.flatten().index_select(0, places.tensor),
+            counts=(found.counts.index_select(0, row_of_part.tensor) - first.tensor).clamp(0, width),
+        )
+        passed = self._forward(work, resolve)
+        table = branch_of.tensor.view(found.ids.shape)
+        z = self._table(passed.branches, table)
         ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
         p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
         chosen = (p.log() + gumbel(sampling.keys, found.ids)).argmax(-1, keepdim=True)
-        self._adopt(passed, passes, self._branch_of(chosen.squeeze(1), at, places, found.ids.shape[1]))
+        drawn = table.gather(1, chosen).squeeze(1).index_select(0, computed.tensor)
+        self._adopt(passed, drawn, slots.tensor)
         values = z.sigmoid().masked_fill(ends, 0.0).masked_fill(~undecided.unsqueeze(1), float("nan"))
         draws = GuidedDraws(
             tokens=found.ids.gather(1, chosen).squeeze(1),
@@ -176,9 +196,10 @@ class LenVMRunner:
         sampling = prepare([row.sampling for row in rows], self._device)
         logits = logits[:, : self._model.config.vocab_size].contiguous()
         parameters = self._parameters(rows)
-        width = max(2, power_of_two(max(row.top_k for row in rows)))
+        columns = FEW if all(row.top_k <= FEW for row in rows) else MOST
+        columns = min(columns, 1 << logits.shape[1].bit_length() - 1)
         found = candidates(
-            edited(logits, sampling), sampling.temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), width
+            edited(logits, sampling), sampling.temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), columns
         )
         return sampling, parameters, found
 
@@ -211,32 +232,19 @@ class LenVMRunner:
         tilts = Tilts(rule.tensor, scale, log_gamma, aim, value_min)
         return Parameters(top_k.tensor, end_ids.tensor.view(len(rows), -1), entropy.float(), tilts)
 
-    def _select(self, found: Candidates, undecided: Tensor) -> tuple[list[int], Tensor | None, list[int]]:
-        """Rows that are computed, places of their candidates in the flat table (None: all), and the number of each row's
-        candidates.
-        """
-        rows, width = found.ids.shape
+    def _parts(self, rows: Sequence[GuidedRow], found: Candidates, undecided: Tensor) -> Parts:
+        """The candidates to compute, in either form."""
+        columns = found.ids.shape[1]
         if not self._compact:
-            return list(range(rows)), None, [width] * rows
-        counts = found.counts * undecided
-        at = counts.nonzero().squeeze(1)
-        places = (torch.arange(width) < counts.unsqueeze(1)).flatten().nonzero().squeeze(1)
-        return at.tolist(), places, counts[at].tolist()
+            return equal_parts([row.top_k for row in rows], columns)
+        return exact_parts((found.counts * undecided).numpy(), columns)
 
-    def _table(self, branches: Tensor | None, places: Tensor | None, found: Candidates) -> Tensor:
-        """Return raw values in a table with the shape of the candidates; 0 if none was computed."""
+    def _table(self, branches: Tensor | None, branch_of: Tensor) -> Tensor:
+        """Raw values in a table like ``branch_of``, 0 where none was computed. branches: [branches] float32"""
         if branches is None:
-            return torch.zeros_like(found.probabilities)
-        if places is None:
-            return branches.view(found.probabilities.shape)
-        return torch.zeros_like(found.probabilities).flatten().index_copy_(0, places, branches).view(found.probabilities.shape)
-
-    def _branch_of(self, chosen: Tensor, at: list[int], places: Tensor | None, width: int) -> Tensor:
-        """Return the branch of the pass that each computed row draws. chosen: [rows], its rank. -> [computed rows]"""
-        if places is None:
-            return chosen + torch.arange(len(at), device=chosen.device) * width
-        rows = torch.tensor(at, dtype=torch.int64)
-        return torch.searchsorted(places, chosen[rows] + rows * width)
+            return torch.zeros(branch_of.shape, device=branch_of.device)
+        padded = torch.cat([branches, branches.new_zeros(1)])
+        return padded.index_select(0, branch_of.flatten()).view(branch_of.shape)
 
     def _forward(self, work: LenVMPass, resolve: Resolve) -> LenVMOutput:
         segments, valued, passes, branches, _, _ = work
@@ -248,29 +256,27 @@ class LenVMRunner:
                 return LenVMOutput(raw, None, self._graphs.kept)
         lengths = [len(candidate_pass.prefix) for candidate_pass in passes]
         upload = Upload()
-        tokens = upload.add(np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)]))
-        positions = upload.add(np.concatenate([*(segment.positions for segment in segments), np.repeat(lengths, branches)]))
+        known_tokens = Tokens.of(segments)
+        tokens = upload.add(known_tokens.ids)
+        positions = upload.add(np.concatenate([known_tokens.positions, np.repeat(lengths, branches)]))
         ends = np.cumsum([len(segment.tokens) for segment in segments])
-        valued_rows = upload.add(ends[list(valued)] - 1 if valued else [])
+        known = sum(len(segment.tokens) for segment in segments)
+        read = [*(ends[list(valued)] - 1 if valued else ()), *range(known, known + sum(branches))]
+        rows = upload.add(read or [0])  # prompts whose keys alone are needed
         upload.send(self._device)
-        known = len(tokens.tensor)
         all_tokens = torch.cat([resolve(tokens.tensor, segments), work.tokens])
         attend = self._attend(work)
-        hidden = self._model(all_tokens, positions.tensor, FusedAttend(attend))
+        hidden = self._model(all_tokens, positions.tensor, FusedAttend(attend), rows.tensor if segments else None)
         return LenVMOutput(
-            branches=self._model.head(hidden[known:]) if passes else None,
-            ends=self._model.head(hidden.index_select(0, valued_rows.tensor)) if valued else None,
+            branches=self._model.head(hidden[len(valued) :]) if passes else None,
+            ends=self._model.head(hidden[: len(valued)]) if valued else None,
             kept=attend.kept,
         )
 
     def _attend(self, work: LenVMPass) -> PassAttention:
         return PassAttention(self._attention, work)
 
-    def _adopt(self, passed: LenVMOutput, passes: Sequence[CandidatePass], chosen: Tensor) -> None:
-        """Write keys and values of the branches ``chosen``, [passes], to their slots."""
-        if passed.kept is None:
-            return
-        upload = Upload()
-        slots = upload.add([candidate_pass.slot for candidate_pass in passes])
-        upload.send(self._device)
-        passed.kept.adopt(chosen, self._attention.kv, slots.tensor)
+    def _adopt(self, passed: LenVMOutput, chosen: Tensor, slots: Tensor) -> None:
+        """Write keys and values of the branches ``chosen`` to ``slots``, [computed rows] both."""
+        if passed.kept is not None:
+            passed.kept.adopt(chosen, self._attention.kv, slots)

@@ -16,20 +16,21 @@ from engine.models.decoder import FusedAttend, Heads
 
 
 class LenVMPass(NamedTuple):
-    """Input of one forward pass of the length model: segments, then one-token branches behind the known tokens of some rows, row
-    by row.
+    """Input of one forward pass of the length model: segments, then one-token branches behind the known tokens of some rows, part
+    by part (:mod:`engine.lenvm.parts`).
     """
 
     segments: Sequence[ExtendSegment]
     valued: Sequence[int]
     """Indices of the ``segments`` whose last token is valued."""
     passes: Sequence[CandidatePass]
+    """[parts]: that of each part's row"""
     branches: Sequence[int]
-    """[passes]: number of branches of each"""
+    """[parts]: number of branches of each"""
     tokens: Tensor
     """[branches] int64"""
     counts: Tensor
-    """[passes] int64: number of real branches of each, which come first"""
+    """[parts] int64: number of real branches of each, which come first"""
 
 
 class LenVMOutput(NamedTuple):

@@ -108,11 +108,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
 
-    def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden]"""
+    def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""
         heads = self._heads(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
-        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+        return self.o_proj(_some(out.flatten(1), rows))  # type: ignore[no-any-return]
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         kv_heads = self.split[1]
@@ -149,12 +149,21 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp = MLP(config, dtype)
 
-    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """x: [tokens, hidden], what the layer before added to residual, or the embeddings where residual is None."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x: [tokens, hidden], what the layer before added to residual, or the embeddings where residual is None.
+
+        rows: the only rows to compute behind attention, as no other layer follows; None for all.
+        """
         x, residual = (self.input_norm(x), x) if residual is None else self.input_norm.add(x, residual)
-        x = self.attention(x, cos, sin, attend)
-        x, residual = self.post_attention_norm.add(x, residual)
+        x = self.attention(x, cos, sin, attend, rows)
+        x, residual = self.post_attention_norm.add(x, _some(residual, rows))
         return self.mlp(x), residual
+
+
+def _some(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 class Decoder(nn.Module):
@@ -177,14 +186,19 @@ class Decoder(nn.Module):
         self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
         self.register_buffer("inverse_frequencies", config.rope.inverse_frequencies(config.head_dim), persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions: [tokens] int64. -> hidden rows after the final norm, [tokens, hidden]."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """tokens, positions: [tokens] int64. -> hidden rows after the final norm, [tokens, hidden].
+
+        rows: [rows] int64, the tokens whose hidden rows are wanted, at least one; None for all. The last layer computes no others
+        behind attention.
+        """
         cos, sin = self._rotation(positions)
         x: Tensor = self.embed(tokens)
         residual: Tensor | None = None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, cos, sin, attend)
-        assert residual is not None  # there is at least one layer
+        x, residual = self.layers[-1](x, residual, cos, sin, attend, rows)
+        assert residual is not None
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -48,9 +48,9 @@ class LenVM(nn.Module):
         """The decoder's; always tied, because there is no other head."""
         return self.decoder.config
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden rows of a flat run of tokens, as :meth:`Decoder.forward`: [tokens, hidden]."""
-        return self.decoder(tokens, positions, attend)  # type: ignore[no-any-return]
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Hidden rows of a flat run of tokens, as :meth:`Decoder.forward`: [tokens or rows, hidden]."""
+        return self.decoder(tokens, positions, attend, rows)  # type: ignore[no-any-return]
 
     def value(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden: [rows, hidden]. -> (z, v), [rows] each, float32, v = sigmoid(z)."""

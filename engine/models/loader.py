@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models import checkpoint, fp8
+from engine.models import checkpoint
 from engine.models.checkpoint import SINGLE, Stored
 from engine.models.config import ModelConfig, config_json, load_config
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.pooling import load_pooling
+from engine.models.quantization import FORMATS
 from engine.models.source import locate
 
 EMBEDDING, HEAD = checkpoint.BODY_PREFIX + checkpoint.EMBEDDING, "lm_head.weight"
@@ -29,7 +30,7 @@ SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 20, 64
 def load_model(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> Decoder:
     """The decoder in a model directory or hub repository, converted to ``dtype``, in evaluation mode.
 
-    ``quantize``: what its layers are then converted to, ``fp8`` or nothing.
+    ``quantize``: what its layers are then converted to, one of :data:`~engine.models.quantization.FORMATS`.
     Raises :class:`~engine.models.errors.ModelError` where files, names, shapes or dtypes are wrong, before a weight is copied.
     """
     directory = locate(model)
@@ -61,15 +62,17 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
     if quantize is None:
         checkpoint.copy(stored, decoder_views(decoder, stored), part)
         return
-    fp8.check_shapes(decoder)
+    form = FORMATS[quantize]
+    form.check_shapes(decoder)
     checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     passage = copy.deepcopy(layers[0])
     for layer in layers:
-        fp8.convert(layer)  # before weights are loaded: unwritten memory is not allocated, and memory freed later would leave holes
+        # Before weights are loaded: unwritten memory is not allocated, and memory freed later would leave holes.
+        form.convert(layer)
     for index, layer in enumerate(layers):
         checkpoint.copy(stored, decoder.layer_views(index, passage), part)
-        fp8.fill(layer, passage)
+        form.fill(layer, passage)
 
 
 def _as_stored(views: dict[str, Tensor], stored: Mapping[str, Stored]) -> dict[str, Tensor]:

@@ -29,26 +29,37 @@ FILES = [
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
-def locate(model: str | Path) -> Path:
+def locate(model: str | Path, revision: str | None = None) -> Path:
     """The directory of ``model``, downloaded first where it is a hub id such as ``Qwen/Qwen3-0.6B``.
 
-    Raises :class:`ModelError` where there is no such directory, no such repository, or no network and no earlier download.
+    ``revision``: branch, tag or commit of the repository; None: its main branch. Raises :class:`ModelError` where there is no such
+    directory, repository or revision, or no network and no earlier download.
     """
     directory = Path(model).expanduser()
     if directory.is_dir():
+        if revision is not None:
+            raise ModelError(f"{directory.name} is a directory, which has no revision {revision}; leave the revision out.")
         return directory
     if directory.exists() or not _HUB_ID.fullmatch(str(model)):
         raise ModelError(f"{directory.name} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B.")
-    return _download(str(model))
+    return _download(str(model), revision)
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, revision: str | None) -> Path:
     # Imported here, because the import takes half a second and most engines have their model in a directory.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=FILES))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=FILES))
+    except RevisionNotFoundError:
+        raise ModelError(f"The hub model {hub_id} has no revision {revision}; give a branch, a tag or a commit of it.") from None
     except GatedRepoError:
         raise ModelError(f"{hub_id} is gated; accept its terms on the hub and set HF_TOKEN, or give a local directory.") from None
     except RepositoryNotFoundError:

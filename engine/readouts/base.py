@@ -3,7 +3,7 @@
 A readout is one kind of output of a step: label log-probabilities, drawn tokens, and so on. The runner makes one object of each
 kind for each step and calls it in this order:
 
-1. :meth:`Readout.add` for each segment whose request is of the readout's kind;
+1. :meth:`Readout.add` for each segment whose request is of the readout's kind: note the rows that are read;
 2. :meth:`Readout.upload`, before the forward pass: add index arrays to the step's one copy to the device;
 3. :meth:`Readout.queue`, behind the forward pass: queue the work, and add its results to the step's one copy to the host;
 4. :meth:`Readout.read`, after that copy has arrived: write the results into the :class:`StepResult`. Steps are read in their
@@ -15,7 +15,6 @@ Steps 1 to 3 never wait for the device. Readouts without an output are skipped a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -30,13 +29,13 @@ from engine.lenvm.guided_draws import GuidedStep
 from engine.models.decoder import Decoder
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(msgspec.Struct, frozen=True, eq=False):
     """The next token of a sequence."""
 
     branch: Branch
-    token: int
-    logprobs: wire.Logprobs | None
+    token: int | None
+    """None: the sequence is complete without a draw, because ``max_tokens`` is 0."""
+    logprobs: wire.Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,6 @@ class StepResult:
     rows: list[tuple[Branch, list[float]]] = field(default_factory=list)
     """Rows of :class:`engine.wire.Scored`, of complete branches."""
     drawn: list[Drawn] = field(default_factory=list)
-    ended: list[Branch] = field(default_factory=list)
-    """Sequences that are complete without a draw, because ``max_tokens`` is 0."""
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
 
 
@@ -86,8 +83,8 @@ class ReadoutContext:
 class StepTensors:
     """Device tensors of one step that readouts read."""
 
-    hidden: Tensor | None = None
-    """[tokens, hidden], after the final norm; None where the step has no tokens on the main model."""
+    hidden: dict[Readout, Tensor] = field(default_factory=dict)
+    """[rows, hidden], after the final norm, for each readout: its :attr:`Readout.hidden_rows`."""
     logits: dict[Readout, Tensor] = field(default_factory=dict)
     """[rows, vocab] float32 for each readout with :attr:`Readout.logit_rows`."""
     guided: GuidedStep | None = None
@@ -107,6 +104,8 @@ class Readout(ABC):
         """Branches whose last token this step computes, and whose result this readout brings."""
         self.ended: list[Branch] = []
         """Branches that this step completes without a result."""
+        self.hidden_rows: list[int] = []
+        """Rows of the step whose hidden states :meth:`queue` reads."""
         self.logit_rows: list[int] = []
         """Rows of the step whose logits over the vocabulary :meth:`queue` reads."""
         self.tokens: Tensor | None = None
@@ -135,8 +134,3 @@ class Readout(ABC):
     @abstractmethod
     def read(self, result: StepResult) -> None:
         """Write the results, which are on the host now."""
-
-
-def wanted_rows(requests: Sequence[wire.Generate]) -> list[int]:
-    """Places of the draws whose log-probabilities are asked for."""
-    return [place for place, message in enumerate(requests) if message.logprobs is not None]

@@ -7,13 +7,17 @@ import numpy as np
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch, GenerateRequest
-from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
+from engine.core import Branch
+from engine.device.sampling import SamplingRow, draw, pack, prepare, token_logprobs
 from engine.device.transfer import Download, Upload
+from engine.generation import GenerateRequest
 from engine.ints import EMPTY
-from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows
+from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
 from engine.structured.bits import Bits, bits_of, words_of
+
+_FORCED = wire.Sampling(temperature=0)
+"""Parameters of a draw that has one choice."""
 
 
 class DrawReadout(Readout):
@@ -23,46 +27,49 @@ class DrawReadout(Readout):
 
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         super().__init__(context, batch)
-        self._messages: list[wire.Generate] = []
         self._sampling_rows: list[SamplingRow] = []
+        self._reported: dict[int, wire.Generate] = {}
+        """Places of the draws whose log-probabilities are asked for, and their messages."""
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
         request = segment.request
         assert isinstance(request, GenerateRequest)
-        if not segment.completes or branch in self.batch.candidate_passes:
+        if branch in self.batch.candidate_passes or not segment.completes:
             return
-        if not request.draws(branch):
+        position = request.offset(branch)
+        if position >= request.message.sampling.max_tokens:
             self.ended.append(branch)
             return
+        if request.message.logprobs is not None:
+            self._reported[len(self.branches)] = request.message
         self.branches.append(branch)
-        self.logit_rows.append(row + len(segment.tokens) - 1)
-        self._messages.append(request.message)
-        self._sampling_rows.append(sampling_row(branch, request, self.context.eos_token_ids))
+        self.logit_rows.append(row + segment.tokens.size - 1)
+        self._sampling_rows.append(sampling_row(branch, request, position, self.context.eos_token_ids))
 
     def upload(self, upload: Upload) -> None:
-        self._wanted = wanted_rows(self._messages)
-        self._wanted_copy = upload.add(self._wanted)
+        self._reported_copy = upload.add(list(self._reported))
 
     def queue(self, step: StepTensors, download: Download) -> None:
         if not self.branches:
             return
         logits = step.logits[self]
-        wanted = logits.index_select(0, self._wanted_copy.tensor) if self._wanted else None
+        reported = logits.index_select(0, self._reported_copy.tensor) if self._reported else None
         self.tokens = draw(logits, prepare(self._sampling_rows, logits.device), in_place=True)
         self._token_copy = download.add(self.tokens)
-        if wanted is not None:
-            self._counts = [self._messages[place].logprobs or 0 for place in self._wanted]
-            chosen = self.tokens.index_select(0, self._wanted_copy.tensor)
-            self._logprobs = LogprobsCopy(download, token_logprobs(wanted, chosen, max(self._counts)))
+        if reported is not None:
+            self._counts = [message.logprobs or 0 for message in self._reported.values()]
+            chosen = self.tokens.index_select(0, self._reported_copy.tensor)
+            self._logprobs = LogprobsCopy(download, token_logprobs(reported, chosen, max(self._counts)))
 
     def read(self, result: StepResult) -> None:
-        result.ended += self.ended
+        result.drawn += [Drawn(branch, None) for branch in self.ended]
         if not self.branches:
             return
-        read = zip(self._wanted, self._logprobs.read(self._counts), strict=True) if self._wanted else ()
-        logprobs = {place: _with_values(told, self._messages[place]) for place, told in read}
-        tokens = enumerate(zip(self.branches, self._token_copy.tensor.tolist(), strict=True))
-        result.drawn += [Drawn(branch, token, logprobs.get(place)) for place, (branch, token) in tokens]
+        logprobs: list[wire.Logprobs | None] = [None] * len(self.branches)
+        if self._reported:
+            for (place, message), told in zip(self._reported.items(), self._logprobs.read(self._counts), strict=True):
+                logprobs[place] = _with_values(told, message)
+        result.drawn += map(Drawn, self.branches, self._token_copy.tensor.tolist(), logprobs)
 
 
 def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
@@ -75,21 +82,23 @@ def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
     return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
 
 
-def sampling_row(branch: Branch, request: GenerateRequest, eos_token_ids: tuple[int, ...]) -> SamplingRow:
-    """Parameters of the next draw of ``branch``."""
-    bits, params = _bits(branch, request), request.message.sampling
-    forced = request.forced_token(branch)
+def sampling_row(branch: Branch, request: GenerateRequest, position: int, eos_token_ids: tuple[int, ...]) -> SamplingRow:
+    """Parameters of the next draw of ``branch``. position: :meth:`GenerateRequest.offset`."""
+    request.packed_sampling = request.packed_sampling or pack(request.message.sampling)
+    params, bits, packed = request.message.sampling, _bits(branch, request), request.packed_sampling
+    forced = None if branch.thinking is None else request.forced_token(branch)
     if forced is not None and _allows(branch, forced):
-        bits, params = bits_of([forced], words_of(forced + 1)), wire.Sampling(temperature=0)
+        params, bits, packed = _FORCED, bits_of([forced], words_of(forced + 1)), b""
     return SamplingRow(
-        params=params,
-        index=request.message.index + branch.index,
-        position=request.offset(branch),
-        prompt_tokens=request.prompt[: len(request.prompt) - request.message.resume_offset],
-        output_tokens=request.output(branch) if request.depends_on_output else EMPTY,
-        eos_ids=eos_token_ids,
-        bits=bits,
-        complete=branch.constraint is not None and branch.constraint.complete,
+        params,
+        request.message.index + branch.index,
+        position,
+        request.prompt[: len(request.prompt) - request.message.resume_offset] if request.depends_on_output else EMPTY,
+        request.output(branch) if request.depends_on_output else EMPTY,
+        eos_token_ids,
+        bits,
+        branch.constraint is not None and branch.constraint.complete,
+        packed,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from engine import wire
 from engine.batch import Batch, ExtendSegment
 from engine.core import Branch, PartialRow, ScoreRequest
-from engine.device.transfer import Download, Upload
+from engine.device.transfer import Download
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 
 SMALLEST_NORM = 1e-12
@@ -24,8 +24,6 @@ class _Part:
 
     branch: Branch
     readout: wire.Embedding
-    row: int
-    """Row of its first token among the step's tokens."""
     start: int
     """Place of its first token among the pooled ones of its branch."""
     tokens: int
@@ -55,21 +53,18 @@ class EmbeddingReadout(Readout):
             self.branches.append(branch)
         if self.context.decoder.config.pooling == "mean":
             assert not len(request.prefix)
-            self._parts.append(_Part(branch, request.readout, row, segment.start, tokens, segment.completes))
+            self._parts.append(_Part(branch, request.readout, segment.start, tokens, segment.completes))
+            self.hidden_rows += range(row, row + tokens)
         elif segment.completes:
-            self._parts.append(_Part(branch, request.readout, row + tokens - 1, 0, 1, completes=True))
-
-    def upload(self, upload: Upload) -> None:
-        self._row_copy = upload.add([part.row for part in self._parts])
+            self._parts.append(_Part(branch, request.readout, 0, 1, completes=True))
+            self.hidden_rows.append(row + tokens - 1)
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        assert step.hidden is not None
-        size = step.hidden.shape[1]
-        hidden = step.hidden[:, : max(part.readout.dimensions or size for part in self._parts)]
-        if self.context.decoder.config.pooling == "mean":
-            sums = torch.stack([hidden[part.row : part.row + part.tokens].sum(0, dtype=torch.float32) for part in self._parts])
-        else:
-            sums = hidden.index_select(0, self._row_copy.tensor).float()
+        size = step.hidden[self].shape[1]
+        hidden = step.hidden[self][:, : max(part.readout.dimensions or size for part in self._parts)]
+        parts = torch.split(hidden, [part.tokens for part in self._parts])
+        mean = self.context.decoder.config.pooling == "mean"
+        sums = torch.stack([part.sum(0, dtype=torch.float32) for part in parts]) if mean else hidden.float()
         self._sums = download.add(sums)
 
     def read(self, result: StepResult) -> None:

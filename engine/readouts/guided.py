@@ -11,10 +11,11 @@ from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, CandidatePass, ExtendSegment
-from engine.core import Branch, GenerateRequest
+from engine.core import Branch
 from engine.device.transfer import Copy, Download, Upload
+from engine.generation import GenerateRequest
 from engine.lenvm.guided_draws import GuidedDraws, GuidedRow
-from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors, wanted_rows
+from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.draws import sampling_row
 
 
@@ -35,7 +36,8 @@ class GuidedDrawReadout(Readout):
 
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         super().__init__(context, batch)
-        self._messages: list[wire.Generate] = []
+        self._reported: dict[int, wire.Generate] = {}
+        """Places of the draws whose log-probabilities are asked for, and their messages."""
         self.rows: list[GuidedRow] = []
         """One for each branch."""
         self.skipped: list[CandidatePass] = []
@@ -45,20 +47,20 @@ class GuidedDrawReadout(Readout):
         request = segment.request
         assert isinstance(request, GenerateRequest)
         candidate_pass = self.batch.candidate_passes.get(branch)
-        if not segment.completes or candidate_pass is None:
+        if candidate_pass is None or not segment.completes:
             return
         assert request.length_guidance is not None
-        sampling = sampling_row(branch, request, self.context.eos_token_ids)
+        sampling = sampling_row(branch, request, request.offset(branch), self.context.eos_token_ids)
+        if request.message.logprobs is not None:
+            self._reported[len(self.branches)] = request.message
         self.branches.append(branch)
-        self.logit_rows.append(row + len(segment.tokens) - 1)
-        self._messages.append(request.message)
+        self.logit_rows.append(row + segment.tokens.size - 1)
         begin = request.guided_from(branch)
         assert begin is not None
         self.rows.append(GuidedRow(sampling, request.length_guidance, request.candidates, candidate_pass, begin))
 
     def upload(self, upload: Upload) -> None:
-        self._wanted = wanted_rows(self._messages)
-        self._wanted_copy = upload.add(self._wanted)
+        self._reported_copy = upload.add(list(self._reported))
 
     def queue(self, step: StepTensors, download: Download) -> None:
         assert step.guided is not None
@@ -69,29 +71,32 @@ class GuidedDrawReadout(Readout):
         self._token_copy = download.add(draws.tokens)
         self._undecided = download.add(draws.undecided)
         self._counts = download.add(draws.counts)
-        if self._wanted:
-            top_n = max(self._messages[place].logprobs or 0 for place in self._wanted)
-            self._candidates = top_candidates(download, draws, self._wanted_copy.tensor, top_n)
+        if self._reported:
+            top_n = max(message.logprobs or 0 for message in self._reported.values())
+            self._candidates = top_candidates(download, draws, self._reported_copy.tensor, top_n)
 
     def read(self, result: StepResult) -> None:
         tokens, undecided, counts = (copy.tensor.tolist() for copy in (self._token_copy, self._undecided, self._counts))
-        logprobs = dict(zip(self._wanted, self._read_logprobs(counts), strict=True)) if self._wanted else {}
-        skipped = {candidate_pass.branch for candidate_pass in self.skipped}
-        for place, (branch, row) in enumerate(zip(self.branches, self.rows, strict=True)):
-            result.drawn.append(Drawn(branch, tokens[place], logprobs.get(place)))
-            if row.candidate_pass.branch not in skipped:
-                pending = len(row.candidate_pass.pending.tokens) if row.candidate_pass.pending else 0
-                result.lenvm.tokens += pending + counts[place]
+        logprobs: list[wire.Logprobs | None] = [None] * len(self.branches)
+        if self._reported:
+            for place, told in zip(self._reported, self._read_logprobs(counts), strict=True):
+                logprobs[place] = told
+        result.drawn += map(Drawn, self.branches, tokens, logprobs)
+        skipped = set(self.skipped)
+        for row, count in zip(self.rows, counts, strict=True):
+            candidate_pass = row.candidate_pass
+            if candidate_pass not in skipped:
+                result.lenvm.tokens += count + (candidate_pass.pending.tokens.size if candidate_pass.pending else 0)
         result.lenvm.guided += sum(undecided)
         result.lenvm.alone += len(undecided) - sum(undecided)
 
     def _read_logprobs(self, counts: Sequence[int]) -> list[wire.Logprobs]:
         copies = self._candidates
         columns = (copy.tensor.tolist() for copy in (copies.chosen, copies.ids, copies.top, copies.values))
-        rows = zip(*columns, self._wanted, strict=True)
+        rows = zip(*columns, self._reported.items(), strict=True)
         return [
-            candidate_logprobs(chosen, ids, top, values, counts[place], self._messages[place])
-            for chosen, ids, top, values, place in rows
+            candidate_logprobs(chosen, ids, top, values, counts[place], message)
+            for chosen, ids, top, values, (place, message) in rows
         ]
 
 

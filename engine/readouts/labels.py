@@ -27,7 +27,6 @@ class LabelReadout(Readout):
 
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         super().__init__(context, batch)
-        self._rows: list[int] = []
         self._labels: list[list[int]] = []
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
@@ -36,18 +35,15 @@ class LabelReadout(Readout):
         assert isinstance(request.readout, wire.Labels)
         if segment.completes and request.readout.raw == self.raw:
             self.branches.append(branch)
-            self._rows.append(row + len(segment.tokens) - 1)
+            self.hidden_rows.append(row + len(segment.tokens) - 1)
             self._labels.append(request.readout.tokens)
 
     def upload(self, upload: Upload) -> None:
-        self._row_copy = upload.add(self._rows)
         self._label_copy = upload.add(label_table(self._labels))
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        assert step.hidden is not None
-        hidden = step.hidden.index_select(0, self._row_copy.tensor)
-        labels = self._label_copy.tensor.view(len(self._rows), -1)
-        self.numbers = download.add(label_logprobs(hidden, self.context.decoder.head_weight, labels))
+        labels = self._label_copy.tensor.view(len(self._labels), -1)
+        self.numbers = download.add(label_logprobs(step.hidden[self], self.context.decoder.head_weight, labels))
 
     def read(self, result: StepResult) -> None:
         rows = zip(self.branches, self.numbers.tensor.tolist(), self._labels, strict=True)

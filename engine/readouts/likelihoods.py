@@ -42,7 +42,6 @@ class LikelihoodReadout(Readout):
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         super().__init__(context, batch)
         self._parts: list[_Part] = []
-        self._rows: list[int] = []
 
     @property
     def empty(self) -> bool:
@@ -53,17 +52,15 @@ class LikelihoodReadout(Readout):
         assert isinstance(request, ScoreRequest)
         targets = request.targets[branch.index][segment.start : segment.start + count]
         self._parts.append(_Part(branch, segment.start, targets, segment.completes))
-        self._rows += range(row, row + count)
+        self.hidden_rows += range(row, row + count)
         if segment.completes:
             self.branches.append(branch)
 
     def upload(self, upload: Upload) -> None:
-        self._row_copy = upload.add(self._rows)
         self._target_copy = upload.add(np.concatenate([part.targets for part in self._parts]))
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        assert step.hidden is not None
-        values = token_likelihoods(self.context.decoder, step.hidden, self._row_copy.tensor, self._target_copy.tensor)
+        values = token_likelihoods(self.context.decoder, step.hidden[self], self._target_copy.tensor)
         self._values = download.add(values)
 
     def read(self, result: StepResult) -> None:
@@ -76,18 +73,18 @@ class LikelihoodReadout(Readout):
                 result.rows.append((part.branch, [*values[:, 0].tolist(), float(values[:, 1].all())]))
 
 
-def token_likelihoods(decoder: Decoder, hidden: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+def token_likelihoods(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
     """Log-probability of each target after its row of ``hidden``, and 1 where no token is more probable, otherwise 0.
 
-    hidden: [tokens, hidden]; rows, targets: [rows] int64. -> [rows, 2] float32. Logits exist for a bounded number of rows at a
+    hidden: [rows, hidden]; targets: [rows] int64. -> [rows, 2] float32. Logits exist for a bounded number of rows at a
     time.
     """
-    return torch.cat(list(_likelihood_chunks(decoder, hidden, rows, targets)))
+    return torch.cat(list(_likelihood_chunks(decoder, hidden, targets)))
 
 
-def _likelihood_chunks(decoder: Decoder, hidden: Tensor, rows: Tensor, targets: Tensor) -> Iterator[Tensor]:
+def _likelihood_chunks(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Iterator[Tensor]:
     count = max(1, CHUNK_ELEMENTS // decoder.config.vocab_size)
-    for places, ids in zip(torch.split(rows, count), torch.split(targets, count), strict=True):
-        logits = decoder.logits(hidden.index_select(0, places)).float()
+    for rows, ids in zip(torch.split(hidden, count), torch.split(targets, count), strict=True):
+        logits = decoder.logits(rows).float()
         chosen = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
         yield torch.stack((chosen - logits.logsumexp(1), (chosen >= logits.amax(1)).float()), 1)

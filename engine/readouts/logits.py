@@ -21,15 +21,14 @@ class LabelLogitsReadout(LabelReadout):
     def upload(self, upload: Upload) -> None:
         table = label_table(self._labels)
         distinct, columns = np.unique(table, return_inverse=True)
-        self._row_copy = upload.add(self._rows)
         self._token_copy = upload.add(distinct)
         self._column_copy = upload.add(columns)
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        assert step.hidden is not None
-        hidden = step.hidden.index_select(0, self._row_copy.tensor)
-        columns = self._column_copy.tensor.view(len(self._rows), -1)
-        self.numbers = download.add(label_logits(hidden, self.context.decoder.head_weight, self._token_copy.tensor, columns))
+        columns = self._column_copy.tensor.view(len(self._labels), -1)
+        self.numbers = download.add(
+            label_logits(step.hidden[self], self.context.decoder.head_weight, self._token_copy.tensor, columns)
+        )
 
 
 def label_logits(hidden: Tensor, head: Tensor, tokens: Tensor, columns: Tensor) -> Tensor:

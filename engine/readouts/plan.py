@@ -40,15 +40,17 @@ class OutputPlan:
         self.guided = GuidedDrawReadout(context, batch)
         self.length_values = LengthValueReadout(context, batch)
         by_kind: dict[type[msgspec.Struct] | None, list[Readout]] = {}
-        for readout in (*main, self.guided, self.length_values):
+        guided = (self.guided,) if batch.candidate_passes else ()
+        for readout in (*main, *guided, self.length_values):
             by_kind.setdefault(readout.kind, []).append(readout)
         for segments in (batch.segments, batch.lenvm_segments):
             row = 0
             for index, segment in enumerate(segments):
-                if segment.branch is not None:
+                branch = segment.branch
+                if branch is not None:
                     for readout in by_kind.get(segment.request.kind, ()):
-                        readout.add(segment, segment.branch, row, index)
-                row += len(segment.tokens)
+                        readout.add(segment, branch, row, index)
+                row += segment.tokens.size
         self.main: list[Readout] = [readout for readout in main if not readout.empty]
         """Readouts of the main model that have an output."""
         self.lenvm: list[Readout] = [readout for readout in (self.guided, self.length_values) if not readout.empty]

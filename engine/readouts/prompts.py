@@ -11,9 +11,10 @@ from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch, GenerateRequest
+from engine.core import Branch
 from engine.device.sampling import TokenLogprobs, token_logprobs
 from engine.device.transfer import Copy, Download, Upload
+from engine.generation import GenerateRequest
 from engine.models.decoder import Decoder
 from engine.readouts.base import PromptPart, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
@@ -25,8 +26,6 @@ class _Part:
     """One segment of a prompt."""
 
     branch: Branch
-    row: int
-    """First row of the segment."""
     start: int
     """Position of the segment's first token in the prompt."""
     following: npt.NDArray[np.int64]
@@ -58,17 +57,17 @@ class PromptLogprobsReadout(Readout):
             return
         start = len(segment.context) - len(segment.tokens)
         following = request.prompt[start + 1 : start + len(segment.tokens) + 1].astype(np.int64)
-        self._parts.append(_Part(branch, row, start, following, top))
+        self._parts.append(_Part(branch, start, following, top))
+        self.hidden_rows += range(row, row + len(following))
 
     def upload(self, upload: Upload) -> None:
         for part in self._parts:
             part.tokens = upload.add(part.following) if part.following.size else None
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        assert step.hidden is not None
-        for part in self._parts:
+        rows = torch.split(step.hidden[self], [len(part.following) for part in self._parts])
+        for part, hidden in zip(self._parts, rows, strict=True):
             if part.tokens is not None:
-                hidden = step.hidden[part.row : part.row + len(part.following)]
                 part.logprobs = LogprobsCopy(
                     download, next_token_logprobs(self.context.decoder, hidden, part.tokens.tensor, part.top)
                 )

@@ -24,7 +24,7 @@ from engine.models.decoder import Attend, Decoder
 
 logger = logging.getLogger(__name__)
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 800, 896, 1024, 1280, 1536, 1792, 2048)
 """Tokens. Beyond the last, computing a step takes longer than launching it."""
 
 

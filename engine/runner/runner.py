@@ -10,15 +10,15 @@ behind the main model's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, ExtendSegment
+from engine.batch import Batch, ExtendSegment, Tokens
 from engine.core import PENDING, Branch
 from engine.device.transfer import Copy, Download, Upload
 from engine.lenvm.guided_draws import GuidedStep, LenVMRunner
@@ -26,8 +26,6 @@ from engine.models.decoder import Decoder
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.plan import OutputPlan
 from engine.runner.graphs import StepGraphs
-
-Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,10 @@ class PendingStep:
     batch: Batch
     plan: OutputPlan
     download: Download
+
+    def discard(self) -> None:
+        """Block until the step is done, and leave its results. Raises what the device raised."""
+        self.download.wait()
 
     def wait(self) -> StepResult:
         """Block until the results are on the host. Raises what the device raised."""
@@ -60,8 +62,8 @@ class _Inputs:
     """Rows whose token the step before draws."""
     source: Copy
     """[pending] row of that token among the draws of the step before."""
-    logit_rows: Copy
-    """Rows whose logits some readout reads."""
+    rows: Copy
+    """Rows that readouts read: hidden rows first, then those whose logits are read."""
 
 
 class Runner:
@@ -81,6 +83,8 @@ class Runner:
         self._lenvm = lenvm
         self._context = ReadoutContext(decoder, tuple(eos_token_ids))
         self._device = attention.kv.keys.device
+        self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
+        """For a step of which no row is read."""
         self._drawn = torch.empty(0, dtype=torch.int64, device=self._device)
         """Tokens that the last step draws, on the device."""
         self._drawn_row: dict[Branch, int] = {}
@@ -88,7 +92,18 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
-        """Queue all segments of ``batch``, and the outputs that they ask for, on the device."""
+        """Queue all segments of ``batch``, and the outputs that they ask for, on the device.
+
+        Where that fails midway, wait for what is queued, because no :class:`PendingStep` will: its buffers are used again.
+        """
+        try:
+            return self._launch(batch)
+        except Exception:
+            with suppress(RuntimeError):  # a device that cannot go on has nothing queued
+                self._wait_for_device()
+            raise
+
+    def _launch(self, batch: Batch) -> PendingStep:
         plan, step, download = OutputPlan(batch, self._context), StepTensors(), Download(self._device)
         upload = Upload()
         for readout in plan.readouts:
@@ -107,6 +122,11 @@ class Runner:
         download.send()
         return PendingStep(batch, plan, download)
 
+    def _wait_for_device(self) -> None:
+        nothing = Download(self._device)
+        nothing.send()
+        nothing.wait()
+
     @property
     def replayed(self) -> int:
         """Steps so far that replayed a CUDA graph."""
@@ -118,23 +138,32 @@ class Runner:
         return 0 if self._lenvm is None else self._lenvm.replayed
 
     def _add_inputs(self, batch: Batch, plan: OutputPlan, upload: Upload) -> _Inputs:
-        pending, source = self._pending(batch.segments)
+        tokens = Tokens.of(batch.segments)
+        pending = np.flatnonzero(tokens.ids == PENDING)
         return _Inputs(
-            tokens=upload.add(np.concatenate([segment.tokens for segment in batch.segments])),
-            positions=upload.add(np.concatenate([segment.positions for segment in batch.segments])),
+            tokens=upload.add(tokens.ids),
+            positions=upload.add(tokens.positions),
             pending=upload.add(pending),
-            source=upload.add(source),
-            logit_rows=upload.add([row for readout in plan.readouts for row in readout.logit_rows]),
+            source=upload.add(self._source(batch.segments) if len(pending) else []),
+            rows=upload.add(
+                [row for readout in plan.readouts for row in readout.hidden_rows]
+                + [row for readout in plan.readouts for row in readout.logit_rows]
+            ),
         )
 
     def _compute(self, inputs: _Inputs, batch: Batch, plan: OutputPlan, step: StepTensors) -> None:
-        """Queue the main model: hidden rows of all tokens, and logits of the rows that readouts read, in one product."""
+        """Queue the main model: the hidden rows that readouts read, and the logits, in one product."""
         tokens = self._fill(inputs.tokens.tensor, inputs.pending.tensor, inputs.source.tensor)
-        step.hidden = self._forward(tokens, inputs.positions.tensor, batch.segments)
-        reading: list[Readout] = [readout for readout in plan.readouts if readout.logit_rows]
-        if reading:
-            logits = self._decoder.logits(step.hidden.index_select(0, inputs.logit_rows.tensor)).float()
-            parts = torch.split(logits, [len(readout.logit_rows) for readout in reading])
+        hidden = self._forward(tokens, inputs.positions.tensor, batch.segments, inputs.rows.tensor)
+        reading: list[Readout] = list(plan.readouts)
+        *parts, rest = torch.split(
+            hidden,
+            [*(len(readout.hidden_rows) for readout in reading), sum(len(readout.logit_rows) for readout in reading)],
+        )
+        step.hidden = dict(zip(reading, parts, strict=True))
+        if len(rest):
+            logits = self._decoder.logits(rest).float()
+            parts = list(torch.split(logits, [len(readout.logit_rows) for readout in reading]))
             step.logits = dict(zip(reading, parts, strict=True))
 
     def _run_lenvm(self, batch: Batch, plan: OutputPlan, step: StepTensors) -> GuidedStep:
@@ -153,18 +182,25 @@ class Runner:
         branches = [branch for _, branches in drawing for branch in branches]
         self._drawn_row = {branch: row for row, branch in enumerate(branches)}
 
-    def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
-        """[tokens, hidden], from a CUDA graph where one fits."""
+    def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor:
+        """Hidden ``rows``, [rows, hidden]. A CUDA graph, where one fits, computes all rows, as does a step that needs most."""
         hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, segments)
-        return self._decoder(tokens, positions, self._attention.plan(segments)) if hidden is None else hidden
+        if hidden is None:
+            attend = self._attention.plan(segments)
+            if 0 < len(rows) < len(tokens):
+                return self._decoder(tokens, positions, attend, rows)  # type: ignore[no-any-return]
+            hidden = self._decoder(tokens, positions, attend, None if len(rows) else self._any_row)
+        return hidden.index_select(0, rows)
 
-    def _pending(self, segments: Sequence[ExtendSegment]) -> tuple[Longs, Longs]:
-        """Rows whose token the step before draws, and the row of each token there."""
-        ends = np.cumsum([len(segment.tokens) for segment in segments])
-        lasts = np.array([segment.tokens[-1] for segment in segments])
-        rows = [(ends[at] - 1, self._drawn_row[_main_branch(segments[at])]) for at in np.flatnonzero(lasts == PENDING).tolist()]
-        table = np.array(rows, np.int64).reshape(-1, 2)
-        return table[:, 0], table[:, 1]
+    def _source(self, segments: Sequence[ExtendSegment]) -> list[int]:
+        """Row among the draws of the step before of each pending token, in the order of ``segments``."""
+        rows = []
+        for segment in segments:
+            if segment.branch is not None:
+                branch = segment.branch.main_branch or segment.branch
+                if branch.pending and segment.tokens[-1] == PENDING:
+                    rows.append(self._drawn_row[branch])
+        return rows
 
     def _fill(self, tokens: Tensor, pending: Tensor, source: Tensor) -> Tensor:
         """``tokens`` with those that the step before draws in the rows ``pending``."""
@@ -172,18 +208,10 @@ class Runner:
 
     def _resolve(self, tokens: Tensor, segments: Sequence[ExtendSegment]) -> Tensor:
         """Tokens of ``segments``, on the device, with those that the step before draws."""
-        pending, source = self._pending(segments)
-        if not len(pending):
+        source = self._source(segments)
+        if not source:
             return tokens
         upload = Upload()
-        pending_copy, source_copy = upload.add(pending), upload.add(source)
+        pending_copy, source_copy = upload.add(np.flatnonzero(Tokens.of(segments).ids == PENDING)), upload.add(source)
         upload.send(self._device)
         return self._fill(tokens, pending_copy.tensor, source_copy.tensor)
-
-
-def _main_branch(segment: ExtendSegment) -> Branch:
-    """The branch on the main model that draws the token of ``segment``."""
-    assert segment.branch is not None
-    branch = segment.branch.main_branch if segment.request.on_lenvm else segment.branch
-    assert branch is not None
-    return branch

@@ -48,7 +48,7 @@ class Allocator:
 
     def allocate(self, count: int, request: Request, branch: Branch | None, *, may_preempt: bool) -> Ints:
         """Return ``count`` slots for ``branch`` (None: the prefix), or none at all."""
-        pool, cache = self.kv_pool(request)
+        pool, cache = self.kv_pools[request.on_lenvm]
         while pool.available < count:
             if cache.evict(count - pool.available):
                 continue
@@ -66,7 +66,7 @@ class Allocator:
         for other in reversed(request.branches):
             if other is branch:
                 return False
-            if len(other.slots):
+            if other.computed:
                 self.free(other)
                 return True
         return False
@@ -110,31 +110,32 @@ class Allocator:
 
     def free(self, branch: Branch) -> None:
         """Free the slots of a branch, which is then computed again or ends."""
-        self.count_taken(branch.request, -len(branch.slots))
-        self.kv_pool(branch.request).pool.free(branch.slots.view)
-        branch.slots.clear()
-        if not len(branch.outputs):
+        slots = branch.slots
+        self.count_taken(branch.request, -len(slots))
+        self.kv_pool(branch.request).pool.free(slots)
+        branch.context.clear()
+        if not branch.drawn:
             branch.prompt_logprobs.clear()
 
     def insert_prefix(self, branch: Branch) -> None:
         """Insert a finished generation into the prefix cache, unless the request keeps nothing, and free its other slots."""
         pool, cache = self.kv_pool(branch.request)
-        kept = 0
-        self.count_taken(branch.request, -len(branch.slots))
+        kept, slots = 0, branch.slots
+        self.count_taken(branch.request, -len(slots))
         if branch.request.node is not None and branch.request.salt is not None:
-            kept = min(len(branch.tokens), len(branch.slots))  # a step in flight may draw one more token
-            cache.adopt(branch.request.node, branch.tokens.view[:kept], branch.slots.view[:kept])
-        pool.free(branch.slots.view[kept:])
-        branch.slots.clear()
+            kept = min(len(branch.tokens), len(slots))  # a step in flight may draw one more token
+            cache.adopt(branch.request.node, branch.tokens.view[:kept], slots[:kept])
+        pool.free(slots[kept:])
+        branch.context.clear()
 
     def release_unused(self, candidate_pass: CandidatePass) -> None:
         """Free the slots of a pass that was not computed, because the draw was decided without the length model. Its pending tokens
         stay pending."""
         pending = len(candidate_pass.pending.tokens) if candidate_pass.pending else 0
-        self.kv_pool(candidate_pass.branch.request).pool.free(candidate_pass.branch.slots.drop(pending + 1))
+        self.kv_pool(candidate_pass.branch.request).pool.free(candidate_pass.branch.context.drop(pending + 1))
         self.count_taken(candidate_pass.branch.request, -pending - 1)
 
     def count_taken(self, request: Request, count: int) -> None:
         """Count slots that ``request`` took from the pool; a negative number was given back."""
         request.taken += count
-        self._queue.of(request).held[request.on_lenvm] += count
+        self._queue.flows[request.caller.tenant].held[request.on_lenvm] += count

@@ -9,12 +9,12 @@ token to be drawn is allocated before the draw.
 
 from __future__ import annotations
 
-import numpy as np
-
 from engine.batch import Batch, CandidatePass, ExtendSegment
-from engine.core import PENDING, Branch, GenerateRequest, Request
+from engine.core import Branch, Request
+from engine.generation import GenerateRequest
 from engine.ints import EMPTY, Ints
 from engine.scheduling.allocation import Allocator
+from engine.scheduling.flow import Flow
 
 
 class StepComposer:
@@ -24,76 +24,105 @@ class StepComposer:
         self._allocator = allocator
         self._run_ahead = run_ahead
 
-    def compute(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
-        """Add up to ``room`` tokens of a running request to the step, and at least one of each sequence that is being generated."""
-        limit = batch.load + room
-        least = 1 if request.reserve else 0
-        lacking = 0
-        for part in request.with_aux:
-            if part.prefix_remaining:
-                self._compute_prefix(batch, part, limit - batch.load, may_preempt=may_preempt)
-                lacking += part.prefix_remaining
-        if lacking:
+    def compute(self, batch: Batch, flow: Flow, request: Request, room: int, reserve: int, *, may_preempt: bool) -> int:
+        """Add up to ``room`` tokens of a running request to the step, and at least one of each sequence that is being generated.
+        Returns the number of tokens, with which ``flow``, that of the request, is charged.
+
+        reserve: :attr:`Request.reserve`, which is not 0 only behind the prefix.
+        """
+        before = batch.load
+        self._compute(batch, request, room, reserve, may_preempt=may_preempt)
+        spent = batch.load - before
+        if spent:
+            request.step = self._allocator.step
+            flow.spent += spent
+        return spent
+
+    def _compute(self, batch: Batch, request: Request, room: int, reserve: int, *, may_preempt: bool) -> None:
+        limit, least = batch.load + room, 1 if reserve else 0
+        if not reserve and not self._compute_prefixes(batch, request, limit, may_preempt=may_preempt):
             return
         for branch in request.branches:
             if not self._can_go_on(request, branch):
                 continue
-            compute = self._compute_guided if _draws_guided(branch) else self._compute_branch
-            if not compute(batch, branch, max(limit - batch.load, least), may_preempt=may_preempt):
+            start = branch.computed
+            remaining, room = branch.tokens.size - start, limit - batch.load
+            if remaining <= 0:
+                continue
+            if room < least:
+                room = least
+            if branch.aux_branch is not None and _draws_guided(branch):
+                added = self._compute_guided(batch, branch, remaining, room, may_preempt=may_preempt)
+            else:
+                count = remaining if remaining < room else room
+                added = self._compute_branch(batch, branch, start, count, may_preempt=may_preempt)
+            if not added:
                 return
 
-    def _compute_branch(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
-        """Add up to ``room`` tokens of ``branch`` to the step. Returns False if there is no room or no slot."""
-        count = min(branch.remaining, room)
-        slots = self._allocator.allocate(count, branch.request, branch, may_preempt=may_preempt) if count > 0 else EMPTY
-        if len(slots):
-            self._enter(batch, branch, slots)
-        return len(slots) > 0
-
-    def _compute_guided(self, batch: Batch, branch: Branch, room: int, *, may_preempt: bool) -> bool:
-        """Add up to ``room`` tokens of a guided branch to the step. Its last token is added only together with everything that the
-        length model needs for the draw. Returns False if there is no room or no slot.
-        """
-        aux_branch, request = branch.aux_branch, branch.request
-        assert aux_branch is not None
-        assert isinstance(request, GenerateRequest)
-        behind = aux_branch.remaining > 0 and branch.remaining + aux_branch.remaining + request.candidates > room
-        if behind or branch.remaining > room:
-            limit = batch.load + room
-            self._compute_branch(batch, branch, min(room, branch.remaining - 1), may_preempt=may_preempt)
-            return self._compute_branch(batch, aux_branch, limit - batch.load, may_preempt=may_preempt)
-        ahead = self._allocator.allocate(aux_branch.remaining + 1, aux_branch.request, aux_branch, may_preempt=may_preempt)
-        slots = self._allocator.allocate(branch.remaining, request, branch, may_preempt=may_preempt) if len(ahead) else EMPTY
-        if not len(slots):
-            self._allocator.kv_pool(aux_branch.request).pool.free(ahead)
-            return False
-        self._enter(batch, branch, slots)
-        start = len(aux_branch.slots)
-        aux_branch.slots.extend(ahead)
-        self._allocator.count_taken(aux_branch.request, len(ahead))
-        prefix = np.concatenate([aux_branch.request.prefix_slots.view, aux_branch.slots.view[:-1]])
-        pending = ExtendSegment(aux_branch.request, aux_branch, aux_branch.tokens.view[start:], prefix) if len(ahead) > 1 else None
-        batch.add_candidate_pass(branch, CandidatePass(aux_branch, prefix, pending, int(ahead[-1])), request.candidates)
-        return True
-
-    def _enter(self, batch: Batch, branch: Branch, slots: Ints) -> None:
-        """Add the next tokens of ``branch`` to the step, with their ``slots``."""
-        start = len(branch.slots)
-        branch.slots.extend(slots)
-        self._allocator.count_taken(branch.request, len(slots))
-        context = np.concatenate([branch.request.prefix_slots.view, branch.slots.view])
-        batch.add(ExtendSegment(branch.request, branch, branch.tokens.view[start : start + len(slots)], context))
-        branch.request.computed_tokens += len(slots)
-
     def _can_go_on(self, request: Request, branch: Branch) -> bool:
-        """Whether ``branch`` has tokens to compute now. A token that a pending step draws is added as :data:`PENDING`."""
-        if not branch.may_draw:
+        """Whether it is known how ``branch`` continues. A token that a pending step draws is added as
+        :data:`~engine.core.PENDING`."""
+        if branch.constraint is not None and not branch.constraint.ready:
             return False
         if branch.pending_steps and not branch.pending:
             if not (self._run_ahead and request.may_run_ahead(branch)):
                 return False
-            branch.tokens.extend([PENDING])
-        return branch.remaining > 0
+            branch.await_draw()
+        return True
+
+    def _compute_branch(self, batch: Batch, branch: Branch, start: int, count: int, *, may_preempt: bool) -> bool:
+        """Add ``count`` tokens of ``branch`` from ``start`` to the step. Returns False if that is none, or if there is no slot."""
+        slots = self._allocator.allocate(count, branch.request, branch, may_preempt=may_preempt) if count > 0 else EMPTY
+        if not slots.size:
+            return False
+        self._enter(batch, branch, start, slots)
+        return True
+
+    def _compute_guided(self, batch: Batch, branch: Branch, remaining: int, room: int, *, may_preempt: bool) -> bool:
+        """Add up to ``room`` of the ``remaining`` tokens of a guided branch to the step. Its last token is added only together with
+        everything that the length model needs for the draw. Returns False if there is no room or no slot.
+        """
+        aux_branch, request = branch.aux_branch, branch.request
+        assert aux_branch is not None
+        assert isinstance(request, GenerateRequest)
+        behind = aux_branch.remaining
+        if remaining > room or (behind > 0 and remaining + behind + request.candidates > room):
+            limit = batch.load + room
+            self._compute_branch(batch, branch, branch.computed, min(room, remaining - 1), may_preempt=may_preempt)
+            count = min(behind, limit - batch.load)
+            return self._compute_branch(batch, aux_branch, aux_branch.computed, count, may_preempt=may_preempt)
+        ahead = self._allocator.allocate(behind + 1, aux_branch.request, aux_branch, may_preempt=may_preempt)
+        slots = self._allocator.allocate(remaining, request, branch, may_preempt=may_preempt) if ahead.size else EMPTY
+        if not slots.size:
+            self._allocator.kv_pool(aux_branch.request).pool.free(ahead)
+            return False
+        self._enter(batch, branch, branch.computed, slots)
+        start = aux_branch.computed
+        aux_branch.enter(ahead)
+        self._allocator.count_taken(aux_branch.request, ahead.size)
+        prefix = aux_branch.context.view[:-1]
+        pending = None
+        if behind > 0:
+            pending = ExtendSegment(aux_branch.request, aux_branch, aux_branch.tokens.from_(start), prefix)
+        batch.add_candidate_pass(branch, CandidatePass(aux_branch, prefix, pending, int(ahead[-1])), request.candidates)
+        return True
+
+    def _enter(self, batch: Batch, branch: Branch, start: int, slots: Ints) -> None:
+        """Add the tokens of ``branch`` from ``start`` to the step, with their ``slots``."""
+        request, count = branch.request, slots.size
+        branch.enter(slots)
+        self._allocator.count_taken(request, count)
+        request.computed_tokens += count
+        batch.add(ExtendSegment(request, branch, branch.tokens.part(start, start + count), branch.context.view))
+
+    def _compute_prefixes(self, batch: Batch, request: Request, limit: int, *, may_preempt: bool) -> bool:
+        """Compute prefixes until the step has a load of ``limit``; returns whether none lacks a token."""
+        complete = True
+        for part in request.with_aux:
+            if part.prefix_remaining:
+                self._compute_prefix(batch, part, limit - batch.load, may_preempt=may_preempt)
+                complete = complete and not part.prefix_remaining
+        return complete
 
     def _compute_prefix(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> None:
         """Match the rest of the prefix in the cache again, and compute up to ``room`` tokens that the cache lacks."""
@@ -119,4 +148,5 @@ class StepComposer:
 def _draws_guided(branch: Branch) -> bool:
     """Whether a guided draw follows the last token of ``branch``."""
     request = branch.request
-    return isinstance(request, GenerateRequest) and request.guided_from(branch) is not None and request.draws(branch)
+    assert isinstance(request, GenerateRequest)
+    return request.guided_from(branch) is not None and request.draws(branch)

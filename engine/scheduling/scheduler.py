@@ -15,42 +15,38 @@ Between tenants, resources are divided by weight:
   request waits for the step in progress, and a flood of requests fills every step.
 - *Running requests and slots*: a tenant takes them from requests of tenants that have more for their weight
   (:mod:`engine.scheduling.preemption`). While several tenants share the engine, each leaves room for the others
-  (:data:`DYNAMIC_THRESHOLD`), so most requests need no preemption.
+  (:data:`~engine.scheduling.admission.DYNAMIC_THRESHOLD`), so most requests need no preemption.
 - *Queue places*: see :meth:`Scheduler.displace`.
 
 With one tenant none of these rules applies.
 
-The scheduler chooses requests. :mod:`engine.scheduling.composer` adds their tokens to the step, and
-:mod:`engine.scheduling.allocation` allocates and frees their slots. A length model has its own slots and prefix cache.
+The scheduler computes running requests, and :mod:`engine.scheduling.admission` starts waiting ones.
+:mod:`engine.scheduling.composer` adds their tokens to the step, and :mod:`engine.scheduling.allocation` allocates and frees their
+slots. A length model has its own slots and prefix cache.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine import wire
 from engine.batch import Batch, CandidatePass
-from engine.core import Branch, GenerateRequest, Request
+from engine.core import Branch, Request
+from engine.generation import GenerateRequest
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
+from engine.scheduling.admission import Admission
 from engine.scheduling.allocation import Allocator, KVPool
 from engine.scheduling.composer import StepComposer
 from engine.scheduling.fair_queue import FairQueue
-from engine.scheduling.flow import Flow
 from engine.scheduling.wait_estimator import WaitEstimator
 
 PREFILL_SHARE = 0.25
 CONTENDED_SHARE = 0.25
 """Part of the budget that a step has while several tenants share the engine."""
-DYNAMIC_THRESHOLD = 8
-"""While several tenants share the engine, a tenant gets another place, or more slots for a waiting request, only if it has less
-than this many times the number of free ones. Source: Choudhury and Hahne 1998, "Dynamic queue length thresholds for shared-memory
-packet switches"; 8 leaves a ninth free beside one flood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +80,11 @@ class Scheduler:
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
-        self.items = 0
+        self._items = 0
         """Requests that are items and have not ended."""
-        self._closed_above = math.inf
-        """For this step, tenants that hold at least this many slots for their weight admit nothing, because a tenant that
-        holds no more found too few slots for its next request.
-        """
         self._expiring: list[tuple[float, int, Request]] = []
         self._wait_estimator = WaitEstimator(clock)
+        self._admission = Admission(budget.max_running_requests, self._queue, self._allocator, self._composer, self._wait_estimator)
 
     @property
     def kv_pools(self) -> list[KVPool]:
@@ -111,7 +104,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
-        self.items += request.is_item
+        self._items += request.is_item
         self._queue.join(request)
         self._wait_estimator.enter(request)
         if request.expires is not None:
@@ -142,13 +135,9 @@ class Scheduler:
         return len(self._requests) - len(self._running)
 
     @property
-    def _free_places(self) -> int:
-        return self._budget.max_running_requests - len(self._running) + self._allocator.items_running
-
-    @property
     def waiting_items(self) -> int:
         """Number of requests that are not admitted and are items."""
-        return self.items - self._allocator.items_running
+        return self._items - self._allocator.items_running
 
     @property
     def tenants(self) -> int:
@@ -193,22 +182,22 @@ class Scheduler:
         """Return the next step; it is empty only if there is nothing to compute."""
         batch = Batch()
         self._allocator.step += 1
-        self._closed_above = math.inf
         contended, shared = self._queue.contended(), self._queue.shared
         tokens = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
         reserved = self._queue.reserve()
         most = max(tokens, reserved + max(1, int(PREFILL_SHARE * tokens)))
         granted = self._queue.grant(most - reserved)
+        self._admission.begin(most, self._clock(), contended=contended)
         if shared:
             for flow in granted:
-                self._make_way(batch, flow)
+                self._admission.make_way(batch, flow)
         for request in self.running:
-            if request.id in self._running and request.step != self._allocator.step:
+            if request.step != self._allocator.step and request.id in self._running:
                 self._go_on(batch, request)
         if shared:
             for flow in granted:
-                self._admit_waiting(batch, flow, most, contended=contended)
-        self._use_rest(batch, most, contended=contended)
+                self._admission.admit_waiting(batch, flow)
+        self._admission.use_rest(batch)
         self._queue.settle(most)
         self._wait_estimator.turn()
         return batch
@@ -235,7 +224,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request and free everything that it holds."""
         del self._requests[request.id]
-        self.items -= request.is_item
+        self._items -= request.is_item
         self._wait_estimator.leave(request, begun=False)
         self._allocator.let_go(request)
         self._queue.leave(request)
@@ -256,95 +245,5 @@ class Scheduler:
     def _go_on(self, batch: Batch, request: Request) -> None:
         """Compute a running request: its decoding branches, and other tokens within the share of its tenant."""
         flow, reserve = self._queue.of(request), request.reserve
-        room = flow.room + reserve
-        flow.room = room - self._serve(batch, request, room, may_preempt=True)
-
-    def _serve(self, batch: Batch, request: Request, room: int, *, may_preempt: bool) -> int:
-        """Compute up to ``room`` tokens of a request; returns how many."""
-        before = batch.load
-        self._composer.compute(batch, request, room, may_preempt=may_preempt)
-        spent = batch.load - before
-        if spent:
-            request.step = self._allocator.step
-            self._queue.of(request).spent += spent
-        return spent
-
-    def _admit_waiting(self, batch: Batch, flow: Flow, most: int, *, contended: bool) -> None:
-        """Start waiting requests of a tenant while it has a share of the step, and while there are places and slots."""
-        while flow.waiting and flow.room > 0 and batch.load < most:
-            if not self._has_room(flow, contended=contended):
-                return
-            if not self._admit(batch, flow, min(flow.room, most - batch.load)):
-                self._closed_above = min(self._closed_above, flow.holding)
-                return
-
-    def _has_room(self, flow: Flow, *, contended: bool) -> bool:
-        """Whether there is a running place for a tenant, with which it leaves enough places and slots to others."""
-        free = self._free_places
-        if not contended or free <= 0:
-            return free > 0
-        available = [kv_pool.pool.available + kv_pool.cache.evictable for kv_pool in self.kv_pools]
-        shares = zip((len(flow.running), *flow.held), (free, *available), strict=True)
-        return flow.holding < self._closed_above and all(own == 0 or own < DYNAMIC_THRESHOLD * left for own, left in shares)
-
-    def _use_rest(self, batch: Batch, most: int, *, contended: bool) -> None:
-        """Give the rest of the step to flows that can use it, those furthest behind first."""
-        if batch.load >= most:
-            return
-        for flow in self._queue.dealt:
-            if not self._queue.satisfied:
-                self._use_rest_of(batch, flow, most)
-            flow.room = most - batch.load
-            self._admit_waiting(batch, flow, most, contended=contended)
-        for flow in self._queue.others():
-            if batch.load >= most or self._free_places <= 0 or self._closed_above <= 0:
-                return
-            flow.room = most - batch.load
-            self._admit_waiting(batch, flow, most, contended=contended)
-
-    def _use_rest_of(self, batch: Batch, flow: Flow, most: int) -> None:
-        """Compute more tokens of a tenant's running requests than its share. A request that is already in the step preempts
-        nothing, because it might take slots of its own branches, and a guided request is not added twice."""
-        for request in list(flow.running.values()):
-            again = request.step == self._allocator.step
-            if batch.load < most and request.id in self._running and not (again and len(request.with_aux) > 1):
-                self._serve(batch, request, most - batch.load, may_preempt=not again)
-
-    def _admit(self, batch: Batch, flow: Flow, room: int) -> bool:
-        """Start the first waiting request of a tenant if at least one of its tokens fits into ``room``."""
-        request = self._queue.start(flow)
-        self._running[request.id] = request
-        self._allocator.items_running += request.is_item
-        for part in request.with_aux:
-            part.node = self._allocator.kv_pool(part).cache.enter(part.salt)
-        spent = self._serve(batch, request, room, may_preempt=False)
-        if not spent:
-            self._allocator.preempt(request)
-            return False
-        flow.room -= spent
-        for part in request.with_aux:
-            part.begun = True
-        if request.first_computed is None:
-            request.first_computed = self._clock()
-        self._wait_estimator.leave(request, begun=True)
-        return True
-
-    def _make_way(self, batch: Batch, flow: Flow) -> None:
-        """Admit the next request of a tenant that has a share of the step but lacks a running place or slots.
-
-        They come from tenants that have more for their weight. The request is admitted before the running ones are computed, which
-        would take these slots.
-        """
-        if not flow.waiting:
-            return
-        if self._free_places <= 0:
-            victim = self._allocator.victim_for_place(flow)
-            victims = [] if victim is None else [victim]
-        else:
-            request = flow.waiting[0][2]
-            found = [self._allocator.victims_for_slots(flow, part) for part in request.with_aux]
-            victims = [] if None in found else list(dict.fromkeys(itertools.chain.from_iterable(filter(None, found))))
-        for victim in victims:
-            self._allocator.preempt(victim)
-        if victims:
-            self._admit(batch, flow, flow.room)
+        flow.room += reserve
+        flow.room -= self._composer.compute(batch, flow, request, flow.room, reserve, may_preempt=True)

@@ -60,6 +60,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
     info: wire.Info
     tokenizer: wire.TokenizerFiles
+    stats: wire.Stats
+    """Before the first step."""
 
 
 class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):

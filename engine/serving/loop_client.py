@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from engine import wire
 from engine.serving import channel
+from engine.serving.environment import with_defaults
 from engine.serving.pulse import SAMPLE_SECONDS, Pulse, tree_cpu_seconds
 from engine.settings import EngineSettings
 
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 GONE = "The engine's loop ended; try again."
 DRAINING = "The engine is shutting down; send the request to another one."
 LOADING = "The model is loading."
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
-"""glibc's malloc hands each large temporary back to the kernel and faults it in again; keeping them took 13-20 % off the CPU time
-of forward passes of 256-1920 tokens (6 layers, hidden 512, float32)."""
 
 
 class LoopClient:
@@ -62,7 +60,7 @@ class LoopClient:
         self._events.bind(events)
         arguments = ["-m", "engine.serving.loop_process", msgspec.json.encode(self._settings).decode(), requests, events]
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, env=MALLOC | os.environ
+            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, env=with_defaults(os.environ)
         )
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
@@ -150,7 +148,7 @@ class LoopClient:
                     if queue is not None:
                         queue.put_nowait(reply)
             elif isinstance(event, channel.Ready):
-                self.ready = event
+                self.ready, self.stats = event, event.stats
                 cpu_seconds = partial(tree_cpu_seconds, self._process.pid)
                 self.pulse = Pulse(cpu_seconds, stall_seconds=self._settings.stall_seconds)
                 self._tasks.append(asyncio.create_task(self._feel(self.pulse)))

@@ -11,17 +11,18 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from engine import wire
-from engine.build import build_loop, tokenizer_files
+from engine.build import build_loop, located
 from engine.loop import Loop
 from engine.models.errors import ModelError
-from engine.models.source import locate
 from engine.serving import channel, logs
 from engine.settings import EngineSettings
+from engine.tokenizer_files import tokenizer_files
 
 COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
 """Steps since the last collection."""
@@ -36,8 +37,9 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
         requests.connect(requests_address)
         events.connect(events_address)
         try:
+            settings = located(settings)
             loop = build_loop(settings)
-            ready = channel.Ready(loop.info, tokenizer_files(locate(settings.model)))
+            ready = channel.Ready(loop.info, tokenizer_files(Path(settings.model)), loop.stats)
         except ModelError as error:
             events.send(wire.encode(channel.StartFailed(str(error))))
             return 1

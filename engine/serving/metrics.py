@@ -17,6 +17,7 @@ GAUGES = {
     "yardstick_engine_tenants": ("Tenants with a request that has not ended.", "tenants"),
     "yardstick_engine_slots": ("Slots for keys and values, one a token.", "slots_total"),
     "yardstick_engine_slots_free": ("Free slots.", "slots_free"),
+    "yardstick_engine_attention_fallback": ("1 if `auto` could not choose the fastest attention backend.", "attention_fallback"),
     "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),
     "yardstick_engine_slots_items": ("Slots of items that came first, in the prefix cache.", "slots_items"),
 }
@@ -34,6 +35,10 @@ COUNTERS = {
     "yardstick_engine_replayed_lenvm_passes": (
         "Passes of the length model over candidates, replayed from a CUDA graph.",
         "replayed_lenvm_passes",
+    ),
+    "yardstick_engine_late_compilations": (
+        "Triton kernels compiled or loaded after the engine was ready; 0 is expected.",
+        "late_compilations",
     ),
     "yardstick_engine_structured_requests": ("Generations whose output follows a grammar.", "structured_requests"),
     "yardstick_engine_compiled_grammars": ("Grammars compiled.", "compiled_grammars"),

@@ -56,7 +56,7 @@ from engine.wire.scoring import (
     row_length,
     unpack_ids,
 )
-from engine.wire.server import Info, Limits, Stats, TokenizerFiles
+from engine.wire.server import Attention, Info, Limits, Stats, TokenizerFiles
 from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "SMALLEST_VALUE",
     "STATUS_OF_CODE",
     "Abort",
+    "Attention",
     "Caller",
     "Classes",
     "Constraint",

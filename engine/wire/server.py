@@ -20,6 +20,19 @@ class Limits(msgspec.Struct, frozen=True):
     """``LengthGuidance.top_k``."""
 
 
+class Attention(msgspec.Struct, frozen=True):
+    """The attention backend of an engine."""
+
+    backend: str
+    """``reference``, ``triton`` or ``flashinfer``."""
+    reason: str
+    """Why it was chosen, as a clause."""
+    fallback: bool = False
+    """Whether ``auto`` chose it because the fastest backend of the device cannot be used."""
+    modules: str = ""
+    """Of FlashInfer: ``prebuilt`` or ``compiled`` on this machine."""
+
+
 class Info(msgspec.Struct, tag="info", frozen=True):
     """Description of a served model. Constant for the life of the pod."""
 
@@ -45,6 +58,10 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Whether classes exclude each other (False: softmax) or not (True: sigmoid)."""
     embedding_size: int = 0
     """Length of an :class:`Embedding` row; 0 where the model does not embed."""
+    arithmetic: str = ""
+    """What the model computes in, for people: ``float32``, or ``float32, matrix products in int8 (avx512_vnni)``."""
+    attention: Attention | None = None
+    """None from an engine that does not say."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -69,6 +86,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Tokens of items that were evicted from the prefix cache."""
     replayed_steps: int = 0
     """Steps whose launches were replayed from a CUDA graph."""
+    attention_fallback: int = 0
+    """1 if :attr:`Attention.fallback`."""
     lenvm_tokens: int = 0
     """Tokens that the length model computed, candidates included."""
     guided_draws: int = 0
@@ -77,6 +96,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Draws of guided requests that were decided without the length model: one candidate, or little entropy."""
     replayed_lenvm_passes: int = 0
     """Passes of the length model whose launches were replayed from a CUDA graph."""
+    late_compilations: int = 0
+    """Triton kernels that were compiled or loaded after the engine was ready. Each delays the requests in progress."""
     wait_seconds: float = 0.0
     """Expected queue time of a new request, of the tenant for which it is longest."""
     tenants: int = 0

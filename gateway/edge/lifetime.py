@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from gateway.context import new_id
 from gateway.edge.connections import Connections
 from gateway.edge.cycle import Cycle
 from gateway.edge.transport import GatheringTransport
 from gateway.errors import GatewayError, Overloaded, RequestTimeout
+from gateway.ids import new_id
 
 LINGER_SECONDS = 1.0
 """Time that a client has to read a response that was sent before its request was complete."""

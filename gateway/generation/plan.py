@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from engine import wire
-from gateway.context import new_id
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.sequence import TextOptions
+from gateway.ids import new_id
 from gateway.lenvm.length_guidance import default_min_p
 from gateway.pool.replica import ServedModel
 from gateway.schemas.generation import GenerationRequest

@@ -7,8 +7,9 @@ from functools import partial
 
 from litestar.connection import ASGIConnection
 
-from gateway.context import RequestContext, new_id
+from gateway.context import RequestContext
 from gateway.errors import RateLimited
+from gateway.ids import new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, used
 from gateway.telemetry import Telemetry
 

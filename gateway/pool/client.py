@@ -17,8 +17,8 @@ import msgspec
 from yarl import URL
 
 from engine import wire
-from gateway.context import new_id
 from gateway.errors import EngineSilent, GatewayError, from_engine
+from gateway.ids import new_id
 from gateway.pool.faults import lost, silent, unreachable, unreadable
 from gateway.pool.stream import EngineStream, Take
 from gateway.pool.streams import EngineStreams

@@ -12,8 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from engine import wire
-from gateway.context import new_id
 from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
+from gateway.ids import new_id
 from gateway.pool.client import EngineClient
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import Take

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from engine import wire
-from gateway.context import new_id
 from gateway.errors import GatewayError, InternalError
+from gateway.ids import new_id
 from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 
 from engine import wire
-from gateway.collectors import ReplicaSample
+from gateway.collectors import ModelSample, ReplicaSample
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.names import Names
@@ -64,7 +64,7 @@ class Pool:
         self._turns: dict[tuple[str, str], asyncio.Lock] = {}  # by name and fingerprint, while the tokeniser is fetched
         self._followers: list[asyncio.Task[None]] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
-        telemetry.watch_replicas(self._samples)
+        telemetry.watch_replicas(self._samples, self._model_samples)
 
     def start(self) -> None:
         """Start the background tasks."""
@@ -80,8 +80,9 @@ class Pool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check_ready(self) -> None:
-        """Raise :class:`NotReady` unless some replica takes requests, :class:`UnusableModel` if a model's tokeniser is unusable."""
-        if any(replica.takes_work for replica in self._replicas.values()):
+        """Return once any model is known: the gateway then answers from the cache and lets requests wait for an engine. Until then
+        raise :class:`NotReady`, or :class:`UnusableModel` if a model's tokeniser is unusable."""
+        if self._served:
             return
         problem = next((replica.problem for replica in self._replicas.values() if replica.problem), None)
         if problem is not None:
@@ -131,6 +132,11 @@ class Pool:
         names = {replica: model.name for model in self._served.values() for replica in model.replicas}
         for replica in self._replicas.values():
             yield ReplicaSample(replica.client.url, names.get(replica, ""), replica.state, replica.in_flight, replica.tokens)
+
+    def _model_samples(self) -> Iterator[ModelSample]:
+        for name in sorted({served.name for served in self._served.values()}):
+            versions = [served for served in self._served.values() if served.name == name]
+            yield ModelSample(name, sum(len(v.ready) for v in versions), sum(v.waiting for v in versions))
 
     async def _follow(self, entry: str, source: Discovery) -> None:
         async for endpoints in source.follow():

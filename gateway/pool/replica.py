@@ -160,6 +160,8 @@ class ServedModel:
     sources: set[str] = field(default_factory=set)
     """Entries of the setting ``engines`` that last led to this model; it is remembered while its replicas are away."""
     created: int = field(default_factory=lambda: int(time.time()))
+    waiting: int = 0
+    """Requests that wait for a replica to be ready."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -224,12 +226,15 @@ class ServedModel:
 
     async def wait_ready(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a ready replica; return whether there is one."""
+        self.waiting += 1
         try:
             async with asyncio.timeout(seconds):
                 while not self.ready:
                     await self._news.wait()
         except TimeoutError:
             return False
+        finally:
+            self.waiting -= 1
         return True
 
     def check_prompt(self, length: int, param: str, *, room: int = 0) -> None:

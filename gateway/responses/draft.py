@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.context import new_id
 from gateway.errors import GatewayError
+from gateway.ids import new_id
 from gateway.pool.replica import ServedModel
 from gateway.schemas.responses import (
     IncompleteDetails,

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.context import new_id
 from gateway.errors import InvalidRequest
+from gateway.ids import new_id
 from gateway.schemas import tools as chat_tools
 from gateway.schemas.chat import ChatMessage, ChatRequest, TextPart
 from gateway.schemas.generation import TextRequest

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.context import new_id
+from gateway.ids import new_id
 from gateway.schemas.response_events import (
     ArgumentsDelta,
     ArgumentsDone,

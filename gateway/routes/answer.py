@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.context import new_id
 from gateway.generation.generation import Generation
 from gateway.generation.prompt_output import PromptOutput
 from gateway.generation.sequence import Piece, Token
+from gateway.ids import new_id
 from gateway.schemas.usage import Usage
 from gateway.streams import sse
 

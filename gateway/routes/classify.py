@@ -13,7 +13,7 @@ from litestar.params import JSONBody
 
 from engine import wire
 from gateway.cache.base import Row
-from gateway.context import new_id
+from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.presets.fitted import Fitted, sigmoid, softmax
 from gateway.routes.access import requested_model

@@ -12,12 +12,12 @@ from litestar.params import JSONBody
 
 from engine import wire
 from gateway.breathing import Breath
-from gateway.context import new_id
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
+from gateway.ids import new_id
 from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, refuse_sections
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool

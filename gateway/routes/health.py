@@ -36,7 +36,7 @@ def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecy
 
     @get("/readyz", media_type="text/plain", tags=["operation"])
     async def readyz() -> str:
-        """Tell whether any model can be asked here."""
+        """Tell whether this gateway answers requests: once it knows a model, and until it shuts down."""
         check_ready()
         return "ok"
 

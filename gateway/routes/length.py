@@ -10,7 +10,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from engine import wire
-from gateway.context import new_id
+from gateway.ids import new_id
 from gateway.lenvm.length_guidance import require_lenvm
 from gateway.lenvm.remaining import value_and_remaining
 from gateway.pool.pool import Pool

@@ -13,8 +13,8 @@ from litestar.params import JSONBody
 
 from gateway.breathing import Breath
 from gateway.cache.base import Row
-from gateway.context import new_id
 from gateway.errors import InvalidRequest
+from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted

@@ -16,9 +16,9 @@ from litestar.params import JSONBody
 
 from engine import wire
 from gateway.cache.base import Row
-from gateway.context import new_id
 from gateway.errors import InvalidRequest
 from gateway.generation.sequence import LEAST_LOGPROB
+from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, softmax

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -24,6 +24,18 @@ logger = logging.getLogger(__name__)
 _report = msgspec.msgpack.Decoder(Report)
 
 
+class Process(Protocol):
+    """The part of :class:`subprocess.Popen` that is used here."""
+
+    pid: int
+
+    def kill(self) -> None:
+        """End the process."""
+
+    def wait(self) -> int:
+        """Wait until the process has ended."""
+
+
 class ForksLostError(Exception):
     """The fork server ended while it carried out an order."""
 
@@ -34,7 +46,7 @@ class Forks(asyncio.Protocol):
     _transport: asyncio.BaseTransport
     _collected: asyncio.Future[int]
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, ended: Callable[[int, int], None]) -> None:
+    def __init__(self, process: Process, control: socket.socket, ended: Callable[[int, int], None]) -> None:
         """``ended``: called with process id and signal when a worker has ended."""
         self._process = process
         self._socket = control
@@ -50,15 +62,7 @@ class Forks(asyncio.Protocol):
         """Start the process."""
         ours, theirs = socket.socketpair()
         with theirs:
-            path = os.pathsep.join(place for place in sys.path if place)
-            command = [sys.executable, "-m", "gateway.text.forkserver", str(theirs.fileno())]
-            process = subprocess.Popen(  # noqa: S603, ASYNC220 - runs at start and after a crash; takes 1 to 2 ms
-                command,
-                # A worker without memory could not print a backtrace: it would hang.
-                env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+            process = start_fork_server(theirs)
         forks = cls(process, ours, ended)
         forks._transport, _ = await asyncio.get_running_loop().create_connection(lambda: forks, sock=ours.dup())
         return forks
@@ -123,6 +127,18 @@ class Forks(asyncio.Protocol):
         self._process.kill()
         self._collected = asyncio.get_running_loop().run_in_executor(None, self._process.wait)
         self.lost.set_result(None)
+
+
+def start_fork_server(control: socket.socket) -> Process:
+    """Start a fork server that serves ``control``."""
+    path = os.pathsep.join(place for place in sys.path if place)
+    return subprocess.Popen(  # noqa: S603 - runs at start and after a crash; takes 1 to 2 ms
+        [sys.executable, "-m", "gateway.text.forkserver", str(control.fileno())],
+        # A worker without memory could not print a backtrace: it would hang.
+        env=os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
+        pass_fds=[control.fileno()],
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def _write(file: BinaryIO, files: TokenizerFiles) -> None:

@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -27,8 +26,8 @@ from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
 from gateway.telemetry import Telemetry
 from gateway.text.channel import Channel, WorkerLostError, connect
-from gateway.text.fair import FairQueue
 from gateway.text.forks import Forks, ForksLostError
+from gateway.text.job_queue import Capacity, JobQueue, Waiter
 from gateway.text.spelling import TokenizerError
 from gateway.text.vocabulary import Vocabulary
 
@@ -36,32 +35,10 @@ logger = logging.getLogger(__name__)
 
 BULK = 64 << 10
 """Size of a body in bytes, or of text in characters, above which a job is bulk; it takes some 50 ms."""
-LEAST_COST = 4 << 10
-"""Lowest cost of a job in the fair queue, in bytes."""
 MAX_WAIT_SECONDS = 30.0
 """Longest wait for a worker."""
 RESTART_SECONDS = 0.5
 """Pause before the restart of a fork server that ended, and before replacing a worker that ended before its first answer."""
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Bounds on the workers and their queue."""
-
-    workers: int
-    job_mib: int
-    """Memory limit of one job, in MiB."""
-    max_jobs: int
-    """Most jobs that wait for a worker at a time."""
-    max_bytes: int
-    """Most bytes of the bodies of those jobs."""
-
-
-@dataclass(eq=False)
-class _Waiter:
-    size: int
-    bulk: bool
-    ready: asyncio.Future[Channel] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Workers:
@@ -70,9 +47,7 @@ class Workers:
     def __init__(self, capacity: Capacity, telemetry: Telemetry) -> None:
         self._capacity = capacity
         self._telemetry = telemetry
-        self._queue: FairQueue[_Waiter] = FairQueue()
-        self._queued_bytes = 0
-        self._bulk_running = 0
+        self._queue = JobQueue(capacity)
         self._idle: list[Channel] = []
         self._channels: dict[int, Channel] = {}  # by process id, until the fork server reports the end of the process
         self._open: set[Channel] = set()
@@ -138,19 +113,15 @@ class Workers:
         :class:`Overloaded`."""
         began = time.perf_counter()
         bulk = bulk and self._capacity.workers > 1
-        channel = await self._acquire(_Waiter(size, bulk), tenant, weight)
+        channel = await self._acquire(Waiter(size, bulk), tenant, weight)
         self._telemetry.text_waited(time.perf_counter() - began)
         try:
             yield channel
         finally:
             self._release(channel, bulk)
 
-    async def _acquire(self, waiter: _Waiter, tenant: str, weight: float) -> Channel:
-        full = len(self._queue) >= self._capacity.max_jobs or self._queued_bytes + waiter.size > self._capacity.max_bytes
-        if full and self._queue:
-            raise Overloaded("The queue of requests to tokenise is full; try again soon.", retry_after=1)
-        self._queue.push(waiter, tenant=tenant, cost=max(waiter.size, LEAST_COST), weight=weight, bulk=waiter.bulk)
-        self._queued_bytes += waiter.size
+    async def _acquire(self, waiter: Waiter, tenant: str, weight: float) -> Channel:
+        self._queue.push(waiter, tenant, weight)
         self._dispatch()
         if waiter.ready.done():
             return waiter.ready.result()
@@ -162,17 +133,13 @@ class Workers:
                 self._release(waiter.ready.result(), waiter.bulk)
             else:
                 self._queue.discard(waiter)
-                self._queued_bytes -= waiter.size
             if isinstance(error, TimeoutError):
                 raise Overloaded("The request waited too long to be tokenised; try again later.", retry_after=5) from None
             raise
 
     def _dispatch(self) -> None:
         """Assign idle workers to waiting jobs."""
-        most_bulk = max(1, self._capacity.workers // 2)
-        while self._idle and (waiter := self._queue.pop(bulk=self._bulk_running < most_bulk)):
-            self._queued_bytes -= waiter.size
-            self._bulk_running += waiter.bulk
+        while self._idle and (waiter := self._queue.pop()):
             waiter.ready.set_result(self._idle.pop())
 
     def _release(self, channel: Channel, bulk: bool) -> None:
@@ -180,7 +147,7 @@ class Workers:
         if channel.busy or channel.keeps_request:
             self._spawn(self._clear(channel, bulk))
             return
-        self._bulk_running -= bulk
+        self._queue.ended(bulk=bulk)
         if channel.retiring or channel.generation != self._generation:
             channel.close()
         else:

@@ -16,24 +16,21 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
+{{/* Labels of an object: (dict "root" $ "component" "engine" "own" MAP). A key has one value: the chart's, then `own`, then commonLabels */}}
 {{- define "yardstick.labels" -}}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
-{{ include "yardstick.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: yardstick
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $labels := include "yardstick.selector" . | fromYaml -}}
+{{- $_ := set $labels "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-") -}}
+{{- $_ := set $labels "app.kubernetes.io/version" .root.Chart.AppVersion -}}
+{{- $_ := set $labels "app.kubernetes.io/part-of" "yardstick" -}}
+{{- $_ := set $labels "app.kubernetes.io/managed-by" .root.Release.Service -}}
+{{- merge $labels (.own | default dict) .root.Values.commonLabels | toYaml -}}
 {{- end }}
 
-{{/* Labels of pods. None changes with the chart's version, because that would restart every pod */}}
+{{/* Labels of pods: (dict "root" $ "selector" TEXT "own" MAP). None changes with the chart's version, because that would restart every pod */}}
 {{- define "yardstick.podLabels" -}}
-{{ .selector }}
-app.kubernetes.io/part-of: yardstick
-{{- with .root.Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $labels := .selector | fromYaml -}}
+{{- $_ := set $labels "app.kubernetes.io/part-of" "yardstick" -}}
+{{- merge $labels (.own | default dict) .root.Values.commonLabels | toYaml -}}
 {{- end }}
 
 {{/* "true" if the cluster has at least version .is; fields that are newer than the chart's minimum need this check */}}
@@ -48,23 +45,72 @@ app.kubernetes.io/part-of: yardstick
 {{- if .Values.engine.enabled }}{{ $_ := set $pools "default" .Values.engine }}{{ end -}}
 {{- range $name, $own := .Values.pools -}}
 {{- if or $own.enabled (not (hasKey $own "enabled")) -}}
-{{- $_ := set $pools $name (mergeOverwrite (deepCopy $.Values.engine) $own) -}}
+{{- $_ := set $pools $name (include "yardstick.overridden" (dict "base" $.Values.engine "own" $own) | fromYaml) -}}
 {{- end -}}
 {{- end -}}
+{{- range $name, $engine := $pools }}{{ include "yardstick.checkPool" (dict "pool" $name "engine" $engine) }}{{ end -}}
 {{- toYaml $pools -}}
 {{- end }}
 
-{{- define "yardstick.poolName" -}}
-{{ include "yardstick.fullname" .root }}-engine{{ if ne .pool "default" }}-{{ .pool }}{{ end }}
+{{/* `base` with the values of `own`. Groups of values are merged; lists, labels, selectors and quantities are replaced as a whole,
+     so that an empty one removes what was inherited */}}
+{{- define "yardstick.overridden" -}}
+{{- $result := deepCopy .base -}}
+{{- range $key, $value := .own -}}
+{{- if has $key (list "modelCache" "hubToken" "resources" "autoscaling" "podDisruptionBudget" "updateStrategy") -}}
+{{- range $inner, $part := $value }}{{ $_ := set (get $result $key) $inner $part }}{{ end -}}
+{{- else -}}
+{{- $_ := set $result $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $result -}}
 {{- end }}
 
-{{/* "true" if a pool's pods have GPUs */}}
-{{- define "yardstick.hasGPU" -}}
-{{- range $name, $count := .resources.limits }}{{ if hasPrefix "nvidia.com/" $name }}true{{ end }}{{ end -}}
+{{/* Fails where the values of a pool contradict each other: (dict "pool" NAME "engine" VALUES) */}}
+{{- define "yardstick.checkPool" -}}
+{{- $gpus := include "yardstick.gpus" .engine | int -}}
+{{- $processes := int .engine.tensorParallel -}}
+{{- if and (or (gt $gpus 0) (not .engine.device)) (or (gt $gpus 1) (gt $processes 1)) (ne $gpus $processes) -}}
+{{- fail (printf "the pool %s has %d GPUs and `tensorParallel` is %d; set `resources.limits.\"nvidia.com/gpu\"` to the same number, or `device` to cpu and no GPU" .pool $gpus $processes) -}}
+{{- end -}}
+{{- if and (gt $gpus 0) (eq .engine.device "cpu") -}}
+{{- fail (printf "the pool %s has GPUs and `device` is cpu; set `resources.limits` to {}" .pool) -}}
+{{- end -}}
+{{- with .engine.autoscaling -}}
+{{- if and .enabled (eq .kind "hpa") (eq (int .minReplicas) 0) -}}
+{{- fail (printf "the pool %s: an HPA does not scale to zero; set `autoscaling.kind` to keda" $.pool) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Name of a pool's StatefulSet and Service. The names of its pods' revisions are 11 characters longer, and a label holds 63 */}}
+{{- define "yardstick.poolName" -}}
+{{- $name := printf "%s-engine%s" (include "yardstick.fullname" .root) (ternary "" (printf "-%s" .pool) (eq .pool "default")) -}}
+{{- if gt (len $name) 52 }}{{ printf "%s-%s" ($name | trunc 43 | trimSuffix "-") ($name | sha256sum | trunc 8) }}{{ else }}{{ $name }}{{ end -}}
+{{- end }}
+
+{{/* Name of a pool's model for clients */}}
+{{- define "yardstick.servedName" -}}
+{{ .servedName | default (ternary (base .model) "yardstick-demo" (ne .model "")) }}
+{{- end }}
+
+{{/* Number of GPUs of a pool's pods */}}
+{{- define "yardstick.gpus" -}}
+{{- $count := 0 -}}
+{{- range $name, $number := .resources.limits -}}
+{{- if regexMatch "^nvidia\\.com/(gpu|gpu\\.shared|mig-.+)$" $name }}{{ $count = add $count (int $number) }}{{ end -}}
+{{- end -}}
+{{ $count }}
+{{- end }}
+
+{{/* Device of a pool: its own, or the one that its resources name; empty where neither does */}}
+{{- define "yardstick.device" -}}
+{{ .device | default (ternary "cuda" "" (gt (include "yardstick.gpus" . | int) 0)) }}
 {{- end }}
 
 {{- define "yardstick.engineImage" -}}
-{{- $tag := .root.Values.image.tag | default (printf "%s%s" .root.Chart.AppVersion (ternary "-cuda" "" (eq (include "yardstick.hasGPU" .engine) "true"))) -}}
+{{- $variant := .engine.variant | default (ternary "cuda" "cpu" (eq (include "yardstick.device" .engine) "cuda")) -}}
+{{- $tag := printf "%s%s" (.root.Values.image.tag | default .root.Chart.AppVersion) (ternary "" "-cuda" (eq $variant "cpu")) -}}
 {{ .root.Values.image.registry }}/{{ .engine.repository }}:{{ .engine.tag | default $tag }}
 {{- end }}
 
@@ -102,7 +148,18 @@ imagePullSecrets:
 {{ .Values.gateway.serviceAccount.name | default (include "yardstick.fullname" .) }}
 {{- end }}
 
-{{/* Secrets: the name, and the value that is kept over upgrades (dict "root" $ "secret" NAME "key" KEY "length" N) */}}
+{{/* Number of pods: (dict "root" $ "kind" KIND "name" NAME "replicas" N "autoscaling" VALUES). An autoscaled object keeps the number
+     that it has. Without a view of the cluster there is no number, and the tool that applies the manifest must ignore the field */}}
+{{- define "yardstick.replicas" -}}
+{{- if not .autoscaling.enabled -}}
+replicas: {{ .replicas }}
+{{- else if not .root.Values.gitops -}}
+{{- $known := (lookup "apps/v1" .kind .root.Release.Namespace .name).spec | default dict -}}
+replicas: {{ ternary $known.replicas (max (int .replicas) (int .autoscaling.minReplicas)) (hasKey $known "replicas") }}
+{{- end -}}
+{{- end }}
+
+{{/* Names of the Secrets */}}
 {{- define "yardstick.tokenSecret" -}}
 {{ .Values.engineToken.existingSecret | default (printf "%s-engine-token" (include "yardstick.fullname" .)) }}
 {{- end }}
@@ -120,12 +177,20 @@ imagePullSecrets:
 {{- if and .Values.auth.generateFirstKey (not .Values.auth.existingSecret) }}true{{ end -}}
 {{- end }}
 
-{{- define "yardstick.kept" -}}
+{{/* A generated value, the same for the whole release and over upgrades: (dict "root" $ "secret" NAME "key" KEY) */}}
+{{- define "yardstick.generated" -}}
+{{- if .root.Values.gitops -}}
+{{- fail (printf "with `gitops` the chart generates no Secret, and %s would be one: set `engineToken.existingSecret`, `auth.existingSecret` (or `auth.keys`, and `auth.generateFirstKey` to false), and `redis.existingSecret` (or `redis.enabled` to false)" .secret) -}}
+{{- end -}}
+{{- if not (hasKey .root.Values "drawn") }}{{ $_ := set .root.Values "drawn" dict }}{{ end -}}
+{{- if not (hasKey .root.Values.drawn .secret) -}}
 {{- $known := get ((lookup "v1" "Secret" .root.Release.Namespace .secret).data | default dict) .key -}}
-{{- if $known }}{{ b64dec $known }}{{ else }}{{ randAlphaNum (int .length) }}{{ end -}}
+{{- $_ := set .root.Values.drawn .secret (ternary ($known | b64dec) (randAlphaNum 40) (ne $known "")) -}}
+{{- end -}}
+{{- get .root.Values.drawn .secret -}}
 {{- end }}
 
-{{/* Redis: "true" if the chart starts one; its name; the Secret of the password, or nothing */}}
+{{/* Redis: "true" if the chart starts one; its name; the Secret of the password, or nothing, and the key in it */}}
 {{- define "yardstick.bundlesRedis" -}}
 {{- if and .Values.redis.enabled (not .Values.redis.url) }}true{{ end -}}
 {{- end }}
@@ -134,16 +199,15 @@ imagePullSecrets:
 {{ include "yardstick.fullname" . }}-redis
 {{- end }}
 
-{{/* Security context of every pod and container */}}
-{{- define "yardstick.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-seccompProfile:
-  type: RuntimeDefault
+{{- define "yardstick.redisSecret" -}}
+{{ .Values.redis.existingSecret | default (ternary (include "yardstick.redisName" .) "" (eq (include "yardstick.bundlesRedis" .) "true")) }}
 {{- end }}
 
+{{- define "yardstick.redisSecretKey" -}}
+{{ ternary .Values.redis.existingSecretKey "password" (ne .Values.redis.existingSecret "") }}
+{{- end }}
+
+{{/* Security context of every container */}}
 {{- define "yardstick.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true

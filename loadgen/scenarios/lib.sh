@@ -2,6 +2,7 @@
 #
 #   NAMESPACE   of the release and of the load           (the context's own)
 #   RELEASE     of helm                                  (yardstick)
+#   POOL        of engines, where the release has several (default)
 #   IMAGE       name:tag of the gateway's image          (as in loadgen/deploy)
 #   RATE        requests a second, 10 items each         (2)
 #   DURATION    seconds of load                          (90)
@@ -20,13 +21,17 @@ trap 'rm -rf "$folder"' EXIT
 k() { kubectl ${NAMESPACE:+--namespace "$NAMESPACE"} "$@"; }
 say() { printf '%s  %s: %s\n' "$(date +%T)" "$scenario" "$*" >&2; }
 fail() { say "FAIL: $*"; exit 1; }
-of() { printf 'app.kubernetes.io/instance=%s,app.kubernetes.io/component=%s' "$RELEASE" "$1"; }
+# of COMPONENT: labels of its objects; of engines, those of one pool.
+of() {
+  printf 'app.kubernetes.io/instance=%s,app.kubernetes.io/component=%s' "$RELEASE" "$1"
+  [ "$1" != engine ] || printf ',yardstick/pool=%s' "${POOL:-default}"
+}
 
 # name COMPONENT KIND: the release's StatefulSet or Deployment.
 name() {
   local found
   found=$(k get "$2" --selector "$(of "$1")" --output name | sed -n 1p)
-  [ -n "$found" ] || fail "the release $RELEASE has no $2 of component $1; set RELEASE and NAMESPACE"
+  [ -n "$found" ] || fail "the release $RELEASE has no $2 with the labels $(of "$1"); set RELEASE, NAMESPACE and POOL"
   printf '%s' "$found"
 }
 

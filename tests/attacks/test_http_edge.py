@@ -155,6 +155,7 @@ def test_the_first_of_pipelined_requests_is_answered_and_the_connection_closed(
     assert len(engine.scores) == scores + 1
 
 
+@pytest.mark.alone
 def test_pipelined_bytes_are_not_kept(gateway: Program, engine: FakeEngine) -> None:
     body = json.dumps(ENDLESS).encode()
     with slow(engine, 0.01), Watch(gateway) as watch, connected(gateway) as connection:
@@ -232,6 +233,7 @@ def test_compressed_bodies_that_are_refused(gateway: Program, coding: str, body:
     assert (answer.headers.get("accept-encoding") == "gzip, deflate") == (status == 415)
 
 
+@pytest.mark.alone
 def test_a_compression_bomb_costs_neither_time_nor_memory(gateway: Program) -> None:
     packer = zlib.compressobj(wbits=31)
     block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)  # after a full flush, blocks can be repeated
@@ -330,6 +332,7 @@ FLOODS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("start", "more"), FLOODS.values(), ids=FLOODS.keys())
 def test_200_mb_of_headers_are_not_kept(gateway: Program, start: bytes, more: bytes) -> None:
     idle = tree_mib(gateway.process.pid)
@@ -358,6 +361,7 @@ def test_too_many_headers(gateway: Program) -> None:
             assert read_answer(connection).status == status
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("start", "more"),
     [
@@ -376,6 +380,7 @@ def test_what_a_chunked_body_carries_besides_data_is_bounded(gateway: Program, s
     assert watch.slowest_livez < 1
 
 
+@pytest.mark.alone
 def test_tiny_chunks_are_read_and_do_not_block(gateway: Program) -> None:
     body = b" " * 200_000 + SCORE
     sent = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
@@ -406,11 +411,7 @@ def test_a_refused_body_is_not_asked_for(gateway: Program) -> None:
 # --- times
 
 
-def seconds_until_closed(connection: socket.socket) -> tuple[float, bytes]:
-    began = time.monotonic()
-    return time.monotonic() - began, read_to_end(connection)
-
-
+@pytest.mark.alone
 @pytest.mark.parametrize("sent", [b"G", b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: "])
 def test_headers_that_do_not_come(gateway: Program, sent: bytes) -> None:
     with connected(gateway) as connection:
@@ -422,6 +423,7 @@ def test_headers_that_do_not_come(gateway: Program, sent: bytes) -> None:
     assert SECONDS <= took < SECONDS + 2
 
 
+@pytest.mark.alone
 def test_headers_that_come_byte_by_byte(gateway: Program) -> None:
     with connected(gateway) as connection:
         began = time.monotonic()
@@ -433,6 +435,7 @@ def test_headers_that_come_byte_by_byte(gateway: Program) -> None:
     assert time.monotonic() - began >= SECONDS
 
 
+@pytest.mark.alone
 def test_connections_without_a_request_are_closed(gateway: Program) -> None:
     with connected(gateway) as silent, connected(gateway) as used:
         began = time.monotonic()
@@ -444,6 +447,7 @@ def test_connections_without_a_request_are_closed(gateway: Program) -> None:
         assert 2 * SECONDS <= time.monotonic() - began < 2 * SECONDS + 2
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
     route = 'yardstick_requests_total{route="/v1/score",status="408"}'
@@ -458,6 +462,7 @@ def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
     assert metric_of(gateway, route) == counted + 1
 
 
+@pytest.mark.alone
 def test_a_body_may_be_slow_but_not_too_slow(gateway: Program) -> None:
     body = b" " * 60_000 + SCORE
     for size, status in ((3000, 200), (500, 408)):  # each twentieth of a second
@@ -498,6 +503,7 @@ def test_an_answer_that_is_not_read_ends_with_its_connection(gateway: Program, e
 # --- connections
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_idle_connections_cost_little(start_gateway: StartGateway) -> None:
     gateway = start_gateway(header_seconds=60)

@@ -206,8 +206,8 @@ def test_the_only_engine_is_stopped(pods: list[Pod], which: str) -> None:
                 assert time.monotonic() - began < 3
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
                 assert int(refused.headers["retry-after"]) >= 1
-                assert gateway.client.get("/readyz").status_code == 503
-        wait_until(lambda: gateway.client.get("/readyz").status_code == 200)
+                assert metric_of(gateway, "yardstick_engines_ready") == 0
+        wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == 1)
         assert gateway.client.post("/v1/score", json=SCORES[0], headers=FRESH).status_code == 200
         wait_until(lambda: pods[0].read("/stats", wire.Stats).running == 0)
 

@@ -6,12 +6,18 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
+from kubernetes.client import (
+    ApiClient,
+    AuthenticationV1TokenRequest,
+    Configuration,
+    CoreV1Api,
+    DiscoveryV1Api,
+    RbacAuthorizationV1Api,
+)
 
 from gateway.pool.discovery.access import Access, find_access
 from gateway.pool.discovery.address import ServiceAddress
@@ -25,34 +31,33 @@ pytestmark = [
     pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no cluster"),
 ]
 
-GROUP = "apis/discovery.k8s.io/v1"
-MERGE = "application/merge-patch+json"
-
 
 class Api:
     """The Kubernetes API, in one namespace of it."""
 
     def __init__(self) -> None:
-        access = find_access(os.environ)
-        self.client = httpx.Client(base_url=access.server, headers=access.headers, verify=access.tls, timeout=20)
+        self.client = find_access(os.environ).client
+        self.core, self.slices = CoreV1Api(self.client), DiscoveryV1Api(self.client)
         self.namespace = f"yardstick-{uuid.uuid4().hex[:8]}"
 
-    def send(self, method: str, path: str, body: object = None, *, kind: str = "application/json") -> httpx.Response:
-        """Raises for what is no success."""
-        return self.client.request(method, path, json=body, headers={"content-type": kind}).raise_for_status()
+    def add(self, body: dict[str, Any]) -> None:
+        self.slices.create_namespaced_endpoint_slice(self.namespace, body)
 
-    def path(self, resource: str, group: str = "api/v1") -> str:
-        return f"/{group}/namespaces/{self.namespace}/{resource}"
+    def change(self, body: dict[str, Any]) -> None:
+        self.slices.patch_namespaced_endpoint_slice(body["metadata"]["name"], self.namespace, body)
+
+    def delete(self, name: str) -> None:
+        self.slices.delete_namespaced_endpoint_slice(name, self.namespace)
 
 
 @pytest.fixture
 def api() -> Iterator[Api]:
     api = Api()
-    api.send("POST", "/api/v1/namespaces", {"metadata": {"name": api.namespace}})
+    api.core.create_namespace({"metadata": {"name": api.namespace}})
     try:
         yield api
     finally:
-        api.send("DELETE", f"/api/v1/namespaces/{api.namespace}")
+        api.core.delete_namespace(api.namespace)
         api.client.close()
 
 
@@ -65,9 +70,8 @@ def slice_of(name: str, *addresses: str, service: str = "engines", terminating: 
     }
 
 
-def source(api: Api, access: Any = None, watch_seconds: int = 60) -> EndpointSlices:
-    address = ServiceAddress("engines", "http", api.namespace)
-    return EndpointSlices(address, access=access or (lambda: find_access(os.environ)), watch_seconds=watch_seconds)
+def source(api: Api, access: Callable[[], Access] = lambda: find_access(os.environ), watch_seconds: int = 60) -> EndpointSlices:
+    return EndpointSlices(ServiceAddress("engines", "http", api.namespace), access=access, watch_seconds=watch_seconds)
 
 
 def at(*addresses: str, draining: bool = False) -> list[Endpoint]:
@@ -75,55 +79,51 @@ def at(*addresses: str, draining: bool = False) -> list[Endpoint]:
 
 
 async def test_the_endpoints_of_a_service_are_followed(api: Api) -> None:
-    slices = api.path("endpointslices", GROUP)
     async with following(source(api)) as seen:
         await until(lambda: seen == [[]])
         began = time.monotonic()
-        api.send("POST", slices, slice_of("a", "10.0.0.1"))
-        api.send("POST", slices, slice_of("other", "10.0.0.9", service="other"))
+        api.add(slice_of("a", "10.0.0.1"))
+        api.add(slice_of("other", "10.0.0.9", service="other"))
         await until(lambda: seen[-1] == at("10.0.0.1"))
         assert time.monotonic() - began < 5
-        api.send("POST", slices, slice_of("b", "10.0.0.2"))
+        api.add(slice_of("b", "10.0.0.2"))
         await until(lambda: seen[-1] == at("10.0.0.1", "10.0.0.2"))
-        api.send("PATCH", f"{slices}/a", slice_of("a", "10.0.0.1", terminating=True), kind=MERGE)
+        api.change(slice_of("a", "10.0.0.1", terminating=True))
         await until(lambda: seen[-1] == [*at("10.0.0.1", draining=True), *at("10.0.0.2")])
-        api.send("DELETE", f"{slices}/a")
+        api.delete("a")
         await until(lambda: seen[-1] == at("10.0.0.2"))
 
 
 async def test_watches_end_and_go_on(api: Api) -> None:
-    slices = api.path("endpointslices", GROUP)
-    begun = 0
-
-    def access() -> Access:
-        nonlocal begun
-        begun += 1
-        return find_access(os.environ)
-
-    async with following(source(api, access, watch_seconds=1)) as seen:
-        await until(lambda: begun >= 3)
-        api.send("POST", slices, slice_of("a", "10.0.0.1"))
+    async with following(source(api, watch_seconds=1)) as seen:
+        await until(lambda: seen == [[]])
+        await asyncio.sleep(2.5)
+        api.add(slice_of("a", "10.0.0.1"))
         await until(lambda: seen[-1:] == [at("10.0.0.1")])
 
 
 async def test_an_account_that_may_read_slices_and_nothing_else(api: Api) -> None:
     rules = [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}]
     subject = {"kind": "ServiceAccount", "name": "gateway", "namespace": api.namespace}
-    api.send("POST", api.path("serviceaccounts"), {"metadata": {"name": "gateway"}})
-    group = "apis/rbac.authorization.k8s.io/v1"
-    api.send("POST", api.path("roles", group), {"metadata": {"name": "gateway"}, "rules": rules})
+    api.core.create_namespaced_service_account(api.namespace, {"metadata": {"name": "gateway"}})
+    rights = RbacAuthorizationV1Api(api.client)
+    rights.create_namespaced_role(api.namespace, {"metadata": {"name": "gateway"}, "rules": rules})
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "gateway"}
-    api.send("POST", api.path("rolebindings", group), {"metadata": {"name": "gateway"}, "subjects": [subject], "roleRef": role})
-    asked = api.send("POST", api.path("serviceaccounts/gateway/token"), {"spec": {"expirationSeconds": 3600}})
-    admin = find_access(os.environ)
-    bare = find_access(os.environ).tls.__class__(admin.tls.protocol)  # no client certificate
-    bare.check_hostname, bare.verify_mode = False, 0
-    token = {"authorization": f"Bearer {asked.json()['status']['token']}"}
-    gateway = msgspec.structs.replace(admin, headers=token, tls=bare)
-    api.send("POST", api.path("endpointslices", GROUP), slice_of("a", "10.0.0.1"))
-    async with following(source(api, lambda: gateway)) as seen:
+    rights.create_namespaced_role_binding(api.namespace, {"metadata": {"name": "gateway"}, "subjects": [subject], "roleRef": role})
+    asked = AuthenticationV1TokenRequest(spec={"audiences": [], "expirationSeconds": 3600})
+    token = api.core.create_namespaced_service_account_token("gateway", api.namespace, asked).status.token
+    admin = api.client.configuration
+
+    def gateway() -> Access:
+        settings = Configuration(host=admin.host, ssl_ca_cert=admin.ssl_ca_cert)
+        settings.verify_ssl = admin.verify_ssl
+        settings.api_key["BearerToken"] = f"Bearer {token}"
+        return Access(ApiClient(settings), api.namespace)
+
+    api.add(slice_of("a", "10.0.0.1"))
+    async with following(source(api, gateway)) as seen:
         await until(lambda: seen == [at("10.0.0.1")])
-    elsewhere = EndpointSlices(ServiceAddress("engines", "http", "kube-system"), access=lambda: gateway)
+    elsewhere = EndpointSlices(ServiceAddress("engines", "http", "kube-system"), access=gateway)
     async with following(elsewhere) as seen:
         await asyncio.sleep(1)
         assert seen == [], "403 in another namespace"

@@ -17,7 +17,8 @@ from engine.settings import EngineSettings, ServerSettings
 from gateway.logs.access import AccessLine
 from gateway.openapi import attribute_docstrings
 from gateway.schemas.parameters import ALL, IGNORED, REFUSED, Endpoint, Refused
-from gateway.settings import _FLAGS, PREFIX, Settings
+from gateway.settings import PREFIX, Settings
+from gateway.settings_checks import FLAGS
 from tests.docs.conformance import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
@@ -29,7 +30,7 @@ def settings() -> str:
     notes = attribute_docstrings(Settings)
     rows = []
     for field in msgspec.structs.fields(Settings):
-        flag = f", `{_FLAGS[field.name]}`" if field.name in _FLAGS else ""
+        flag = f", `{FLAGS[field.name]}`" if field.name in FLAGS else ""
         default = "required" if field.required else _default(field.default)
         rows.append((f"`{PREFIX}{field.name.upper()}`{flag}", default, _prose(notes[field.name])))
     return _table(("variable, option", "default", "meaning"), rows)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.attention import flashinfer
+
 
 class Device(TorchDispatchMode):
     """Stands for a GPU: what would wait for one raises, but within :meth:`kernel`, whose work there is a launch."""
@@ -61,3 +63,11 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def skip_without_flashinfer(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
+    """Skip the test where FlashInfer cannot run, or could after some minutes of compiling."""
+    if reason := flashinfer.problem(device, head_dim, dtype):
+        pytest.skip(f"FlashInfer: {reason}")
+    if not flashinfer.compiled(head_dim, dtype):
+        pytest.skip(f"FlashInfer: its module for {dtype} and heads of {head_dim} is not compiled, and tests do not compile it")

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Container
 
 from engine.batch import Batch, CandidatePass
-from engine.core import Branch, GenerateRequest, Request
+from engine.core import Branch, Request
+from engine.generation import GenerateRequest
 from engine.ints import Ints
 from engine.scheduling.allocation import KVPool
 from engine.scheduling.flow import rank
@@ -105,7 +106,7 @@ def _check_kv_pool(kv_pool: KVPool, with_aux: list[Request]) -> None:
     cache = kv_pool.cache
     nodes = list(cache.nodes())
     owners = [kv_pool.pool.free_slots.tolist()] + [node.slots.tolist() for node in nodes]
-    owners += [branch.slots.view.tolist() for part in with_aux for branch in part.branches]
+    owners += [branch.slots.tolist() for part in with_aux for branch in part.branches]
     owned = [slot for slots in owners for slot in slots]
     assert sorted(owned) == list(range(kv_pool.pool.size))
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import GenerateRequest, Request, ScoreRequest
+from engine.core import Request, ScoreRequest
+from engine.generation import GenerateRequest
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.scheduler import Budget, Scheduler
 

@@ -21,6 +21,7 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.loader import fingerprint, load_model
 from engine.settings import EngineSettings
+from kernels.int8 import instructions
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.processes import Pod, alive, wait_until
 
@@ -120,15 +121,17 @@ def test_two_processes_give_the_numbers_of_one(model: Path, start):
 
 
 @pytest.mark.slow
-def test_two_processes_in_fp8_are_as_near_as_one(qwen3: Path, start):
+@pytest.mark.parametrize("quantize", ["fp8", pytest.param("int8", marks=pytest.mark.skipif(not instructions(), reason="no VNNI"))])
+def test_two_quantised_processes_are_as_near_as_one(qwen3: Path, start, quantize: str):
     """Each finds scales for its own part, so the numbers are not those of one process, and no further from the unquantised."""
     given = EngineSettings(model=str(qwen3), name="alone", **SETTINGS)
-    plain, alone = (torch.tensor(scored(settings).rows) for settings in (given, msgspec.structs.replace(given, quantize="fp8")))
-    pod = start(qwen3, "--quantize", "fp8")
+    plain, alone = (torch.tensor(scored(settings).rows) for settings in (given, msgspec.structs.replace(given, quantize=quantize)))
+    pod = start(qwen3, "--quantize", quantize)
     found = torch.tensor(pod.ask("/score", SCORE)[1].rows)
     assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()
     assert 0 < (found - alone).norm() < 2 * (alone - plain).norm()
-    assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, "fp8", 2)
+    assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, quantize, 2)
+    assert quantize in pod.read("/info", wire.Info).arithmetic
 
 
 @pytest.mark.slow

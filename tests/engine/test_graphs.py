@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine import build, wire
 from engine.attention.base import AttentionBackend
-from engine.attention.flashinfer import problem
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import FixedTritonAttention, TritonAttention
 from engine.batch import Batch, ExtendSegment
@@ -37,7 +36,7 @@ from engine.serving.metrics import render
 from engine.settings import EngineSettings
 from kernels import attention_layout
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.engine.device import no_waiting
+from tests.engine.device import no_waiting, skip_without_flashinfer
 from tests.engine.recording import Recorder
 
 SLOTS = 400
@@ -301,8 +300,8 @@ def test_steps_in_flight_are_launched_without_waiting(
     attention: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, several times over: a step's buffers are filled while the one before still runs."""
-    if attention == "flashinfer" and (reason := problem(device, 128, torch.bfloat16)):
-        pytest.skip(f"FlashInfer: {reason}")
+    if attention == "flashinfer":
+        skip_without_flashinfer(device, 128, torch.bfloat16)
     model = make_checkpoint(tmp_path, "qwen3", head_dim=128)
     launched, captured = (
         build_loop(settings(model, attention=attention, overlap=True, cuda_graphs=graphs)) for graphs in ("off", "on")

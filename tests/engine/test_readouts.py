@@ -8,8 +8,9 @@ import torch
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import GenerateRequest, Request, ScoreRequest
+from engine.core import Request, ScoreRequest
 from engine.device.transfer import Download, Upload
+from engine.generation import GenerateRequest
 from engine.models.loader import load_model
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.draws import DrawReadout
@@ -42,8 +43,9 @@ def run(plan: OutputPlan, context: ReadoutContext, batch: Batch) -> StepResult:
     for readout in plan.main:
         readout.upload(upload)
     upload.send(torch.device("cpu"))
-    hidden = torch.randn(batch.tokens, 64)
-    logits = {readout: context.decoder.logits(hidden[readout.logit_rows]) for readout in plan.main}
+    rows = torch.randn(batch.tokens, 64)
+    hidden = {readout: rows[readout.hidden_rows] for readout in plan.main}
+    logits = {readout: context.decoder.logits(rows[readout.logit_rows]) for readout in plan.main}
     for readout in plan.main:
         readout.queue(StepTensors(hidden, logits), download)
     download.send()
@@ -69,9 +71,9 @@ def test_each_request_has_its_readouts(context: ReadoutContext) -> None:
     assert plan.branches == [*score.branches, *drawn.branches, *echo.branches]
     result = run(plan, context, batch)
     assert [(branch, len(row)) for branch, row in result.rows] == [(branch, 3) for branch in score.branches]
-    assert [draw.branch for draw in result.drawn] == drawn.branches
-    assert all(0 <= draw.token < VOCAB_SIZE and draw.logprobs is None for draw in result.drawn)
-    assert result.ended == echo.branches
+    assert [draw.branch for draw in result.drawn] == [*echo.branches, *drawn.branches]
+    assert [draw.token is None for draw in result.drawn] == [True, False, False]
+    assert all(0 <= draw.token < VOCAB_SIZE and draw.logprobs is None for draw in result.drawn[1:])
     (part,) = result.prompts
     assert (part.start, [len(piece.chosen) for piece in part.logprobs]) == (0, [1, 1, 1])
     assert part.logprobs[0].chosen == [None]

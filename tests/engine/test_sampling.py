@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import engine.device.sampling
 from engine.device.sampling import SamplingRow, draw, gumbel, noise_key, noise_keys, prepare, sample, token_logprobs
+from engine.structured.bits import bits_of
 from engine.wire import Sampling
 from kernels.keep_thresholds import FIRST_LOOK
 from tests.engine.device import Device, no_waiting
@@ -359,3 +361,27 @@ def test_token_logprobs_are_the_models_own(top_n: int, monkeypatch: pytest.Monke
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(top, expected_top)
     assert top.shape == (17, top_n)
+
+
+def test_rows_that_allow_few_tokens_are_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU draws them among their tokens alone; the token is the one that a draw over the vocabulary finds."""
+    vocab, rng = 1000, np.random.default_rng(0)
+    sets = [None, [], [7], [3, 999, 1020], rng.integers(0, vocab, 100), rng.integers(0, vocab, 900)]
+    rows = [
+        SamplingRow(
+            Sampling(seed=seed, temperature=temperature, logit_bias={7: 1.5}),
+            0,
+            3,
+            (),
+            (),
+            (),
+            None if tokens is None else bits_of(tokens, 32),
+        )
+        for seed, (tokens, temperature) in enumerate(itertools.product(sets, (0.0, 0.7, 1.0)))
+    ]
+    logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(1))
+    assert len(prepare(rows, logits.device).few) == 12
+    drawn = sample(logits, rows)
+    monkeypatch.setattr(engine.device.sampling, "FEW", 1 << 40)
+    assert list(prepare(rows, logits.device).few) == [3, 4, 5], "those that allow none"
+    assert torch.equal(drawn, sample(logits, rows))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from engine import wire
-from engine.core import NOBODY, Branch, GenerateRequest, ScoreRequest
+from engine.core import NOBODY, Branch, ScoreRequest
+from engine.generation import GenerateRequest
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check

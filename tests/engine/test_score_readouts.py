@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -50,6 +51,23 @@ def reference(checkpoint: Path, model: tuple[str, str]) -> Reference:
     return Reference(checkpoint, *model)
 
 
+class Asked(NamedTuple):
+    """One request for each readout, the rows that transformers computes for them, and generations to run beside them."""
+
+    messages: list[wire.Score]
+    rows: dict[str, list[list[float]]]
+    company: list[wire.Generate]
+
+
+@pytest.fixture(scope="module")
+def asked(model: tuple[str, str], reference: Reference) -> Asked:
+    rng = random.Random(1)
+    messages = messages_of(rng, model[1], reference)
+    generation = wire.Generate("g", some_tokens(rng, 10, 10), wire.Sampling(max_tokens=40, ignore_eos=True, seed=3))
+    rows = {message.id: reference.rows(message) for message in messages}
+    return Asked(messages, rows, [generation] if model[1].startswith("causal") else [])
+
+
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Build:
     """Every test holds for the plain and for the overlapped loop."""
@@ -93,14 +111,10 @@ def renamed(message: wire.Score, name: str) -> wire.Score:
     ],
     ids=["whole", "chunks", "few slots", "few slots and chunks"],
 )
-def test_rows_equal_transformers(build: Build, reference: Reference, model: tuple[str, str], settings: dict[str, int]) -> None:
+def test_rows_equal_transformers(build: Build, asked: Asked, settings: dict[str, int]) -> None:
     """All readouts and generations in the same steps; then again with a warm cache, in another order."""
-    rng = random.Random(1)
-    messages = messages_of(rng, model[1], reference)
-    expected = {message.id: reference.rows(message) for message in messages}
+    messages, expected, company = asked
     loop = build(**settings)
-    generation = wire.Generate("g", some_tokens(rng, 10, 10), wire.Sampling(max_tokens=40, ignore_eos=True, seed=3))
-    company = [generation] if model[1].startswith("causal") else []
     found = scored(run(loop, messages[0], checked=True))
     assert_equal_rows(found[messages[0].id].rows, expected[messages[0].id])
     found = scored(run(loop, *company, *messages, checked=True))

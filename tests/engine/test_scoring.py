@@ -73,7 +73,7 @@ def test_likelihoods_of_some_rows_in_chunks(decoder: Decoder, monkeypatch: pytes
     expected = log_softmax(decoder, hidden)[rows].float()
     targets = expected.argmin(1)
     targets[2] = expected[2].argmax()
-    found = token_likelihoods(decoder, hidden, rows, targets)
+    found = token_likelihoods(decoder, hidden[rows], targets)
     torch.testing.assert_close(found[:, 0], expected.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0)
     assert found[:, 1].tolist() == [0, 0, 1, 0, 0, 0, 0]
 
@@ -81,5 +81,5 @@ def test_likelihoods_of_some_rows_in_chunks(decoder: Decoder, monkeypatch: pytes
 def test_a_tie_counts_as_greedy(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "logits", lambda hidden: hidden)
     targets = torch.arange(3)
-    found = token_likelihoods(decoder, torch.tensor([[2.0, 2.0, 1.0]]), torch.zeros(3, dtype=torch.int64), targets)
+    found = token_likelihoods(decoder, torch.tensor([[2.0, 2.0, 1.0]] * 3), targets)
     assert found[:, 1].tolist() == [1, 1, 0]

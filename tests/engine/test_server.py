@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from engine import wire
+from engine.serving.environment import WAITING
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, free_port, wait_until
 
@@ -35,6 +36,13 @@ def own_pod(model: Path) -> Iterator[Pod]:
     pod = Pod(model)
     yield pod.wait_ready()
     pod.close()
+
+
+def test_idle_threads_of_the_loop_sleep(pod: Pod):
+    if any(name in os.environ for name in WAITING):
+        pytest.skip("the environment says how threads wait")
+    variables = Path(f"/proc/{pod.loop_pid}/environ").read_bytes().split(b"\0")
+    assert b"OMP_WAIT_POLICY=PASSIVE" in variables
 
 
 def test_info_and_tokenizer(pod: Pod, model: Path):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import MAX_PRESET_BYTES, PRESET_FILE, tokenizer_files
 from engine.models.errors import ModelError
+from engine.tokenizer_files import MAX_PRESET_BYTES, PRESET_FILE, tokenizer_files
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 
 

@@ -32,6 +32,9 @@ EVERYTHING: Values = {
         "device": "cuda",
         "dtype": "bfloat16",
         "quantize": "fp8",
+        "revision": "0123abc",
+        "lenvmRevision": "v1",
+        "updateStrategy": {"partition": 1, "maxUnavailable": 2},
         "tensorParallel": 2,
         "maxTotalTokens": 500_000,
         "maxBatchedTokens": 8192,
@@ -94,6 +97,14 @@ EXTERNAL: Values = {
     "networkPolicy": {"enabled": False},
     "test": {"keySecret": "test-key"},
 }
+GITOPS: Values = {
+    "gitops": True,
+    "engine": {"autoscaling": {"enabled": True, "minReplicas": 0}, "modelCache": {"existingClaim": "models", "readOnly": True}},
+    "gateway": {"autoscaling": {"enabled": True}, "settings": {"wait_seconds": 300}},
+    "auth": {"existingSecret": "keys"},
+    "engineToken": {"existingSecret": "token"},
+    "redis": {"existingSecret": "cache", "existingSecretKey": "secret"},
+}
 BARE: Values = {
     "redis": {"enabled": False},
     "networkPolicy": {"enabled": False},
@@ -101,7 +112,14 @@ BARE: Values = {
     "gateway": {"podDisruptionBudget": {"enabled": False}, "spread": False, "discovery": "dns"},
     "auth": {"generateFirstKey": False, "keys": [{"name": "ci", "sha256": "ab" * 32}]},
 }
-SETS: dict[str, Values] = {"default": {}, "gpu": GPU, "everything": EVERYTHING, "external": EXTERNAL, "bare": BARE}
+SETS: dict[str, Values] = {
+    "default": {},
+    "gpu": GPU,
+    "everything": EVERYTHING,
+    "external": EXTERNAL,
+    "bare": BARE,
+    "gitops": GITOPS,
+}
 
 
 @cache
@@ -132,4 +150,4 @@ def golden(values: Values) -> str:
     """A release as text that is the same every time: what is drawn at random is replaced."""
     rendered = render(values)
     text = "".join(f"# {path}\n{rendered[path].strip()}\n" for path in sorted(rendered) if rendered[path].strip())
-    return re.sub(r"^(  (?:token|key|password|keys\.json|redis\.conf)): \S+$", r"\1: RANDOM", text, flags=re.M)
+    return re.sub(r"^( +(?:token|key|password|keys\.json|checksum/password)): \S+$", r"\1: RANDOM", text, flags=re.M)

@@ -19,7 +19,7 @@ from engine.options import options_of, parser
 from engine.serving import metrics
 from engine.settings import EngineSettings, ServerSettings
 from gateway.auth import ApiKey
-from gateway.collectors import KeySample, ReplicaSample
+from gateway.collectors import KeySample, ModelSample, ReplicaSample
 from gateway.settings import PREFIX, Settings
 from gateway.telemetry import Telemetry
 from tests.helm.chart import (
@@ -78,7 +78,7 @@ def test_it_renders_what_it_rendered(name: str):
 
 def test_newer_fields_only_on_newer_versions():
     for values in SETS.values():
-        text = "".join(render(values, "v1.20.2").values())
+        text = "".join(render(values, "v1.23.0").values())
         assert "unhealthyPodEvictionPolicy" not in text
         assert "persistentVolumeClaimRetentionPolicy" not in text
     assert "unhealthyPodEvictionPolicy" in "".join(render({}, "v1.27.0").values())
@@ -219,6 +219,16 @@ def test_a_gpu_makes_a_gpu_pod():
     assert not [argument for argument in container["args"] if argument.startswith("--name")]
 
 
+@pytest.mark.parametrize(
+    ("engine", "flags"),
+    [(GPU["engine"], ["cuda"]), (GPU["engine"] | {"device": "cpu"}, ["cpu"]), ({}, []), ({"device": "cuda"}, ["cuda"])],
+)
+def test_a_pod_with_a_gpu_does_not_serve_without_it(engine: Values, flags: list[str]):
+    """The engine refuses to start then; without the flag it would serve slowly on the CPU."""
+    (container,) = one(manifests({"engine": engine}), "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]["containers"]
+    assert [argument for argument in container["args"] if argument.startswith("--device")] == [f"--device={flag}" for flag in flags]
+
+
 @pytest.mark.parametrize(("threads", "flags"), [(3, ["--threads=3"]), (None, [])])
 def test_threads_may_be_left_to_the_limit(threads: int | None, flags: list[str]):
     spec = one(manifests({"engine": {"threads": threads}}), "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]
@@ -339,7 +349,7 @@ def test_policies_deny_by_default_and_open_what_is_needed():
 def metric_names() -> set[str]:
     """Every series that gateway and engine can write."""
     telemetry = Telemetry()
-    telemetry.watch_replicas(lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)])
+    telemetry.watch_replicas(lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)], lambda: [ModelSample("model", 1, 0)])
     telemetry.watch_keys(lambda: KeySample(1, 0.0, False))
     telemetry.watch_log(lambda: 0)
     telemetry.watch_text_queue(lambda: 0)

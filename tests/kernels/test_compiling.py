@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 IMPORTS = """
+from kernels.candidates import candidates_triton
+from kernels.keep_thresholds import keep_thresholds_triton
 from kernels.label_logprobs import label_logprobs_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
 from kernels.quantize import quantize_rows_triton
 from kernels.rms_norm import add_rms_norm_quantized_triton, add_rms_norm_triton, rms_norm_quantized_triton, rms_norm_triton
+from kernels.seeded_sampling import seeded_draw_triton
 from kernels.silu_mul import silu_mul_quantized_triton, silu_mul_triton
+from kernels.token_bits import exclude_triton_
 """
 
 
@@ -49,16 +54,45 @@ ELEMENTWISE = [
 ]
 PRODUCTS = [_label_logprobs(1000, "bfloat16"), _label_logprobs(64, "bfloat16"), _label_logprobs(1000, "float32")]
 SMALL_PRODUCT = _label_logprobs(1, "float16")
+LOGITS, NUMBERS, LONGS = "torch.empty(4, 151936)", "torch.empty(4)", "torch.empty(4, dtype=torch.int64)"
+BITS = "torch.empty((4, 4748), dtype=torch.int32)"
+SAMPLING = [
+    f"candidates_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS}, {NUMBERS}, 8)",
+    f"keep_thresholds_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS}, {NUMBERS})",
+    f"seeded_draw_triton({LOGITS}, {NUMBERS}, {LONGS}, None)",
+    f"seeded_draw_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS})",
+    f"exclude_triton_({LOGITS}, {LONGS}, {BITS})",
+]
+MOST_CANDIDATES = f"candidates_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS}, {NUMBERS}, 64)"
 
 
-@pytest.mark.slow
-def test_kernels_compile_for_hopper() -> None:
-    found = compiled(IMPORTS, *ELEMENTWISE, *PRODUCTS, SMALL_PRODUCT)
+def compiled_within_limits(*launches: str) -> list[list[dict[str, Any]]]:
+    """What :func:`compiled` returns; no kernel spills registers or needs more shared memory than there is."""
+    found = compiled(IMPORTS, *launches)
     for kernels in found:
         assert kernels
         for kernel in kernels:
             assert kernel["local"] == 0, kernel["name"]
             assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
+    return found
+
+
+def test_sampling_compiles_for_hopper() -> None:
+    """For a large vocabulary; logits are loaded 16 bytes at a time."""
+    found = compiled_within_limits(*SAMPLING)
+    assert [len(kernels) for kernels in found] == [2, 1, 1, 1, 1]
+    for kernels in found[:-1]:
+        assert re.search(r"ld\.global[.\w]*\.v4\.b32", kernels[0]["ptx"]), kernels[0]["name"]
+
+
+@pytest.mark.slow
+def test_most_candidates_compile_for_hopper() -> None:
+    compiled_within_limits(MOST_CANDIDATES)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper() -> None:
+    found = compiled_within_limits(*ELEMENTWISE, *PRODUCTS, SMALL_PRODUCT)
     for (kernel,), launch in zip(found, ELEMENTWISE, strict=False):
         assert re.search(r"ld\.global[.\w]*\.v4\.b32", kernel["ptx"]), f"no loads of 16 bytes: {launch}"
     *wide, _, small = (kernels[0]["ptx"] for kernels in found[len(ELEMENTWISE) :])

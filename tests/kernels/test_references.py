@@ -28,6 +28,25 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_do_not_change_the_numbers(dtype: torch.dtype) -> None:
+    """Without gradients, operations are computed in place."""
+    x, weight, angles = torch.randn(7, 3, 32, dtype=dtype), torch.randn(32, dtype=dtype), torch.randn(7, 16)
+    followed = x.clone().requires_grad_()
+    torch.testing.assert_close(rms_norm(followed, weight, 1e-3), rms_norm(x, weight, 1e-3))
+    assert torch.equal(silu_mul(followed), silu_mul(x))
+    assert torch.equal(rope(followed, angles.cos(), angles.sin()), rope(x, angles.cos(), angles.sin()))
+    assert torch.equal(followed, x), "what is given is not written to"
+
+
+def test_a_row_is_normalised_alike_beside_any_others() -> None:
+    heads, rows, weight = torch.randn(500, 12, 64), torch.randn(500, 512), torch.randn(512)
+    for start, end in ((0, 1), (7, 9), (100, 400)):
+        whole = rms_norm(heads[:, :8], weight[:64], 1e-6)
+        assert torch.equal(rms_norm(heads[start:end, :8], weight[:64], 1e-6), whole[start:end])
+        assert torch.equal(rms_norm(rows[start:end], weight, 1e-6), rms_norm(rows, weight, 1e-6)[start:end])
+
+
 def test_rms_norm_sums_in_float32() -> None:
     """Squares of 1000 overflow float16."""
     assert torch.equal(rms_norm(torch.full((1, 64), 1000.0).half(), torch.ones(64).half(), 1e-6), torch.ones(1, 64).half())

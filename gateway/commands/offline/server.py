@@ -28,5 +28,5 @@ def own_server(model: str | None, api_key: str | None) -> Iterator[Running]:
     options = ServeOptions(model, None, None, "127.0.0.1", 0, None, None, None, None)
     settings = gateway_settings(options, program_environment())
     with children(options, settings, models_of(options)) as supervisor:
-        supervisor.wait_until_ready(options, talkative=False)
+        supervisor.wait_until_ready(options.title, talkative=False)
         yield Running(Server(supervisor.url, api_key, trust_env=False), supervisor.check_running)

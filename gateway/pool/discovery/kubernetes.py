@@ -1,8 +1,9 @@
 """Engines behind a Service: the gateway lists its EndpointSlices once and then watches them.
 
-The module makes two calls of the Kubernetes API directly; ``docs/decisions/kubernetes-client.md`` has the measurements behind that.
-It follows https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes. A watch resumes from the
-last ``resourceVersion``, both after its regular end and after a broken connection. The slices are listed again only if the server
+The package ``kubernetes`` reads credentials and makes the calls, in one thread for each Service
+(docs/decisions/kubernetes-client.md). This module has the rules above it, which follow
+https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes. A watch resumes from the last
+``resourceVersion``, both after its regular end and after a broken connection. The slices are listed again only if the server
 refuses that version (410: expired) or sends data that cannot be parsed. The last complete set stays valid until a list succeeds, so
 the API may be away for any length of time.
 """
@@ -12,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
-from typing import Literal
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
-import aiohttp
-import httpx
 import msgspec
-from httpx_aiohttp import AiohttpTransport
+from kubernetes.client import ApiException, DiscoveryV1Api
+from kubernetes.watch import Watch
+from urllib3.exceptions import HTTPError
 
 from gateway.pool.discovery.access import Access, AccessError, find_access
 from gateway.pool.discovery.address import ServiceAddress
@@ -29,11 +31,13 @@ from gateway.pool.discovery.base import Backoff, Endpoint, http_url
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 60
-"""Server-side length of a watch. A new watch reads the credentials again and replaces a watch that hangs."""
+"""Server-side length of a watch. A new watch replaces one that hangs."""
 SILENCE_SECONDS = 15.0
 """Read timeout of a watch beyond :data:`WATCH_SECONDS`, and timeout of every other call."""
 SHORTEST_WAIT, LONGEST_WAIT = 0.1, 15.0
 """Nominal seconds between two calls."""
+STOP_SECONDS = 1.0
+"""Time for the thread to end, after its connection was cut."""
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -73,30 +77,6 @@ class _SliceList(msgspec.Struct, frozen=True):
     items: list[_Slice]
 
 
-class _Event(msgspec.Struct, frozen=True):
-    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
-    object: msgspec.Raw
-
-
-class _Status(msgspec.Struct, frozen=True):
-    code: int = 0
-    message: str = ""
-
-
-_read_list = msgspec.json.Decoder(_SliceList)
-_read_event = msgspec.json.Decoder(_Event)
-_read_slice = msgspec.json.Decoder(_Slice)
-_read_status = msgspec.json.Decoder(_Status)
-
-
-class _Refused(Exception):
-    """The API answered with an error status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"{status}: {message}")
-        self.status = status
-
-
 class EndpointSlices:
     """Follows the endpoints of one Service."""
 
@@ -112,84 +92,137 @@ class EndpointSlices:
         self._access = access
         self._watch_seconds = watch_seconds
         self._silence_seconds = silence_seconds
-        self._backoff = Backoff(SHORTEST_WAIT, LONGEST_WAIT)
-        self._slices: dict[str, _Slice] = {}
-        self._version: str | None = None  # resourceVersion of the last change; None: list before watching
 
     async def follow(self) -> AsyncGenerator[Sequence[Endpoint], None]:
         """Yield the endpoints after each change."""
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[Sequence[Endpoint]]()
+
+        def tell(found: Sequence[Endpoint]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(news.put_nowait, found)
+
+        watcher = _Watcher(self._address, self._access, tell, self._watch_seconds, self._silence_seconds)
+        # a daemon: a call that hangs must not keep the gateway from ending
+        thread = threading.Thread(target=watcher.run, name=f"endpoints of {self._address.service}", daemon=True)
+        thread.start()
+        try:
+            while True:
+                yield await news.get()
+        finally:
+            watcher.stop()
+            await asyncio.to_thread(thread.join, STOP_SECONDS)
+
+
+class _Watcher:
+    """The blocking part, which runs in a thread of its own."""
+
+    def __init__(
+        self,
+        address: ServiceAddress,
+        access: Callable[[], Access],
+        tell: Callable[[Sequence[Endpoint]], None],
+        watch_seconds: int,
+        silence_seconds: float,
+    ) -> None:
+        self._address, self._connect, self._tell = address, access, tell
+        self._watch_seconds, self._silence_seconds = watch_seconds, silence_seconds
+        self._backoff = Backoff(SHORTEST_WAIT, LONGEST_WAIT)
+        self._slices: dict[str, _Slice] = {}
+        self._version: str | None = None  # resourceVersion of the last change; None: list before watching
+        self._access: Access | None = None  # None: read the credentials again
+        self._watch: Watch | None = None
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """End :meth:`run` from another thread."""
+        self._stopped.set()
+        if (watch := self._watch) is not None:
+            watch.stop()
+
+    def run(self) -> None:
+        """List and watch until :meth:`stop`."""
         known: list[Endpoint] | None = None
-        while True:
+        while not self._stopped.is_set():
             try:
-                access = await asyncio.to_thread(self._access)
-                async with aclosing(self._changes(access)) as changes:
-                    async for _ in changes:
-                        self._backoff.reset()
-                        found = endpoints_of(self._slices.values(), self._address.port)
-                        if found != known:
-                            known = found
-                            yield found
-            except (AccessError, OSError, httpx.TransportError, aiohttp.ClientError) as error:
-                self._warn(error)
-            except Exception as error:  # an unexpected answer must not end the loop
-                self._version = None
-                if not (isinstance(error, _Refused) and error.status == 410):
-                    self._warn(error)
-            await asyncio.sleep(self._backoff.wait())
+                for _ in self._changes():
+                    self._backoff.reset()
+                    found = endpoints_of(self._slices.values(), self._address.port)
+                    if found != known:
+                        known = found
+                        self._tell(found)
+            except Exception as error:  # nothing that the API answers may end the loop
+                self._failed(error)
+            self._stopped.wait(self._backoff.wait())
+        self._disconnect()
 
-    def _warn(self, error: Exception) -> None:
-        message = str(error) or type(error).__name__
-        logger.warning("endpoints of %s: %s; the last known ones stay in use", self._address.service, message)
+    def _failed(self, error: Exception) -> None:
+        """Forget what may be wrong after ``error``: the connection, and the version unless it was the connection alone."""
+        if self._stopped.is_set():
+            return
+        refused = isinstance(error, ApiException) and bool(error.status)  # without a status no answer came
+        expired = isinstance(error, ApiException) and error.status == 410
+        if refused or not isinstance(error, ApiException | AccessError | OSError | HTTPError):
+            self._version = None
+        if not expired:
+            self._disconnect()
+            message = _reason(error) if isinstance(error, ApiException) else str(error) or type(error).__name__
+            logger.warning("endpoints of %s: %s; the last known ones stay in use", self._address.service, message)
 
-    async def _changes(self, access: Access) -> AsyncGenerator[None, None]:
+    def _disconnect(self) -> None:
+        if self._access is not None:
+            self._access.client.close()
+        self._access = None
+
+    def _changes(self) -> Iterator[None]:
         """Yield each time the slices or their version changed, until the watch ends."""
-        namespace = self._address.namespace or access.namespace
-        url = f"{access.server}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-        selector = {"labelSelector": f"kubernetes.io/service-name={self._address.service}"}
-        transport = AiohttpTransport(verify=access.tls, trust_env=False)
-        async with httpx.AsyncClient(transport=transport, headers=access.headers, timeout=self._silence_seconds) as client:
-            if self._version is None:
-                await self._list(client, url, selector)
-                yield
-            async with aclosing(self._watch(client, url, selector)) as events:
-                async for _ in events:
-                    yield
-
-    async def _list(self, client: httpx.AsyncClient, url: str, selector: dict[str, str]) -> None:
-        response = await client.get(url, params=selector)
-        if response.status_code != 200:
-            raise _refusal(response)
-        found = _read_list.decode(response.content)
-        self._slices = {item.metadata.name: item for item in found.items}
-        self._version = found.metadata.resource_version
-
-    async def _watch(self, client: httpx.AsyncClient, url: str, selector: dict[str, str]) -> AsyncGenerator[None, None]:
-        options = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(self._watch_seconds)}
-        params = selector | options | {"resourceVersion": self._version or ""}
-        timeouts = httpx.Timeout(self._silence_seconds, read=self._watch_seconds + self._silence_seconds)
+        if self._access is None:
+            self._access = self._connect()
+        api = DiscoveryV1Api(self._access.client)
+        namespace = self._address.namespace or self._access.namespace
+        selector = f"kubernetes.io/service-name={self._address.service}"
+        if self._version is None:
+            self._list(api, namespace, selector)
+            yield
         began = time.monotonic()
-        async with client.stream("GET", url, params=params, timeout=timeouts) as response:
-            if response.status_code != 200:
-                await response.aread()
-                raise _refusal(response)
-            buffer = b""
-            async for chunk in response.aiter_raw():
-                *lines, buffer = (buffer + chunk).split(b"\n")
-                for line in filter(None, lines):
-                    self._apply(_read_event.decode(line))
-                    yield
+        for event in self._events(api, namespace, selector):
+            self._apply(event)
+            yield
         if time.monotonic() - began > 1:  # a regular end without events is no failure
             self._backoff.reset()
 
-    def _apply(self, event: _Event) -> None:
-        if event.type == "ERROR":
-            status = _read_status.decode(event.object)
-            raise _Refused(status.code, status.message)
-        changed = _read_slice.decode(event.object)
+    def _list(self, api: DiscoveryV1Api, namespace: str, selector: str) -> None:
+        response = api.list_namespaced_endpoint_slice(
+            namespace, label_selector=selector, _request_timeout=self._silence_seconds, _preload_content=False
+        )
+        if response.status != 200:
+            raise ApiException(status=response.status, body=response.data)
+        # the package's own models refuse a slice without endpoints
+        found = msgspec.json.decode(response.data, type=_SliceList)
+        self._slices = {item.metadata.name: item for item in found.items}
+        self._version = found.metadata.resource_version
+
+    def _events(self, api: DiscoveryV1Api, namespace: str, selector: str) -> Iterator[Any]:
+        self._watch = Watch(return_type="object")
+        timeouts = (self._silence_seconds, self._watch_seconds + self._silence_seconds)
+        yield from self._watch.stream(
+            api.list_namespaced_endpoint_slice,
+            namespace,
+            label_selector=selector,
+            resource_version=self._version,
+            allow_watch_bookmarks=True,
+            timeout_seconds=self._watch_seconds,
+            _request_timeout=timeouts,
+        )
+
+    def _apply(self, event: dict[str, Any] | None) -> None:
+        """Raises :class:`ValueError` for an event that is no JSON, which the package reports as None."""
+        if event is None:
+            raise ValueError("an event of the watch is not JSON")
+        changed = msgspec.convert(event["raw_object"], _Slice)
         self._version = changed.metadata.resource_version
-        if event.type == "DELETED":
+        if event["type"] == "DELETED":
             self._slices.pop(changed.metadata.name, None)
-        elif event.type != "BOOKMARK":
+        elif event["type"] != "BOOKMARK":
             self._slices[changed.metadata.name] = changed
 
 
@@ -217,9 +250,16 @@ def _port_number(each: _Slice, port: int | str) -> int | None:
     return next((entry.port for entry in each.ports or () if entry.name == port), None)
 
 
-def _refusal(response: httpx.Response) -> _Refused:
+class _Status(msgspec.Struct, frozen=True):
+    message: str = "no reason was given"
+
+
+def _reason(error: ApiException) -> str:
+    """Return status and message of an answer, or why there is none."""
+    if not error.status:
+        return str(error.reason).strip()
     try:
-        message = _read_status.decode(response.content).message
+        message = msgspec.json.decode(error.body or b"{}", type=_Status).message
     except msgspec.MsgspecError:
-        message = "no reason was given"
-    return _Refused(response.status_code, message)
+        message = str(error.reason)
+    return f"{error.status}: {message}"

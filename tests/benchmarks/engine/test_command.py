@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from benchmarks.engine.gpu import LIMIT_SECONDS, Part, parts, run_parts
 from benchmarks.engine.score import Options, run
 from benchmarks.engine.servers import ServerError, serving
 from benchmarks.engine.subject import subject
@@ -97,32 +96,3 @@ def test_without_a_gpu_the_gpu_command_says_so_in_one_line(tmp_path):
     assert result.stdout == ""
     assert result.stderr == "bench: torch finds no NVIDIA GPU on this machine; run this command on one that has it.\n"
     assert not (tmp_path / "out").exists()
-
-
-def test_the_parts_of_a_gpu_run_have_time_for_all_and_tests_come_first(tmp_path):
-    todo = parts(tmp_path)
-    assert LIMIT_SECONDS <= 480
-    assert sum(part.seconds for part in todo) <= LIMIT_SECONDS
-    assert todo[0].name == "tests"
-    assert all(part.seconds >= 30 for part in todo)  # less would not load a model and compile its kernels
-
-
-@pytest.mark.slow
-def test_parts_fail_and_run_late_without_stopping_the_next(tmp_path):
-    """A part has what nobody else needs, no more."""
-    todo = [
-        Part("late", ["http.server", "0"], 1.0),
-        Part("broken", ["no_such_module"], 30.0),
-        Part("well", ["platform"], 30.0),
-    ]
-    late, broken, well = run_parts(todo, tmp_path, 62.0)
-    assert late["ended"] == "out of time after 2 s"
-    assert broken["ended"] == "exit code 1"
-    assert broken["last_line"].endswith("No module named no_such_module")
-    assert well["ended"] == "well"
-    assert (tmp_path / "well.txt").read_text().strip() == well["last_line"]
-
-
-def test_no_part_begins_after_the_limit(tmp_path):
-    (part,) = run_parts([Part("well", ["platform"], 30.0)], tmp_path, 0.0)
-    assert (part["ended"], part["last_line"]) == ("no time left", "")

@@ -39,8 +39,8 @@ def test_by_hand():
     assert elementwise_bytes(TINY, work, 2) == 2 * 2 * (8 * (128 + 64 + 128 + 72) + 12 * 32)
     # in FP8, of these the two normed rows of 16, the product of 24 and a second writing of the output of 32 take a byte each
     token = 2 * (128 + 64 + 6 * 16 + 2 * 24 + 32) + 2 * 16 + 24 + 32
-    assert elementwise_bytes(TINY, work, 2, fp8=True) == 2 * (8 * token + 2 * 12 * 32)
-    assert weight_bytes(TINY, 2, fp8=True) == 2 * 2688 + 2 * 16 * 50
+    assert elementwise_bytes(TINY, work, 2, quantized=True) == 2 * (8 * token + 2 * 12 * 32)
+    assert weight_bytes(TINY, 2, quantized=True) == 2 * 2688 + 2 * 16 * 50
 
 
 def test_pytorch_counts_the_same():
@@ -90,8 +90,8 @@ def test_peaks_are_of_this_machine(monkeypatch):
     peaks = measure_peaks(torch.device("cpu"), torch.float32)
     assert 1e8 < peaks.flops < 1e14
     assert 1e7 < peaks.bandwidth < 1e13
-    assert peaks.fp8_flops is None
+    assert peaks.quantized_flops is None
     quantised = measure_peaks(torch.device("cpu"), torch.float32, "fp8")
-    assert quantised.fp8_flops is not None
-    assert 1e7 < quantised.fp8_flops < 1e14
-    assert quantised.or_better(Peaks(0, 0, 1e15)).fp8_flops == 1e15
+    assert quantised.quantized_flops is not None
+    assert 1e7 < quantised.quantized_flops < 1e14
+    assert quantised.or_better(Peaks(0, 0, 1e15)).quantized_flops == 1e15

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,20 @@ READY_SECONDS = 240
 BIN = Path(__file__).parents[1] / "bin"
 HELM = [found] if (found := shutil.which("helm")) else [sys.executable, str(BIN / "helm")]
 """The machine's own, else what stands in for it."""
+
+
+@cache
+def chart() -> Path:
+    """The chart for the cluster that KUBECONFIG names. That cluster may be older than Chart.yaml allows, with newer APIs added to
+    it; the chart then is a copy that allows it."""
+    version = json.loads(kubectl("version", "-o", "json"))["serverVersion"]
+    if int(version["minor"].rstrip("+")) >= 23:
+        return CHART
+    copy = Path(tempfile.mkdtemp()) / "helm"
+    shutil.copytree(CHART, copy)
+    about = copy / "Chart.yaml"
+    about.write_text(re.sub(r"^kubeVersion: .*$", 'kubeVersion: ">=1.20.0-0"', about.read_text(), flags=re.M))
+    return copy
 
 
 class HelmError(RuntimeError):
@@ -56,27 +73,28 @@ class Release:
         """Objects, as JSON."""
         return json.loads(self.kubectl("get", *arguments, "-o", "json"))
 
-    def install(self, values: Values) -> None:
-        """Install and wait until all of it is ready."""
-        self._helm("install", CHART, "--create-namespace", "--wait", values=values)
+    def install(self, values: Values, *, wait: bool = True) -> None:
+        """Install, and wait until all of it is ready."""
+        self.run_helm("install", chart(), "--create-namespace", *(["--wait"] if wait else []), values=values)
 
-    def upgrade(self, values: Values) -> None:
+    def upgrade(self, values: Values, *, wait: bool = True) -> None:
         """Change the values given, keep the others, and wait."""
-        self._helm("upgrade", CHART, "--reuse-values", "--wait", values=values)
+        self.run_helm("upgrade", chart(), "--reset-then-reuse-values", *(["--wait"] if wait else []), values=values)
 
     def rollback(self, revision: int) -> None:
         """Go back, and wait."""
-        self._helm("rollback", str(revision), "--wait")
+        self.run_helm("rollback", str(revision), "--wait")
 
     def uninstall(self) -> None:
         """Take everything away, and wait."""
-        self._helm("uninstall", "--wait")
+        self.run_helm("uninstall", "--wait")
 
     def test(self) -> str:
         """What its own test says."""
-        return self._helm("test", "--logs")
+        return self.run_helm("test", "--logs")
 
-    def _helm(self, command: str, *arguments: str | Path, values: Values | None = None) -> str:
+    def run_helm(self, command: str, *arguments: str | Path, values: Values | None = None) -> str:
+        """What a command of Helm prints. Raises HelmError."""
         given = ["--namespace", self.namespace, "--timeout", f"{READY_SECONDS}s", *(() if values is None else ("--values", "-"))]
         told = [*HELM, command, self.name, *arguments, *given]
         text = None if values is None else yaml.safe_dump(values)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cluster.chart.kube import BIN
+from tests.cluster.chart.kube import BIN, chart
 from tests.helm.chart import ROOT
 
 
@@ -26,8 +26,9 @@ def commands(heading: str) -> list[str]:
 
 def follow(typed: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the commands in ``folder``, which gets what they need of the checkout and what they leave behind."""
-    for name in ("helm", "loadgen", ".venv"):
+    for name in ("loadgen", ".venv"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / "helm").symlink_to(chart())
     script = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n"
     for command in typed:
         script += f"echo {shlex.quote(f'>>> {command}')} >&2\n{command}\n"

@@ -100,7 +100,7 @@ def test_redis_is_deleted(ingress: IngressProxy, release: Release):
 
 def results_in(release: Release, pod: str) -> int:
     """Scores that a Redis pod holds; 0 while it does not run."""
-    count = "REDISCLI_AUTH=$(sed 's/requirepass //' /etc/redis/redis.conf) redis-cli --scan --pattern '*:score:*' | wc -l"
+    count = "REDISCLI_AUTH=$(cat /etc/redis/password) redis-cli --scan --pattern '*:score:*' | wc -l"
     told = release.kubectl("exec", pod, "--", "sh", "-c", count, check=False).split()
     return int(told[-1]) if told else 0
 

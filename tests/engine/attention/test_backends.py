@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.flashinfer import FlashInferAttention, problem, send
+from engine.attention.flashinfer import FlashInferAttention, send
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
 from engine.batch import ExtendSegment
@@ -19,7 +19,7 @@ from engine.core import Request
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
-from tests.engine.device import no_waiting
+from tests.engine.device import no_waiting, skip_without_flashinfer
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LAYERS = 2
@@ -153,16 +153,15 @@ def test_triton_on_long_layouts(dtype: torch.dtype, group: int, device: torch.de
 @pytest.mark.parametrize(("dtype", "group"), LONG)
 @pytest.mark.parametrize("longest", [150, 20_000])
 def test_flashinfer(longest: int, dtype: torch.dtype, group: int, device: torch.device) -> None:
-    if reason := problem(device, 128, dtype):
-        pytest.skip(f"FlashInfer: {reason}")
+    skip_without_flashinfer(device, 128, dtype)
     compare(FlashInferAttention, device, group, longest, group, 128, dtype, turned=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [TritonAttention, FlashInferAttention])
 def test_a_step_does_not_wait_for_the_gpu(make: type[TritonAttention] | type[FlashInferAttention], device: torch.device) -> None:
-    if make is FlashInferAttention and (reason := problem(device, 128, torch.bfloat16)):
-        pytest.skip(f"FlashInfer: {reason}")
+    if make is FlashInferAttention:
+        skip_without_flashinfer(device, 128, torch.bfloat16)
     kv = KVCache(layers=1, slots=2000, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device=device)
     backend = make(kv, 4)
     segments = [run(np.arange(1000, dtype=np.int32), 1), run(np.arange(1000, 1200, dtype=np.int32), 200)]

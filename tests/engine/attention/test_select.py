@@ -15,6 +15,7 @@ from engine.attention.triton import TritonAttention
 from engine.models.config import ModelConfig
 from engine.models.errors import ModelError
 from engine.models.rope import Rope
+from tests.engine.device import skip_without_flashinfer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF = torch.bfloat16
@@ -47,23 +48,25 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_reference_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         choice = choose("auto", CPU, config(), torch.float32)
-    assert choice == (ReferenceAttention, "the model runs on the CPU")
+    assert choice == (ReferenceAttention, "the model runs on the CPU", False)
     assert caplog.messages == ["attention: the reference backend (the model runs on the CPU)"]
     assert choose("reference", CPU, config(), torch.float32).backend is ReferenceAttention
 
 
 def test_flashinfer_where_it_is_whole(hopper: pytest.MonkeyPatch) -> None:
     assert choose("auto", GPU, config(), HALF).backend is FlashInferAttention
-    assert choose("flashinfer", GPU, config(), HALF) == (FlashInferAttention, "asked for")
-    assert choose("triton", GPU, config(), HALF) == (TritonAttention, "asked for")
+    assert choose("flashinfer", GPU, config(), HALF) == (FlashInferAttention, "asked for", False)
+    assert choose("triton", GPU, config(), HALF) == (TritonAttention, "asked for", False)
 
 
-def test_triton_where_flashinfer_is_not(hopper: pytest.MonkeyPatch) -> None:
+def test_triton_where_flashinfer_is_not(hopper: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert choose("auto", GPU, config(), torch.float32).reason == "not flashinfer: it computes in bfloat16 and float16 only"
     assert choose("auto", GPU, config(head_dim=32), HALF).reason == "not flashinfer: it has no kernel for heads of 32 elements"
     hopper.setattr(flashinfer.metadata, "version", lambda name: "0.5.0")
-    choice = choose("auto", GPU, config(), HALF)
-    assert choice == (TritonAttention, "not flashinfer: flashinfer-python 0.6.6 is needed and 0.5.0 is installed")
+    with caplog.at_level(logging.WARNING):
+        choice = choose("auto", GPU, config(), HALF)
+    assert choice == (TritonAttention, "not flashinfer: flashinfer-python 0.6.6 is needed and 0.5.0 is installed", True)
+    assert caplog.messages[-1] == f"attention: the triton backend ({choice.reason})"
 
 
 def test_flashinfer_that_must_be_compiled_only_where_asked_for(hopper: pytest.MonkeyPatch) -> None:
@@ -118,3 +121,16 @@ def test_flashinfer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashinfer.metadata, "version", absent)
     assert flashinfer.problem(GPU, 128, HALF) == "flashinfer-python 0.6.6 is not installed"
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_tests_never_compile_flashinfer(hopper: pytest.MonkeyPatch, ready: bool) -> None:
+    """The GPU host has a compiler, and float16 is not among the modules that are built beforehand."""
+    hopper.setattr(flashinfer, "compiled", lambda head_dim, dtype: ready)
+    hopper.setattr(flashinfer, "_compiler", lambda: True)
+    assert flashinfer.problem(GPU, 128, torch.float16) is None
+    if ready:
+        skip_without_flashinfer(GPU, 128, torch.float16)
+    else:
+        with pytest.raises(pytest.skip.Exception, match=r"its module for torch.float16 and heads of 128 is not compiled"):
+            skip_without_flashinfer(GPU, 128, torch.float16)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.models.decoder import Decoder
@@ -148,3 +149,30 @@ def test_gradients_equal_transformers(tmp_path: Path) -> None:
         parameter.data = parameter.grad  # so that the views under their Hugging Face names are of the gradients
     for name, gradient in decoder.checkpoint_views().items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=1e-5, rtol=1e-3)
+
+
+def test_the_last_layer_computes_the_rows_that_are_read(tmp_path: Path) -> None:
+    """These rows are those of the whole, and no product behind attention has others; keys and values are those of all tokens."""
+    decoder = load_model(make_checkpoint(tmp_path, "qwen3")).requires_grad_(False)
+    rows, last = torch.tensor([7, 2, 2]), decoder.layers[-1]
+    inputs: dict[str, list[int]] = {}
+    for layer in (decoder.layers[0], last):
+        for name in ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            module = layer.get_submodule(name)
+            told = inputs.setdefault(name, [])
+            module.register_forward_hook(lambda _, given, __, told=told: told.append(len(given[0])))
+    tokens = torch.arange(9) + 3
+    attended: list[int] = []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attended.append(len(k))
+        return causal(layer, q, k, v)
+
+    whole = decoder(tokens, torch.arange(9), causal)
+    for told in inputs.values():
+        told.clear()
+    found = decoder(tokens, torch.arange(9), attend, rows)
+    torch.testing.assert_close(found, whole[rows])
+    assert attended == [9] * len(decoder.layers)
+    assert inputs["attention.qkv_proj"] == [9, 9]
+    assert inputs["attention.o_proj"] == inputs["mlp.gate_up_proj"] == inputs["mlp.down_proj"] == [9, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,20 +12,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from engine import wire
 from engine.lenvm.pairing import GAMMA_FILE
 from engine.models.errors import ModelError
 from engine.models.source import locate
+from tests.checkpoints import make_checkpoint
+from tests.processes import Pod
 
 NEEDED = ["config.json", "model.safetensors", "tokenizer.json", GAMMA_FILE, "1_Pooling/config.json", "yardstick.toml"]
 OTHERS = ["pytorch_model.bin", "onnx/model.onnx", "README.md"]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLD_COMMIT = "76543210fedcba9876543210fedcba9876543210"
+REVISIONS = {"main": COMMIT, "v1": OLD_COMMIT, COMMIT: COMMIT, OLD_COMMIT: OLD_COMMIT}
+REVISION = re.compile(r"/api/models/me/value(?:/revision/(.+))?")
 
 
 class Hub(BaseHTTPRequestHandler):
     """The parts of the hub's HTTP interface that a download uses, with one repository."""
+
+    root: ClassVar[Path | None] = None
+    """A checkpoint to serve; None: files that contain their names."""
+    resolved: ClassVar[list[str]] = []
+    """Revisions that were asked for, in order."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -34,23 +47,33 @@ class Hub(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = self.path.partition("?")[0]
-        file = path.removeprefix(f"/me/value/resolve/{COMMIT}/")
-        files = [*NEEDED, *OTHERS]
-        if path in ("/api/models/me/value", "/api/models/me/value/revision/main"):
-            siblings = [{"rfilename": name} for name in files]
-            self._send(200, json.dumps({"id": "me/value", "sha": COMMIT, "siblings": siblings}).encode(), "application/json")
+        commit, _, file = path.removeprefix("/me/value/resolve/").partition("/")
+        files = [*NEEDED, *OTHERS] if self.root is None else [entry.name for entry in self.root.iterdir()]
+        if asked := REVISION.fullmatch(path):
+            self._resolve(asked[1] or "main", files)
         elif path.startswith("/api/models/me/value/tree/"):
-            tree = [{"type": "file", "path": name, "size": len(name), "oid": f"{hash(name):x}"} for name in files]
+            tree = [{"type": "file", "path": name, "size": len(self._read(name)), "oid": f"{hash(name):x}"} for name in files]
             self._send(200, json.dumps(tree).encode(), "application/json")
-        elif file in files:
-            self._send(200, file.encode(), "text/plain")
+        elif file in files and commit in REVISIONS.values():
+            self._send(200, self._read(file), "text/plain", ("X-Repo-Commit", commit))
         else:
             self._send(404, b"{}", "application/json", ("X-Error-Code", "RepoNotFound"))
+
+    def _resolve(self, revision: str, files: list[str]) -> None:
+        self.resolved.append(revision)
+        if revision not in REVISIONS:
+            self._send(404, b"{}", "application/json", ("X-Error-Code", "RevisionNotFound"))
+            return
+        about = {"id": "me/value", "sha": REVISIONS[revision], "siblings": [{"rfilename": name} for name in files]}
+        self._send(200, json.dumps(about).encode(), "application/json", ("X-Repo-Commit", REVISIONS[revision]))
+
+    def _read(self, name: str) -> bytes:
+        return name.encode() if self.root is None else (self.root / name).read_bytes()
 
     def _send(self, status: int, body: bytes, kind: str, *headers: tuple[str, str]) -> None:
         self.send_response(status)
         tag = ("ETag", f'"{self.path.rpartition("/")[2]}-{len(body)}"')
-        for name, value in (("content-type", kind), ("content-length", str(len(body))), ("X-Repo-Commit", COMMIT), tag, *headers):
+        for name, value in (("content-type", kind), ("content-length", str(len(body))), tag, *headers):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -61,8 +84,8 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+def hub(handler: type[Hub] = Hub) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -73,9 +96,9 @@ def hub() -> Iterator[str]:
         server.server_close()
 
 
-def located(hub_id: str, endpoint: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def located(hub_id: str, endpoint: str, cache: Path, revision: str | None = None) -> subprocess.CompletedProcess[str]:
     """Locate a model in a process of its own, because the hub's library reads its environment when it is imported."""
-    program = f"from engine.models.source import locate; print(locate({hub_id!r}))"
+    program = f"from engine.models.source import locate; print(locate({hub_id!r}, {revision!r}))"
     own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
     given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     command = [sys.executable, "-c", program]
@@ -92,6 +115,40 @@ def test_a_model_is_downloaded_with_all_that_is_needed(tmp_path: Path) -> None:
         missing = located("me/nothing", endpoint, tmp_path)
         assert "There is no directory and no hub model me/nothing" in missing.stderr
     assert located("me/value", endpoint, tmp_path).stdout == done.stdout, "an earlier download is used where there is no network"
+
+
+def test_a_revision_is_pinned(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        for revision, commit in ((None, COMMIT), ("v1", OLD_COMMIT), (OLD_COMMIT, OLD_COMMIT)):
+            done = located("me/value", endpoint, tmp_path, revision)
+            assert Path(done.stdout.splitlines()[-1]).name == commit, done.stderr
+        missing = located("me/value", endpoint, tmp_path, "v2")
+        assert "The hub model me/value has no revision v2" in missing.stderr
+    with pytest.raises(ModelError, match="leave the revision out"):
+        locate(tmp_path, "v1")
+
+
+@pytest.mark.slow
+def test_all_processes_of_an_engine_load_one_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The branch may move while they start, so it is looked up once."""
+
+    class Checkpoint(Hub):
+        root = make_checkpoint(tmp_path / "checkpoint", "qwen3")
+        resolved: ClassVar[list[str]] = []
+
+    with hub(Checkpoint) as endpoint:
+        for name, value in {"ENDPOINT": endpoint, "HOME": str(tmp_path), "HUB_DISABLE_XET": "1", "HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(f"HF_{name}", value)
+        arguments = ["--revision", "v1", "--tensor-parallel", "2", "--device", "cpu", "--max-total-tokens", "512", "--threads", "1"]
+        pod = Pod("me/value", *arguments)
+        try:
+            pod.wait_ready()
+            info = pod.read("/info", wire.Info)
+            assert "yardstick_engine_slots 512.0" in pod.client.get("/metrics").text, "metrics before the first step"
+        finally:
+            pod.close()
+    assert info.model == "value"
+    assert Checkpoint.resolved == ["v1"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "../x"])

@@ -93,9 +93,9 @@ def test_an_engine_may_go_and_come_back_as_another_model(start: Start, port: int
         assert client.post("/v1/score", json=IDS).json()["model"] == "old"
     gone = client.post("/v1/score", json={**IDS, "items": [[3]]})
     assert (gone.status_code, gone.json()["error"]["code"]) in [(503, "not_ready"), (502, "engine_lost")]
-    wait_until(lambda: client.get("/readyz").status_code == 503)
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
     with served(new, port):
-        wait_until(lambda: client.get("/readyz").status_code == 200)
+        wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
         assert client.post("/v1/score", json={**IDS, "model": "new"}).json()["model"] == "new"
         assert client.post("/v1/score", json={**IDS, "model": "old"}).status_code == 404
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["new"]

@@ -228,6 +228,7 @@ def test_requests_wait_for_an_engine(start: Start) -> None:
             score = asyncio.create_task(asking.post("/v1/score", json={"query": [1], "items": [[2]], "label_token_ids": [1]}))
             text = asyncio.create_task(asking.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
             await asyncio.to_thread(wait_until, lambda: metric(client, "yardstick_requests_waiting") == 2)
+            assert metric(client, 'yardstick_model_requests_waiting{model="fake"}') == 2
             engine.ready = True
             assert [(await score).status_code, (await text).status_code] == [200, 200]
 

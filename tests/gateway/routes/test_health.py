@@ -11,9 +11,11 @@ import httpx
 import pytest
 
 from tests.fakes import FakeEngine
-from tests.gateway.conftest import Start
+from tests.gateway.conftest import Start, metric
 from tests.gateway.test_error_table import told
 from tests.processes import wait_until
+
+SCORE = {"query": [1, 2], "items": [[3]], "label_token_ids": [5]}
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
@@ -23,18 +25,28 @@ def test_health_has_no_body(shared: httpx.Client, path: str) -> None:
     assert shared.post(path).status_code == 405
 
 
-def test_health_follows_the_engines(start: Start) -> None:
+def test_a_gateway_is_ready_once_it_knows_a_model(start: Start) -> None:
+    """And stays so while the engines are away: it answers from the cache, and other requests wait or get a 503 in words. Without
+    ready gateways, clients of the Service would be refused the connection."""
     engine = FakeEngine()
-    client = start(engine)
-    assert client.get("/health").status_code == 200
     engine.ready = False
-    wait_until(lambda: client.get("/readyz").status_code == 503)
-    for path in ("/health", "/ping"):
+    client = start(engine, wait=False, wait_seconds=0.1)
+    for path in ("/readyz", "/health", "/ping"):
         answer = client.get(path)
         assert (answer.status_code, told(answer)["code"]) == (503, "not_ready")
-        assert (client.head(path).status_code, client.head(path).content) == (503, b"")
+    assert (client.head("/ping").status_code, client.head("/ping").content) == (503, b"")
     engine.ready = True
-    wait_until(lambda: client.get("/health").status_code == 200)
+    wait_until(lambda: client.get("/readyz").status_code == 200)
+    wait_until(lambda: metric(client, 'yardstick_model_engines_ready{model="fake"}') == 1)
+    assert client.post("/v1/score", json=SCORE).status_code == 200
+    engine.ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
+    assert 'yardstick_model_engines_ready{model="fake"} 0.0' in client.get("/metrics").text
+    for path in ("/readyz", "/health", "/ping"):
+        assert client.get(path).status_code == 200
+    assert client.post("/v1/score", json=SCORE).headers["x-yardstick-cache"] == "1/1"
+    waited = client.post("/v1/score", json=SCORE | {"items": [[9]]})
+    assert (waited.status_code, told(waited)["code"]) == (503, "not_ready")
 
 
 def test_health_and_version_need_no_key_and_no_place(start: Start, tmp_path: Path) -> None:

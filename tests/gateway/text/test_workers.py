@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +28,7 @@ from gateway.text.bounds import Bounds
 from gateway.text.channel import WorkerLostError
 from gateway.text.facts import Facts
 from gateway.text.fair import FairQueue
+from gateway.text.forks import start_fork_server
 from gateway.text.messages import Answer, Broken, Decode, Decoded, Read, Refused, Whole
 from gateway.text.prepared import Packed, unpack
 from gateway.text.spelling import TokenizerError
@@ -39,6 +42,12 @@ FACTS = Facts("m", 10**9, 320, 16)
 SLOW = msgspec.json.encode({"query": "x" * 20_000, "items": [str(i) for i in range(3000)], "label_token_ids": [1]})
 """A minute of tokenising, which no limit of seconds below comes near."""
 UNBOUND = Bounds(max_request_characters=10**12, max_request_tokens=10**9)
+
+
+@pytest.fixture(autouse=True)
+def as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers that are started as in production, rather than those of :mod:`tests.warm`."""
+    monkeypatch.setattr("gateway.text.forks.start_fork_server", start_fork_server)
 
 
 @asynccontextmanager
@@ -193,6 +202,17 @@ async def test_a_killed_worker_is_replaced_beside_another() -> None:
         await until(lambda: busy not in workers._open and len(workers._idle) == 2)
 
 
+async def test_a_job_that_is_cancelled_as_a_worker_becomes_free_costs_no_worker() -> None:
+    async with running(1) as (workers, key):
+        async with workers.job(tenant="a", size=1, bulk=False):
+            waiting = asyncio.create_task(ask(workers, key, tenant="b"))
+            await until(lambda: len(workers._queue))
+            waiting.cancel()
+        assert isinstance(*await asyncio.gather(waiting, return_exceptions=True), asyncio.CancelledError)
+        assert len(workers._queue) == 0
+        assert is_right(await ask(workers, key))
+
+
 async def test_a_short_job_that_is_left_does_not_cost_the_worker() -> None:
     async with running(1) as (workers, key):
         await until(lambda: workers._idle)
@@ -213,6 +233,13 @@ async def test_a_request_that_is_decoded_and_left_is_dropped() -> None:
         await until(lambda: workers._idle == [channel])
         assert not channel.keeps_request
         assert await channel.ask(Read(key, FACTS, UNBOUND), seconds=5) == Broken("fault")
+
+
+def test_the_fork_server_imports_no_server() -> None:
+    program = "import sys; import gateway.text.forkserver; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "gateway.text.worker" in modules
+    assert not {"litestar", "uvicorn", "aiohttp", "redis", "prometheus_client"} & set(modules)
 
 
 async def test_fields_without_bulk_reach_the_event_loop() -> None:

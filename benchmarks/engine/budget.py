@@ -1,0 +1,225 @@
+"""``python -m benchmarks budget``: writes the tables of docs/gpu-budget.md, the predicted time of each kernel on one H200.
+
+Bytes, operations and launches are counted from a model's shape and from how attention is cut. The time of a launch is the longer of
+its operations and its bytes, each at a stated share of the peak. A test compares the page with this program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.engine.roofline import layer_weights
+from benchmarks.engine.subject import QWEN3_06B
+from engine.lenvm.graphs import PARTS
+from engine.lenvm.parts import equal_parts
+from engine.models.config import ModelConfig
+from kernels.attention_layout import NARROW, cumulate, cut
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu-budget.md"
+MARK = re.compile(r"(<!-- (?P<name>[\w ]+): made by python -m benchmarks budget -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
+
+BF16, FP8, BANDWIDTH = 989e12, 1979e12, 4.8e12
+"""Data sheet of one H200: dense operations and bytes a second."""
+PRODUCTS, QUANTIZED_PRODUCTS, ATTENTION, COPIES = 0.80, 0.65, 0.35, 0.90
+"""Shares of the peaks; docs/gpu-budget.md says where they come from."""
+QUERY, ITEM, ITEMS, TOKENS = 120, 180, 10, 8192
+BLOCK_ROWS, BLOCK_KEYS = 128, 64
+"""Of attention in 16 bits (:mod:`kernels.paged_attention`)."""
+QWEN25_7B = replace(
+    QWEN3_06B,
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_heads=28,
+    num_kv_heads=4,
+    tied=False,
+    qk_norm=False,
+)
+LENVM_15B = replace(
+    QWEN25_7B, vocab_size=151_936, hidden_size=1536, intermediate_size=8960, num_heads=12, num_kv_heads=2, tied=True
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All launches of one kernel in a step."""
+
+    name: str
+    launches: int
+    bytes: float
+    flops: float = 0.0
+    rate: float = PRODUCTS * BF16
+    """Operations a second."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time, without the gaps between launches."""
+        return max(self.flops / self.rate, self.bytes / (COPIES * BANDWIDTH))
+
+
+def segments() -> tuple[list[int], list[int]]:
+    """Queries and contexts of a step of :data:`TOKENS`: whole requests, and of the last one the query and as many items as fit."""
+    queries: list[int] = []
+    contexts: list[int] = []
+    while (left := TOKENS - sum(queries)) > QUERY:
+        items = min(ITEMS, (left - QUERY) // ITEM)
+        queries += [QUERY, *[ITEM] * items]
+        contexts += [QUERY, *[QUERY + ITEM] * items]
+        if items < ITEMS:
+            break
+    return queries, contexts
+
+
+def attention_work(config: ModelConfig, queries: Sequence[int], contexts: Sequence[int]) -> tuple[int, int]:
+    """(operations of one layer that the result needs, those that the kernel computes, whose blocks are masked and padded)"""
+    group, kv_heads = config.num_heads // config.num_kv_heads, config.num_kv_heads
+    counts, lengths = np.array(queries, np.int64), np.array(contexts, np.int64)
+    items, _, narrow = cut(cumulate(counts), cumulate(lengths), group=group, kv_heads=kv_heads, rows=BLOCK_ROWS)
+    rows = np.where(np.arange(len(items)) < narrow, NARROW, BLOCK_ROWS)
+    keys = -(-(items[:, 3] - items[:, 2]) // BLOCK_KEYS) * BLOCK_KEYS
+    pairs = int((counts * (lengths - counts) + counts * (counts + 1) // 2).sum())
+    return 4 * pairs * config.num_heads * config.head_dim, 4 * int((rows * keys).sum()) * kv_heads * config.head_dim
+
+
+def step(config: ModelConfig, *, fp8: bool, last_rows: bool = True, slower: float = 1.0) -> list[Kernel]:
+    """Kernels of a step of scores at capacity. last_rows: the last layer computes result rows only behind attention; slower: how
+    many times as long the products take."""
+    queries, contexts = segments()
+    tokens, results = sum(queries), sum(count == ITEM for count in queries)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv, head_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
+    layers, one = config.num_layers, 1 if fp8 else 2
+    rate = (QUANTIZED_PRODUCTS * FP8 if fp8 else PRODUCTS * BF16) / slower
+    rows = [tokens] * (layers - 1) + [results if last_rows else tokens]
+    behind, every = sum(rows), layers * tokens
+
+    def product(name: str, computed: int, size: int, out: int) -> Kernel:
+        return Kernel(
+            name, layers, one * (computed * size + layers * size * out) + 2 * computed * out, 2.0 * computed * size * out, rate
+        )
+
+    _, attended = attention_work(config, queries, contexts)
+    kernels = [
+        Kernel("embedding", 1, 4 * tokens * hidden),
+        Kernel("cosine and sine of positions", 4, 5 * 4 * tokens * head_dim // 2),
+        Kernel("rms_norm, add_rms_norm before attention", layers, every * hidden * (6 + one)),
+        product("qkv_proj", every, hidden, q + 2 * kv),
+        Kernel("qk_norm_rope_write", layers, every * (4 * (q + 2 * kv) + 4 * head_dim)),
+        Kernel("attention", layers, layers * (4 * tokens * q + 4 * sum(contexts) * kv), layers * attended, ATTENTION * BF16),
+        *([Kernel("quantize_rows of attention", layers, behind * q * 3)] if fp8 else []),
+        product("o_proj", behind, q, hidden),
+        Kernel("add_rms_norm before the MLP", layers, behind * hidden * (6 + one)),
+        product("gate_up_proj", behind, hidden, 2 * inner),
+        Kernel("silu_mul", layers, behind * inner * (4 + one)),
+        product("down_proj", behind, inner, hidden),
+        Kernel("final norm", 1, 8 * rows[-1] * hidden),
+        Kernel("label_logprobs", 2, 2 * config.vocab_size * hidden, 2.0 * results * config.vocab_size * hidden, ATTENTION * BF16),
+    ]
+    if last_rows:
+        kernels.insert(-1, Kernel("rows of the last layer", 2, 4 * results * (q + hidden)))
+    return kernels
+
+
+def step_table(*, fp8: bool) -> str:
+    """The table of one number format."""
+    kernels = step(QWEN3_06B, fp8=fp8)
+    lines = [
+        "| kernel | launches | GB | TFLOP | limit | predicted ms | measured ms |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for kernel in kernels:
+        limit = "operations" if kernel.flops / kernel.rate > kernel.bytes / (COPIES * BANDWIDTH) else "bytes"
+        numbers = f"{kernel.bytes / 1e9:.2f} | {kernel.flops / 1e12:.2f} | {limit} | {1000 * kernel.seconds:.2f}"
+        lines.append(f"| {kernel.name} | {kernel.launches} | {numbers} | |")
+    whole = [
+        sum(values) for values in zip(*((each.launches, each.bytes, each.flops, each.seconds) for each in kernels), strict=True)
+    ]
+    lines.append(f"| **all** | {whole[0]:.0f} | {whole[1] / 1e9:.2f} | {whole[2] / 1e12:.2f} | | **{1000 * whole[3]:.2f}** | |")
+    return "\n".join(lines) + "\n"
+
+
+def savings_table() -> str:
+    """What the last layer's rows save, and what attention computes in vain."""
+    lines = ["| | bf16 | FP8 |", "| --- | --- | --- |"]
+    cases: dict[str, tuple[bool, float]] = {
+        "predicted step, ms": (True, 1.0),
+        "with all rows in the last layer, ms": (False, 1.0),
+        "with products that take 1.25 times as long, ms": (True, 1.25),
+        "with products that take 1.5 times as long, ms": (True, 1.5),
+    }
+    for name, (last_rows, slower) in cases.items():
+        steps = (step(QWEN3_06B, fp8=fp8, last_rows=last_rows, slower=slower) for fp8 in (False, True))
+        times = (1000 * sum(each.seconds for each in kernels) for kernels in steps)
+        lines.append(f"| {name} | " + " | ".join(f"{time:.2f}" for time in times) + " |")
+    needed, computed = attention_work(QWEN3_06B, *segments())
+    lines.append(f"| operations of attention, computed ÷ needed | {computed / needed:.2f} | {computed / needed:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def computed_candidates(rows: int, top_k: int = 5) -> tuple[int, int]:
+    """Candidates of a pass for ``rows`` draws, captured where one fits: (with one width, a power of two; in parts)"""
+    parts = equal_parts([top_k] * rows, 1 << (top_k - 1).bit_length())
+    padded = (next((size for size in PARTS if size >= count), count) for count in (rows, len(parts.rows)))
+    before, now = padded
+    return before * (1 << (top_k - 1).bit_length()), now * int(parts.branches[0])
+
+
+def decode_seconds(config: ModelConfig, rows: int) -> float:
+    """A forward pass over ``rows`` tokens, without attention: its weights are read, or its products computed."""
+    weights = config.num_layers * layer_weights(config) + (0 if config.tied else config.hidden_size * config.vocab_size)
+    return max(2 * rows * weights / (PRODUCTS * BF16), 2 * weights / (COPIES * BANDWIDTH))
+
+
+def guided_table() -> str:
+    """Guided steps of a 7B model with a length model of 1.5B, five candidates a row."""
+    head = [
+        "rows",
+        "candidates",
+        "computed with width 8",
+        "computed in parts",
+        "bound ÷ unguided",
+        "width 8 ÷ bound",
+        "parts ÷ bound",
+    ]
+    head.append("parts ÷ unguided")
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
+    for rows in (1, 16, 50, 100, 256, 800):
+        before, now = computed_candidates(rows)
+        base = decode_seconds(QWEN25_7B, rows)
+        bound, wide, parts = (base + decode_seconds(LENVM_15B, count) for count in (5 * rows, before, now))
+        ratios = (bound / base, wide / bound, parts / bound, parts / base)
+        lines.append(f"| {rows} | {5 * rows} | {before} | {now} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "step in bf16": lambda: step_table(fp8=False),
+    "step in FP8": lambda: step_table(fp8=True),
+    "savings": savings_table,
+    "guided steps": guided_table,
+}
+
+
+def page(text: str) -> str:
+    """``text`` with the tables of this program."""
+
+    def written(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found['name']]()}\n"
+
+    return MARK.sub(written, text)
+
+
+def names(text: str) -> Iterator[str]:
+    """Tables that the page has."""
+    return (found["name"] for found in MARK.finditer(text))
+
+
+def main(arguments: Sequence[str]) -> int:  # noqa: ARG001 (no options)
+    """Write the page."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0

@@ -1,0 +1,167 @@
+"""Scoring on a CPU beside other runtimes: ``python -m benchmarks peers --openvino PYTHON --onnxruntime PYTHON``.
+
+Each runtime has an environment of its own, whose Python is named; one that is not named is left out. The engine, transformers and
+the runtimes score the same requests of the standard workload with the same weights and threads, one after the other, in float32 and
+int8. The others get the full prompts as one batch. Figures are medians of the rounds; ratios are medians of the rounds' ratios to
+the engine in float32. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from benchmarks.engine import machine
+from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers, seconds
+from benchmarks.engine.records import Records
+from benchmarks.engine.subject import SHAPES, subject
+from benchmarks.engine.workload import Workload
+from engine import wire
+from engine.models.loader import load_model
+from kernels.int8 import instructions
+
+RUNTIMES = ("openvino", "onnxruntime")
+FORMATS = ("float32", "int8")
+BASE = "Yardstick, float32"
+SLOTS = 16_384
+TOLERANCE = 1e-3
+"""Largest difference of a log-probability in float32."""
+
+
+class PeerError(RuntimeError):
+    """A runtime ended; the message has its last output."""
+
+
+class Peer:
+    """A runtime in a process of its own."""
+
+    def __init__(self, runtime: str, python: Path, checkpoint: Path, form: str) -> None:
+        file = Path(__file__).with_name("peer_process.py")
+        command = [str(python), str(file), runtime, str(checkpoint), form, str(torch.get_num_threads())]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        self.taken = 0.0
+        """Seconds of the last request, without its way here."""
+        try:
+            self.version: str = self._read()["ready"]
+        except PeerError:
+            self.close()
+            raise
+
+    def score(self, message: wire.Score) -> Scores:
+        """Score all prompts of a request as one batch."""
+        assert isinstance(message.readout, wire.Labels)
+        assert self._process.stdin is not None
+        prompts = [message.prefix + branch for branch in message.branches]
+        self._process.stdin.write(json.dumps([prompts, message.readout.tokens]) + "\n")
+        self._process.stdin.flush()
+        answer = self._read()
+        self.taken = answer["seconds"]
+        return answer["rows"]  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()  # closes the pipes
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerError(f"it ended with exit code {self._process.wait()}")
+        return json.loads(line)  # type: ignore[no-any-return]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print a table and one line of JSON; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks peers", description="Scoring on a CPU beside other runtimes.")
+    for runtime in RUNTIMES:
+        parser.add_argument(f"--{runtime}", type=Path, metavar="PYTHON", help="the Python of its environment (left out)")
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights (%(default)s)")
+    parser.add_argument("--model", help="a model directory, instead of random weights")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
+    options = parser.parse_args(arguments)
+    records, workload, rng = Records(), Workload(), np.random.default_rng(0)
+    summary: dict[str, Any] = {
+        "bench": "peers",
+        "machine": machine.describe(),
+        "model": options.model or options.shape,
+        "left_out": {},
+    }
+    with subject(options.shape, options.model, "float32") as measured, ExitStack() as stack:
+        scorers = start(measured.directory, options, summary["left_out"], stack)
+        scorers["transformers, float32"] = Transformers(measured, torch.device("cpu"))
+        summary["versions"] = {name: scorer.version for name, scorer in scorers.items() if isinstance(scorer, Peer)}
+        message = workload.request("warm", rng, measured.config.vocab_size)
+        rows = {name: np.array(scorer.score(message)) for name, scorer in scorers.items()}
+        differences = {name: float(np.abs(found - rows[BASE]).max()) for name, found in rows.items()}
+        wrong = [name for name, difference in differences.items() if name.endswith("float32") and difference > TOLERANCE]
+        assert not wrong, f"these scores differ from the engine's: {wrong}"
+        taken: dict[str, list[float]] = {name: [] for name in scorers}
+        for place in records.progress(range(options.rounds), "rounds"):
+            message = workload.request(f"r{place}", rng, measured.config.vocab_size)
+            for name, scorer in scorers.items():
+                took = seconds(lambda scorer=scorer, message=message: scorer.score(message))  # type: ignore[misc]
+                taken[name].append(scorer.taken if isinstance(scorer, Peer) else took)
+                records.rows.append({"kind": "peers", "name": name, "seconds": taken[name][-1]})
+    summary |= {"items_per_s": {name: workload.items / statistics.median(times) for name, times in taken.items()}}
+    summary |= {"ratios": {name: ratios(times, taken[BASE]) for name, times in taken.items()}, "largest_difference": differences}
+    show(summary, records)
+    if options.out is not None:
+        records.write(options.out, summary)
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+def start(checkpoint: Path, options: argparse.Namespace, left_out: dict[str, str], stack: ExitStack) -> dict[str, Scorer]:
+    """The engine in every format that this machine supports, and the runtimes that are named; why others are left out."""
+    scorers: dict[str, Scorer] = {}
+    for form in options.formats.split(","):
+        if form == "int8" and instructions() is None:
+            left_out["int8"] = "the processor has no instructions for it"
+            continue
+        quantize = None if form == "float32" else form
+        scorers[f"Yardstick, {form}"] = Engine(load_model(checkpoint, quantize=quantize), "float32", slots=SLOTS)
+        for runtime in RUNTIMES:
+            name, python = f"{runtime}, {form}", getattr(options, runtime)
+            try:
+                if python is None:
+                    raise PeerError(f"--{runtime} names no Python")
+                peer = Peer(runtime, python, checkpoint, form)
+            except (PeerError, OSError) as error:
+                left_out[name] = str(error)
+                print(f"left out: {name}: {error}", file=sys.stderr)
+                continue
+            stack.callback(peer.close)
+            scorers[name] = peer
+    return scorers
+
+
+def ratios(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Throughput relative to the base, paired by round."""
+    found = [other / own for own, other in zip(times, base, strict=True)]
+    return {"median": statistics.median(found), "least": min(found), "most": max(found)}
+
+
+def show(summary: Mapping[str, Any], records: Records) -> None:
+    """Print the table."""
+    table = Table("120/180/10", "items/s", f"× {BASE}", "max Δ", title="Scoring on a CPU")
+    for name, rate in summary["items_per_s"].items():
+        ratio = summary["ratios"][name]
+        spread = f"{ratio['median']:.2f} ({ratio['least']:.2f}–{ratio['most']:.2f})"
+        table.add_row(name, f"{rate:.1f}", spread, f"{summary['largest_difference'][name]:.1e}")
+    records.console.print(table)
+    for name, reason in summary["left_out"].items():
+        records.console.print(f"left out: {name}: {reason}")

@@ -1,0 +1,175 @@
+"""How long idle threads of the engine should spin: ``python -m benchmarks spinning``.
+
+Every setting has an engine and a gateway of its own, as ``yardstick serve`` starts them. A client reads 32 streams at a time, and
+sends scores, first on cores that are otherwise idle, then beside a process that computes without end. Each round measures every
+setting once; figures are medians of the rounds, ratios are medians of the rounds' ratios. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.engine import machine
+from benchmarks.engine.servers import serving_apart
+from engine.demo import MODELS
+
+OURS = "Yardstick"
+"""The setting without a variable: what the engine chooses."""
+SETTINGS = (OURS, "spin", "passive")
+QUIET, SHARED = "quiet", "beside another process"
+QUERY, ITEM, ITEMS = 120, 180, 10
+BUSY = "while True: pass"
+
+Figures = dict[str, dict[str, list[float]]]
+"""What was measured -> setting -> one figure for each round."""
+
+
+def environment(setting: str) -> dict[str, str]:
+    """Variables of a setting: ``passive``, ``spin`` (libgomp's default), or a number of turns."""
+    if setting == OURS:
+        return {}
+    if setting == "passive":
+        return {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {"GOMP_SPINCOUNT": "300000" if setting == "spin" else str(int(setting))}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print a table and one line of JSON; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks spinning", description="Idle threads of the engine: spin or sleep.")
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="'spin', 'passive' or numbers of turns (%(default)s)")
+    parser.add_argument("--model", type=Path, default=MODELS / "base", help="(the demo model)")
+    parser.add_argument("--streams", type=int, default=32, help="streams at a time (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of a stream (%(default)s)")
+    parser.add_argument("--scores", type=int, default=10, help="score requests, one after the other (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for the table and the summary")
+    options = parser.parse_args(arguments)
+    settings = options.settings.split(",")
+    figures: Figures = {}
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(serving_apart(options.model, environment=environment(name)))[0] for name in settings}
+        measure(urls, options, figures, record=False)
+        for _ in range(options.rounds):
+            measure(urls, options, figures)
+    ratios = {what: ratios_of(by_setting) for what, by_setting in figures.items()}
+    lines = list(table(figures, ratios))
+    summary = {"bench": "spinning", "machine": machine.describe(), "rounds": options.rounds, "ratios": ratios}
+    summary["medians"] = {what: {name: statistics.median(found) for name, found in by.items()} for what, by in figures.items()}
+    summary["of quiet"] = of_quiet(figures)
+    print("\n".join(lines))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "tables.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+def measure(urls: Mapping[str, str], options: argparse.Namespace, figures: Figures, *, record: bool = True) -> None:
+    """One round."""
+    for load in (QUIET, SHARED):
+        with busy_process(load == SHARED):
+            for name, url in urls.items():
+                found = {
+                    f"streamed tokens/s, {load}": asyncio.run(stream(url, options.streams, options.tokens)),
+                    f"scored items/s, {load}": asyncio.run(score(url, options.scores)),
+                }
+                for what, figure in found.items() if record else ():
+                    figures.setdefault(what, {}).setdefault(name, []).append(figure)
+
+
+async def stream(url: str, streams: int, tokens: int) -> float:
+    """Tokens a second of ``streams`` chats of ``tokens`` tokens at the same time."""
+    asked = [{"role": "user", "content": "Describe: red running shoes"}]
+    body: dict[str, Any] = {"model": "bench", "messages": asked, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+
+    async def one(session: aiohttp.ClientSession, seed: int) -> None:
+        async with session.post(f"{url}/v1/chat/completions", json=body | {"seed": seed}) as answer:
+            text = await answer.read()
+        if not text.endswith(b"data: [DONE]\n\n"):
+            raise SystemExit(f"{url}: a stream broke off: {text[-500:]!r}")
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        start = time.perf_counter()
+        await asyncio.gather(*[one(session, seed) for seed in range(streams)])
+        return streams * tokens / (time.perf_counter() - start)
+
+
+async def score(url: str, requests: int) -> float:
+    """Items a second of ``requests`` score requests, one after the other."""
+    rng = random.Random()
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(3, 1000) for _ in range(count)]
+
+    async with aiohttp.ClientSession() as session:
+        start = time.perf_counter()
+        for _ in range(requests):
+            items = [tokens(ITEM) for _ in range(ITEMS)]
+            body = {"model": "bench", "query": tokens(QUERY), "items": items, "label_token_ids": [5, 6]}
+            async with session.post(f"{url}/v1/score", json=body) as answer:
+                if answer.status != 200:
+                    raise SystemExit(f"{url}: {await answer.text()}")
+                await answer.read()
+        return requests * ITEMS / (time.perf_counter() - start)
+
+
+@contextmanager
+def busy_process(wanted: bool) -> Iterator[None]:
+    """A process that computes without end, if ``wanted``."""
+    if not wanted:
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-c", BUSY])  # noqa: S603 - our own code
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ratios_of(by_setting: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Figures of the first setting divided by those of each other one, paired by round: medians."""
+    first, *others = by_setting
+    pairs = {name: zip(by_setting[first], by_setting[name], strict=True) for name in others}
+    return {name: statistics.median(ours / other for ours, other in pair) for name, pair in pairs.items()}
+
+
+def of_quiet(figures: Figures) -> dict[str, dict[str, float]]:
+    """What each setting keeps of its quiet throughput beside another process, paired by round: medians."""
+    kept: dict[str, dict[str, float]] = {}
+    for what, by_setting in figures.items():
+        if what.endswith(SHARED):
+            quiet = figures[what.replace(SHARED, QUIET)]
+            kept[what] = {
+                name: statistics.median(one / other for one, other in zip(found, quiet[name], strict=True))
+                for name, found in by_setting.items()
+            }
+    return kept
+
+
+def table(figures: Figures, ratios: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """The table's lines."""
+    kept = of_quiet(figures)
+    for what, by_setting in figures.items():
+        yield what
+        for name, found in by_setting.items():
+            line = f"  {name:<12} {statistics.median(found):8.1f} ({min(found):.1f} - {max(found):.1f})"
+            if name in ratios[what]:
+                line += f"   first / this: {ratios[what][name]:.2f}"
+            if what in kept:
+                line += f"   of quiet: {kept[what][name]:.2f}"
+            yield line

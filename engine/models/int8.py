@@ -1,0 +1,84 @@
+"""A decoder whose layers multiply in 8-bit integers on a CPU: a scale for each output channel of the weights and for each token of
+their input (:mod:`kernels.int8`).
+
+Embedding, head, norms, biases, keys, values, attention and what is added from layer to layer stay in float32. Where several
+processes share a decoder, each quantises its own part, as in FP8 (:mod:`engine.models.fp8`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.decoder import Decoder, DecoderLayer, Linear
+from engine.models.errors import ModelError
+from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_linear, pack
+
+logger = logging.getLogger(__name__)
+
+PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+"""Parts of a layer that are quantised."""
+
+
+class Int8Linear(nn.Module):
+    """A linear layer of codes, which are missing until :meth:`fill`; its bias is that of the layer it is made like."""
+
+    def __init__(self, like: Linear) -> None:
+        super().__init__()
+        self.bias = like.bias
+        self.weight: PackedWeight | None = None
+
+    def fill(self, weight: Tensor) -> None:
+        """weight: [out, in]."""
+        self.weight = pack(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]"""
+        assert self.weight is not None
+        return int8_linear(x, self.weight, self.bias)
+
+
+def convert(layer: DecoderLayer) -> None:
+    """Give a layer its quantised projections, without weights, in place of those it has."""
+    for name in PROJECTIONS:
+        projection = layer.get_submodule(name)
+        assert isinstance(projection, Linear)
+        layer.set_submodule(name, Int8Linear(projection))
+
+
+@torch.no_grad()
+def fill(layer: DecoderLayer, source: DecoderLayer) -> None:
+    """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
+    for name, parameter in layer.named_parameters():  # norms and biases
+        parameter.copy_(source.get_parameter(name))
+    for name, part in layer.named_modules():
+        if isinstance(part, Int8Linear):
+            part.fill(source.get_parameter(f"{name}.weight"))
+
+
+def check_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises :class:`ModelError` where the device cannot multiply 8-bit integers."""
+    if device.type != "cpu":
+        raise ModelError("--quantize int8 computes on a CPU, and the model is on a GPU; use --quantize fp8 there, or --device cpu.")
+    if dtype != torch.float32:
+        name = str(dtype).removeprefix("torch.")
+        raise ModelError(f"--quantize int8 needs float32 around its products, and --dtype is {name}; leave one of the two out.")
+    found = instructions()
+    if found is None:
+        raise ModelError(
+            f"--quantize int8 needs a processor with one of {', '.join(INSTRUCTIONS)}, and this one has none; leave --quantize out."
+        )
+    logger.info("the layers' matrix products are computed in int8, with %s", found)
+
+
+def check_shapes(decoder: Decoder) -> None:
+    """Raises :class:`ModelError` where a sum of products could exceed 32 bits."""
+    for name in PROJECTIONS:
+        columns = decoder.layers[0].get_submodule(name).get_parameter("weight").shape[1]
+        if columns > MOST_COLUMNS:
+            raise ModelError(
+                f"--quantize int8 sums at most {MOST_COLUMNS:,} products, and the model's {name.rpartition('.')[2]} has {columns:,}"
+                " columns in each process; leave --quantize out."
+            )

@@ -1,0 +1,40 @@
+"""Formats in which the matrix products of a decoder's layers are computed instead of its dtype."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.models import fp8, int8
+from engine.models.decoder import Decoder, DecoderLayer
+from kernels.int8 import instructions
+
+
+class Format(Protocol):
+    """A module that converts decoders."""
+
+    def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises :class:`~engine.models.errors.ModelError` where the device cannot compute in the format."""
+
+    def check_shapes(self, decoder: Decoder) -> None:
+        """Raises :class:`~engine.models.errors.ModelError` where the layers' matrices cannot be multiplied in the format."""
+
+    def convert(self, layer: DecoderLayer) -> None:
+        """Give a layer its quantised parts, without weights, in place of those it has."""
+
+    def fill(self, layer: DecoderLayer, source: DecoderLayer) -> None:
+        """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
+
+
+FORMATS: dict[str, Format] = {"fp8": fp8, "int8": int8}
+"""Values of :attr:`~engine.settings.EngineSettings.quantize`."""
+
+
+def arithmetic_of(dtype: torch.dtype, quantize: str | None) -> str:
+    """:attr:`engine.wire.Info.arithmetic`."""
+    name = str(dtype).removeprefix("torch.")
+    if quantize is None:
+        return name
+    where = f" ({instructions()})" if quantize == "int8" else ""
+    return f"{name}, matrix products in {quantize}{where}"

@@ -1,0 +1,130 @@
+"""Starts waiting requests in a step, where there are running places, slots and tokens for them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from engine.batch import Batch
+from engine.scheduling.allocation import Allocator
+from engine.scheduling.composer import StepComposer
+from engine.scheduling.fair_queue import FairQueue
+from engine.scheduling.flow import Flow
+from engine.scheduling.wait_estimator import WaitEstimator
+
+DYNAMIC_THRESHOLD = 8
+"""While several tenants share the engine, a tenant gets another place, or more slots for a waiting request, only if it has less
+than this many times the number of free ones. Source: Choudhury and Hahne 1998, "Dynamic queue length thresholds for shared-memory
+packet switches"; 8 leaves a ninth free beside one flood."""
+
+
+class Admission:
+    """Starts waiting requests of flows, and gives flows the rest of a step."""
+
+    def __init__(
+        self,
+        max_running_requests: int,
+        queue: FairQueue,
+        allocator: Allocator,
+        composer: StepComposer,
+        wait_estimator: WaitEstimator,
+    ) -> None:
+        self._max_running_requests = max_running_requests
+        self._queue = queue
+        self._allocator = allocator
+        self._composer = composer
+        self._wait_estimator = wait_estimator
+        self._most, self._now, self._contended = 0, 0.0, False
+        self._closed_above = math.inf
+        """For this step, tenants that hold at least this many slots for their weight admit nothing, because a tenant that
+        holds no more found too few slots for its next request.
+        """
+
+    def begin(self, most: int, now: float, *, contended: bool) -> None:
+        """Begin a step of at most ``most`` tokens. ``contended``: :meth:`FairQueue.contended`."""
+        self._most, self._now, self._contended = most, now, contended
+        self._closed_above = math.inf
+
+    def admit_waiting(self, batch: Batch, flow: Flow) -> None:
+        """Start waiting requests of a tenant while it has a share of the step, and while there are places and slots."""
+        while flow.waiting and flow.room > 0 and batch.load < self._most:
+            if not self._has_room(flow):
+                return
+            if not self._admit(batch, flow, min(flow.room, self._most - batch.load)):
+                self._closed_above = min(self._closed_above, flow.holding)
+                return
+
+    def _has_room(self, flow: Flow) -> bool:
+        """Whether there is a running place for a tenant, with which it leaves enough places and slots to others."""
+        free = self._free_places
+        if not self._contended or free <= 0:
+            return free > 0
+        available = [kv_pool.pool.available + kv_pool.cache.evictable for kv_pool in self._allocator.kv_pools]
+        shares = zip((len(flow.running), *flow.held), (free, *available), strict=True)
+        return flow.holding < self._closed_above and all(own == 0 or own < DYNAMIC_THRESHOLD * left for own, left in shares)
+
+    @property
+    def _free_places(self) -> int:
+        return self._max_running_requests - len(self._allocator.running) + self._allocator.items_running
+
+    def use_rest(self, batch: Batch) -> None:
+        """Give the rest of the step to flows that can use it, those furthest behind first."""
+        if batch.load >= self._most:
+            return
+        for flow in self._queue.dealt:
+            if not self._queue.satisfied:
+                self._use_rest_of(batch, flow)
+            flow.room = self._most - batch.load
+            self.admit_waiting(batch, flow)
+        for flow in self._queue.others():
+            if batch.load >= self._most or self._free_places <= 0 or self._closed_above <= 0:
+                return
+            flow.room = self._most - batch.load
+            self.admit_waiting(batch, flow)
+
+    def _use_rest_of(self, batch: Batch, flow: Flow) -> None:
+        """Compute more tokens of a tenant's running requests than its share. A request that is already in the step preempts
+        nothing, because it might take slots of its own branches, and a guided request is not added twice."""
+        for request in list(flow.running.values()):
+            again = request.step == self._allocator.step
+            if batch.load < self._most and request.id in self._allocator.running and not (again and len(request.with_aux) > 1):
+                self._composer.compute(batch, flow, request, self._most - batch.load, request.reserve, may_preempt=not again)
+
+    def _admit(self, batch: Batch, flow: Flow, room: int) -> bool:
+        """Start the first waiting request of a tenant if at least one of its tokens fits into ``room``."""
+        request = self._queue.start(flow)
+        self._allocator.running[request.id] = request
+        self._allocator.items_running += request.is_item
+        for part in request.with_aux:
+            part.node = self._allocator.kv_pool(part).cache.enter(part.salt)
+        spent = self._composer.compute(batch, flow, request, room, request.reserve, may_preempt=False)
+        if not spent:
+            self._allocator.preempt(request)
+            return False
+        flow.room -= spent
+        for part in request.with_aux:
+            part.begun = True
+        if request.first_computed is None:
+            request.first_computed = self._now
+        self._wait_estimator.leave(request, begun=True)
+        return True
+
+    def make_way(self, batch: Batch, flow: Flow) -> None:
+        """Admit the next request of a tenant that has a share of the step but lacks a running place or slots.
+
+        They come from tenants that have more for their weight. The request is admitted before the running ones are computed, which
+        would take these slots.
+        """
+        if not flow.waiting:
+            return
+        if self._free_places <= 0:
+            victim = self._allocator.victim_for_place(flow)
+            victims = [] if victim is None else [victim]
+        else:
+            request = flow.waiting[0][2]
+            found = [self._allocator.victims_for_slots(flow, part) for part in request.with_aux]
+            victims = [] if None in found else list(dict.fromkeys(itertools.chain.from_iterable(filter(None, found))))
+        for victim in victims:
+            self._allocator.preempt(victim)
+        if victims:
+            self._admit(batch, flow, flow.room)

@@ -1,0 +1,147 @@
+"""Watches an engine and a gateway that run as child processes: waits until they are ready, reports an end, and stops both."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+
+import httpx
+from rich.console import Console
+from rich.status import Status
+
+from gateway.commands.errors import CommandError
+from gateway.commands.launch import Child
+from gateway.errors import UnusableModel
+from gateway.settings import Settings
+
+_POLL_SECONDS = 0.1
+_ENGINE_SECONDS = 10.0
+"""Time that the engine has to end after the gateway, and with it every request, has ended."""
+_SPARE_SECONDS = 5.0
+"""The gateway ends within its grace period; it is killed if it takes this much longer."""
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}  # noqa: S104 - local addresses of servers that listen on all
+
+
+class Stop(Exception):
+    """A signal asked this process to end."""
+
+
+class Supervisor:
+    """Watches the engine and the gateway in front of it."""
+
+    def __init__(self, engine: Child, gateway: Child, settings: Settings) -> None:
+        self._settings = settings
+        self.url = url_of(_WILDCARDS.get(settings.host, settings.host), settings.port)
+        self._children = {child.name: child for child in (engine, gateway)}
+        self.console = Console(stderr=True, highlight=False, markup=False)
+        self._latest = {child.name: "" for child in (engine, gateway)}
+        self._talkative = False
+        for child in (engine, gateway):
+            child.follow(partial(self._on_line, child.name))
+
+    def wait_until_ready(self, what: str, *, talkative: bool = True) -> None:
+        """Return when the gateway is ready, which needs the engine. ``what``: the model's name, to print. ``talkative``: print the
+        programs' output from then on.
+
+        Raises :class:`CommandError` if one of them ends.
+        """
+        started = time.monotonic()
+        self.console.print(f"Loading {what} …", soft_wrap=True)
+        with self.console.status("") as status, httpx.Client(trust_env=False) as client:
+            while not _answers(client, f"{self.url}/readyz"):
+                self.check_running()
+                self._show_progress(status, time.monotonic() - started)
+                time.sleep(_POLL_SECONDS)
+        self._talkative = talkative
+        self.console.print(f"Ready after {time.monotonic() - started:.1f} s: {self.url}/v1")
+
+    def watch(self) -> None:
+        """Never return. Raises :class:`CommandError` when a process ends; a signal raises :class:`Stop`."""
+        while True:
+            self.check_running()
+            time.sleep(_POLL_SECONDS)
+
+    def say_stopping(self) -> None:
+        """Print that the programs stop, and suppress their further output."""
+        self._talkative = False
+        seconds = self._settings.grace_seconds
+        self.console.print(f"Stopping; open requests have {seconds:g} s to end. Press Ctrl-C again to end at once.")
+
+    def check_running(self) -> None:
+        """Raise :class:`CommandError` if one of the programs has ended."""
+        for child in self._children.values():
+            if not child.running:
+                child.read_to_the_end()
+                raise CommandError(f"the {child.name} has ended: {self._why(child)}")
+
+    def _why(self, child: Child) -> str:
+        line, prefix = self._latest[child.name], f"{child.name}: "
+        if line.startswith(prefix):
+            return line.removeprefix(prefix)
+        return f"{child.ending}; its last line of output: {line}" if line else child.ending
+
+    def _show_progress(self, status: Status, seconds: float) -> None:
+        status.update(f"{seconds:.0f} s  {self._latest['engine'][:100]}")
+
+    def _on_line(self, name: str, line: str) -> None:
+        """Store a line of a child, in its reader thread. A line with the program's name is its reason to end, so it is kept."""
+        prefix = f"{name}: "
+        if not line:
+            return
+        if line.startswith(prefix) or not self._latest[name].startswith(prefix):
+            self._latest[name] = line
+        if self._talkative:
+            self.console.print(f"{prefix}{line.removeprefix(prefix)}", soft_wrap=True)
+
+
+@contextmanager
+def supervised(engine: Child, gateway: Child, settings: Settings) -> Iterator[Supervisor]:
+    """Follow both programs. In every case end both, the gateway first so that it can finish its responses."""
+    supervisor = Supervisor(engine, gateway, settings)
+    try:
+        yield supervisor
+    except Stop:
+        supervisor.say_stopping()
+        raise
+    finally:
+        try:
+            gateway.stop(settings.grace_seconds + _SPARE_SECONDS)
+            engine.stop(_ENGINE_SECONDS)
+        finally:  # reached early if a second signal interrupts the wait
+            gateway.kill()
+            engine.kill()
+
+
+@contextmanager
+def told_to_stop() -> Iterator[None]:
+    """Convert the signals that ask a program to end into :class:`Stop`."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise Stop
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    """Return whether the gateway is ready. Raises :class:`CommandError` if waiting cannot help."""
+    try:
+        response = client.get(url)
+    except httpx.TransportError:
+        return False
+    if not response.is_success and (error := response.json()["error"])["code"] == UnusableModel.code:
+        raise CommandError(error["message"])
+    return response.is_success
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

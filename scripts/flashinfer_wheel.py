@@ -1,0 +1,63 @@
+"""Pack compiled modules of FlashInfer as a wheel: ``python scripts/flashinfer_wheel.py ZIP FOLDER``. Prints the wheel's path.
+
+ZIP is named ``flashinfer-VERSION-aot-TARGET.zip``, such as ``flashinfer-0.6.6-aot-sm90a-cu130.zip``, and has ``aot/NAME/NAME.so``
+for each module. The wheel puts them where FlashInfer of that version looks for them: ``flashinfer/data/aot`` beside its own files.
+With them, nothing is compiled at a start.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+NAME = "yardstick_flashinfer_modules"
+TAG = "py3-none-manylinux_2_28_x86_64"
+FILE = re.compile(r"flashinfer-(?P<version>\d+(?:\.\d+)+)-aot-(?P<target>\w+(?:-\w+)*)\.zip")
+MODULE = re.compile(r"aot/(\w+)/\1\.so")
+DATE = (2020, 1, 1, 0, 0, 0)
+"""Time of all files, so that the same modules make the same wheel."""
+
+
+def pack(source: Path, folder: Path) -> Path:
+    """Write the wheel for the modules in the zip file ``source``; returns its path. Raises ValueError for another zip file."""
+    found = FILE.fullmatch(source.name)
+    if found is None:
+        raise ValueError(f"{source.name}: the name must be like flashinfer-0.6.6-aot-sm90a-cu130.zip")
+    version = f"{found['version']}+{found['target'].replace('-', '.').lower()}"
+    info = f"{NAME}-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / f"{NAME}-{version}-{TAG}.whl"
+    record = []
+    with zipfile.ZipFile(source) as modules, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed:
+
+        def write(name: str, content: bytes) -> None:
+            packed.writestr(zipfile.ZipInfo(name, DATE), content, zipfile.ZIP_DEFLATED)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            record.append(f"{name},sha256={digest},{len(content)}")
+
+        for name in sorted(entry.filename for entry in modules.infolist() if not entry.is_dir()):
+            if not MODULE.fullmatch(name):
+                raise ValueError(f"{source.name}: {name} is no module; expected aot/NAME/NAME.so")
+            write(f"flashinfer/data/{name}", modules.read(name))
+        if not record:
+            raise ValueError(f"{source.name}: there is no module in it")
+        summary = "Compiled modules of FlashInfer, which are not compiled again where they are installed."
+        requires = f"Requires-Dist: flashinfer-python=={found['version']}"
+        write(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\nSummary: {summary}\n{requires}\n".encode(),
+        )
+        write(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: flashinfer_wheel\nRoot-Is-Purelib: false\nTag: {TAG}\n".encode())
+        packed.writestr(zipfile.ZipInfo(f"{info}/RECORD", DATE), "\n".join([*record, f"{info}/RECORD,,", ""]))
+    return wheel
+
+
+if __name__ == "__main__":
+    try:
+        print(pack(Path(sys.argv[1]), Path(sys.argv[2])))
+    except (ValueError, OSError, zipfile.BadZipFile, IndexError) as error:
+        sys.exit(f"flashinfer_wheel.py: {error}")

@@ -1,0 +1,70 @@
+"""The counts of the GPU budget, by hand and against the other counts; the page is up to date."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.engine import budget
+from benchmarks.engine.roofline import Work, elementwise_bytes, flops, layer_flops
+from benchmarks.engine.subject import QWEN3_06B
+from engine.lenvm.parts import WIDTHS
+
+
+def kernels(**options) -> dict[str, budget.Kernel]:
+    return {kernel.name: kernel for kernel in budget.step(QWEN3_06B, **options)}
+
+
+def test_the_page_is_up_to_date() -> None:
+    """After a change: ``python -m benchmarks budget``."""
+    text = budget.PAGE.read_text(encoding="utf-8")
+    assert sorted(budget.names(text)) == sorted(budget.TABLES)
+    assert budget.page(text) == text
+
+
+def work() -> Work:
+    queries, contexts = budget.segments()
+    pairs = sum(count * (length - count) + count * (count + 1) // 2 for count, length in zip(queries, contexts, strict=True))
+    return Work(sum(queries), pairs, sum(count == budget.ITEM for count in queries), sum(contexts))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sums_are_those_of_the_roofline(fp8: bool) -> None:
+    found, needed = kernels(fp8=fp8, last_rows=False), work()
+    assert needed.tokens == 4 * 1920 + 120 + 2 * 180
+    products = [found[name] for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")]
+    assert sum(product.flops for product in products) == layer_flops(QWEN3_06B, needed)
+    exact, computed = budget.attention_work(QWEN3_06B, *budget.segments())
+    assert exact * QWEN3_06B.num_layers + sum(each.flops for each in products) + found["label_logprobs"].flops == flops(
+        QWEN3_06B, needed
+    )
+    assert 1.2 < computed / exact < 1.4
+    between = sum(found[name].bytes for name in found if name.startswith(("rms_norm", "add_rms", "qk_norm", "silu", "quantize")))
+    between += found["attention"].bytes
+    angles = QWEN3_06B.num_layers * needed.tokens * 4 * QWEN3_06B.head_dim  # the roofline leaves them out
+    assert between - angles == pytest.approx(elementwise_bytes(QWEN3_06B, needed, 2, fp8=fp8), rel=0.001)
+
+
+def test_the_last_layer() -> None:
+    """42 rows of 8,160 behind attention of one layer of 28."""
+    some, every = kernels(fp8=False), kernels(fp8=False, last_rows=False)
+    for name in ("o_proj", "gate_up_proj", "down_proj"):
+        assert some[name].flops / every[name].flops == pytest.approx((27 + 42 / 8160) / 28)
+    assert some["qkv_proj"] == every["qkv_proj"]
+    saved = 1 - sum(each.seconds for each in some.values()) / sum(each.seconds for each in every.values())
+    assert 0.02 < saved < 0.03
+
+
+def test_attention_by_hand() -> None:
+    """An item of 180 on a query of 120, two query heads a key head: 64, 64 and 52 queries, which see 184, 248 and 300 keys."""
+    one = replace(QWEN3_06B, num_heads=2, num_kv_heads=1)
+    needed, computed = budget.attention_work(one, [180], [300])
+    assert needed == 4 * 2 * 128 * (180 * 120 + 180 * 181 // 2)
+    assert computed == 4 * 128 * 128 * (192 + 256 + 320)
+
+
+def test_candidates() -> None:
+    assert budget.computed_candidates(100) == (104 * 8, 104 * 5)
+    assert budget.computed_candidates(800) == (800 * 8, 800 * 5)  # launched, so not padded
+    assert WIDTHS == (5, 8)

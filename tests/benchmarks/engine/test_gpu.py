@@ -1,0 +1,206 @@
+"""A run on a GPU host that may end at any moment, without the GPU: stored results, parts in their order, and the second call."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.engine.gpu import END_SECONDS, LIMIT_SECONDS, WELL, Part, parts, run_part, run_parts
+from benchmarks.engine.offline import agrees, spread
+from benchmarks.engine.score import Options, run
+from benchmarks.engine.store import FILE, Store
+from benchmarks.engine.subject import SHAPES, SMALL, random_decoder, subject
+from tests.checkpoints import make_checkpoint
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Clock:
+    """Seconds that pass only where work says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def program(store: Store, clock: Clock, kill_at: float) -> list[str]:
+    """Twelve measurements of a few seconds each; returns those that were made. Ends by :class:`Killed` at ``kill_at``."""
+    made = []
+
+    def work(key: str, seconds: float) -> dict[str, float]:
+        clock.now += seconds
+        if clock.now >= kill_at:
+            raise Killed
+        made.append(key)
+        return {"value": seconds}
+
+    for place in range(12):
+        key = f"rate {place}"
+        assert store.measure(key, 4.0, lambda key=key, place=place: work(key, 2.0 + place % 3)) in (
+            None,
+            {"value": 2.0 + place % 3},
+        )
+    return made
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_store_survives_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
+    rng, clock = random.Random(seed), Clock()
+    made: list[str] = []
+    for call in range(40):
+        store = Store(tmp_path, resume=call > 0, limit=20.0, clock=clock)
+        before = set(store.results)
+        end = clock.now + 20.0
+        try:
+            made += program(store, clock, clock.now + rng.uniform(1, 40))
+            assert clock.now <= end, "it stops in time"
+            if not store.left_out:
+                break
+        except Killed:
+            made += [key for key in store.results if key not in before]
+            if rng.random() < 0.5:  # killed in the middle of a line
+                with (tmp_path / FILE).open("a") as file:
+                    file.write('{"key": "rate 99", "resu')
+    whole = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert [entry["key"] for entry in whole] == made, "each was measured once"
+    assert set(made) == {f"rate {place}" for place in range(12)}
+
+
+def test_a_new_run_begins_anew(tmp_path: Path) -> None:
+    Store(tmp_path).measure("a", 0, lambda: 1)
+    assert Store(tmp_path, resume=True).results == {"a": 1}
+    assert Store(tmp_path).results == {}
+    assert (tmp_path / FILE).read_bytes() == b""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_that_are_killed_are_completed_by_later_ones(tmp_path: Path, seed: int) -> None:
+    rng, clock = random.Random(seed), Clock()
+    todo, needed = parts(tmp_path), {part.name: rng.uniform(20, 2 * part.seconds) for part in parts(tmp_path)}
+    runs: list[tuple[str, bool]] = []
+
+    def start(part: Part, log: Path, seconds: float, again: bool) -> str:
+        """As :func:`run_part`: a part that resumes goes on where it was."""
+        runs.append((part.name, again))
+        if rng.random() < 0.15:
+            clock.now += rng.uniform(0, seconds)
+            raise Killed
+        spent = min(seconds, needed[part.name])
+        clock.now += spent
+        log.write_text(f"{part.name}\n")
+        if not part.resumes:
+            return WELL if rng.random() < 0.5 else "exit code 1"
+        needed[part.name] -= spent
+        return WELL if needed[part.name] <= 0 else "incomplete"
+
+    for call in range(60):
+        begun = clock.now
+        try:
+            state = run_parts(todo, tmp_path, LIMIT_SECONDS, resume=call > 0, clock=clock, start=start)
+        except Killed:
+            continue
+        finally:
+            assert clock.now - begun <= LIMIT_SECONDS + 1e-6
+            if (tmp_path / "summary.json").exists():
+                assert json.loads((tmp_path / "summary.json").read_text())["parts"]
+        if all(part["ended"] == WELL or part["ended"] == "exit code 1" for part in state.values()):
+            break
+    assert set(state) == {part.name for part in todo}
+    assert runs[0][0] == "tests"
+    assert json.loads((tmp_path / "summary.json").read_text())["parts"] == state
+
+
+def test_two_calls_have_time_for_all(tmp_path: Path) -> None:
+    """And each ends within the ten minutes that a command may take."""
+    todo = parts(tmp_path)
+    assert LIMIT_SECONDS + END_SECONDS <= 540
+    assert sum(part.seconds for part in todo) <= 2 * 600
+    assert [part.name for part in todo][:3] == ["tests", "offline", "online"]
+    assert all(
+        part.arguments[part.arguments.index("--models") + 1] == str(tmp_path / "models")
+        for part in todo
+        if "score" in part.arguments
+    )
+
+
+def test_parts_end_well_fail_and_run_late(tmp_path: Path) -> None:
+    def ended(*arguments: str, seconds: float = 30.0) -> str:
+        return run_part(Part("p", arguments, 30, resumes=False), tmp_path / "p.txt", seconds, False)
+
+    assert ended("platform") == WELL
+    assert ended("no_such_module") == "exit code 1"
+    assert "No module named no_such_module" in (tmp_path / "p.txt").read_text()
+    assert ended("http.server", "0", seconds=0.5) == "out of time after 0 s"
+
+
+def test_a_part_that_leaves_something_out_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "part.py").write_text("import json, sys; print(json.dumps({'left_out': sys.argv[3:], 'argv': sys.argv[1:]}))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    part, log = Part("p", ["part"], 30), tmp_path / "p.txt"
+    assert run_part(part, log, 30, False) == WELL
+    assert json.loads(log.read_text())["argv"] == ["--limit", "22"]
+    assert run_part(part, log, 30, True) == "incomplete"
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_differences_in_few_bits_are_judged_by_most_of_them() -> None:
+    rng = np.random.default_rng(0)
+    rounding = [abs(rng.normal(0, 0.027, 320)).tolist() for _ in range(1000)]
+    assert all(agrees(spread(values), 0.1, exact=False) for values in rounding)
+    assert 10 < sum(not agrees(spread(values), 0.1, exact=True) for values in rounding) < 200, "the largest of many fails by chance"
+    wrong = abs(rng.normal(0, 0.5, 320)).tolist()
+    assert not agrees(spread(wrong), 0.1, exact=False)
+    found = spread(rounding[0])
+    assert found["p50"] < found["rms"] < found["p90"] < found["p99"] <= found["max"]
+    assert found["values"] == 320
+
+
+@pytest.mark.slow
+def test_a_benchmark_without_time_is_completed_by_a_second_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.engine.roofline.MATRIX", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr("benchmarks.engine.roofline.COPIED_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
+    model, out = make_checkpoint(tmp_path / "model", "qwen3"), tmp_path / "out"
+
+    def call(**given: object) -> dict:
+        assert run(Options(model=str(model), sweeps=False, repeats=1, out=out, **given)) == 0
+        return json.loads((out / "summary.json").read_text())
+
+    def killed(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("benchmarks.engine.score.Transformers", killed)
+        with pytest.raises(Killed):
+            call()
+    assert (out / "results.jsonl").read_bytes() == b""
+    assert call(limit=0.0)["left_out"] == ["comparison"]
+    complete = call(resume=True)
+    assert complete["left_out"] == complete["disagree"] == []
+    assert complete["differences"]["values"] == 20
+    assert complete["engine"]["attention"]["backend"] == "reference"
+    assert complete["engine"]["steps"] > 0
+    records = (out / "records.jsonl").read_text()
+    again = call(resume=True)
+    assert again["ratio"] == complete["ratio"]
+    assert (out / "records.jsonl").read_text() == records
+
+
+def test_random_weights_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setitem(SHAPES, "small", replace(SMALL, num_layers=1, hidden_size=64, intermediate_size=64, vocab_size=300))
+    monkeypatch.setattr("benchmarks.engine.subject.random_decoder", lambda config: made.append(config) or random_decoder(config))
+    for _ in range(2):
+        with subject("small", None, "float32", models=tmp_path) as measured:
+            assert measured.directory == tmp_path / "small-float32"
+            assert (measured.directory / "tokenizer.json").is_file()
+    assert len(made) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["small-float32"]

@@ -1,0 +1,34 @@
+"""Scoring beside other runtimes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine import peers
+from kernels.int8 import instructions
+from tests.checkpoints import make_checkpoint
+
+
+def test_runtimes_that_are_missing_are_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    arguments = ["--model", str(model), "--rounds", "1", "--formats", "float32", "--out", str(tmp_path / "out")]
+    assert peers.main([*arguments, "--openvino", sys.executable]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["left_out"]["onnxruntime, float32"] == "--onnxruntime names no Python"
+    assert "exit code 1" in summary["left_out"]["openvino, float32"]  # this environment has no OpenVINO
+    assert summary["ratios"].keys() == {"Yardstick, float32", "transformers, float32"}
+    assert summary["largest_difference"]["transformers, float32"] < 1e-4
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
+    assert "left out: openvino, float32" in (tmp_path / "out" / "tables.txt").read_text()
+
+
+@pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+def test_the_engine_is_measured_in_int8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    assert peers.main(["--model", str(model), "--rounds", "1"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 1e-4 < summary["largest_difference"]["Yardstick, int8"] < 1

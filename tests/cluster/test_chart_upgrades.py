@@ -1,0 +1,121 @@
+"""Upgrades of the chart against a real apiserver, without pods: what the chart reads, and what Kubernetes lets it change."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kubernetes.client import AppsV1Api, CoreV1Api
+
+from gateway.pool.discovery.access import find_access
+from tests.cluster.chart.kube import HelmError, Release, wait_for
+from tests.helm.chart import ROOT, Values
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no cluster"),
+]
+ENGINE = "yardstick-engine"
+FIRST_CHART = "99a68da"
+"""Commit of the chart 0.1.0."""
+
+
+class Cluster:
+    """A release without pods that run, and the API."""
+
+    def __init__(self) -> None:
+        self.client = find_access(os.environ).client
+        self.core, self.apps = CoreV1Api(self.client), AppsV1Api(self.client)
+        self.release = Release(f"yardstick-chart-{uuid.uuid4().hex[:6]}")
+        self.namespace = self.release.namespace
+
+    def install(self, values: Values) -> None:
+        self.release.install(values, wait=False)
+
+    def upgrade(self, values: Values) -> None:
+        self.release.upgrade(values, wait=False)
+
+    def secret(self, name: str) -> dict[str, str]:
+        data: dict[str, str] = self.core.read_namespaced_secret(name, self.namespace).data
+        return data
+
+    def annotations(self, deployment: str) -> dict[str, str]:
+        template = self.apps.read_namespaced_deployment(deployment, self.namespace).spec.template
+        return dict(template.metadata.annotations or {})
+
+    def replicas(self) -> int:
+        return int(self.apps.read_namespaced_stateful_set(ENGINE, self.namespace).spec.replicas)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    try:
+        yield cluster
+    finally:
+        cluster.core.delete_namespace(cluster.namespace)
+        cluster.client.close()
+
+
+def test_secrets_are_kept_and_redis_is_not_restarted(cluster: Cluster) -> None:
+    cluster.install({})
+    names = ["yardstick-engine-token", "yardstick-first-key", "yardstick-api-keys", "yardstick-redis"]
+    before, redis = [cluster.secret(name) for name in names], cluster.annotations("yardstick-redis")
+    cluster.upgrade({"gateway": {"replicas": 3}})
+    assert [cluster.secret(name) for name in names] == before
+    assert cluster.annotations("yardstick-redis") == redis
+
+
+def test_the_chart_of_version_0_1_0_is_upgraded(cluster: Cluster, tmp_path: Path) -> None:
+    """Kubernetes refuses an upgrade that changes selectors, names of Services or claims."""
+    archive = subprocess.run(["git", "archive", FIRST_CHART, "helm"], cwd=ROOT, capture_output=True)
+    if archive.returncode != 0:
+        pytest.skip("this checkout has no history")
+    subprocess.run(["tar", "-x", "-C", tmp_path], input=archive.stdout, check=True)
+    cluster.release.run_helm("install", tmp_path / "helm", "--create-namespace", values={"engine": {"replicas": 2}})
+    names = ["yardstick-engine-token", "yardstick-first-key", "yardstick-api-keys"]
+    before, password = [cluster.secret(name) for name in names], cluster.secret("yardstick-redis")["password"]
+    cluster.upgrade({})
+    assert [cluster.secret(name) for name in names] == before
+    assert cluster.secret("yardstick-redis")["password"] == password
+    assert cluster.replicas() == 2
+
+
+def test_a_changed_password_of_an_existing_secret_restarts_redis(cluster: Cluster) -> None:
+    cluster.core.create_namespace({"metadata": {"name": cluster.namespace}})
+    cluster.core.create_namespaced_secret(cluster.namespace, {"metadata": {"name": "cache"}, "stringData": {"password": "one"}})
+    cluster.install({"redis": {"existingSecret": "cache"}})
+    before = cluster.annotations("yardstick-redis")
+    cluster.upgrade({})
+    assert cluster.annotations("yardstick-redis") == before != {}
+    cluster.core.patch_namespaced_secret("cache", cluster.namespace, {"stringData": {"password": "two"}})
+    cluster.upgrade({})
+    assert cluster.annotations("yardstick-redis") != before
+
+
+def test_an_autoscaler_takes_over_the_number_of_pods(cluster: Cluster) -> None:
+    cluster.install({"engine": {"replicas": 3}})
+    cluster.upgrade({"engine": {"autoscaling": {"enabled": True, "kind": "hpa", "maxReplicas": 8}}})
+    assert cluster.replicas() == 3
+    cluster.release.kubectl("scale", f"statefulset/{ENGINE}", "--replicas=5")
+    cluster.upgrade({"gateway": {"replicas": 3}})
+    assert cluster.replicas() == 5
+
+
+def test_a_claim_for_each_pod_can_be_added_later(cluster: Cluster) -> None:
+    """With the commands of docs/operations.md: Kubernetes changes no claims of a StatefulSet that exists."""
+    cluster.install({})
+    with pytest.raises(HelmError, match=r"[Ff]orbidden"):
+        cluster.upgrade({"engine": {"modelCache": {"persistent": True}}})
+    old = cluster.core.list_namespaced_pod(cluster.namespace, label_selector="app.kubernetes.io/component=engine").items
+    cluster.release.kubectl("delete", f"statefulset/{ENGINE}", "--cascade=orphan")
+    cluster.upgrade({"engine": {"modelCache": {"persistent": True, "size": "7Gi"}}})
+    found = cluster.apps.read_namespaced_stateful_set(ENGINE, cluster.namespace).spec.volume_claim_templates
+    assert [claim.spec.resources.requests for claim in found] == [{"storage": "7Gi"}]
+    for pod in old:
+        cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=0)
+    wait_for(lambda: cluster.core.list_namespaced_persistent_volume_claim(cluster.namespace).items, 60, "a claim for the new pod")

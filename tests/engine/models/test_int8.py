@@ -1,0 +1,144 @@
+"""Layers in int8: what they compute, what stays as it was, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine import wire
+from engine.build import build_loop
+from engine.models import int8
+from engine.models.config import load_config
+from engine.models.decoder import Decoder, Linear
+from engine.models.errors import ModelError
+from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
+from engine.models.loader import fingerprint, load_model
+from engine.settings import EngineSettings
+from kernels.int8 import instructions, quantize_rows
+from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.engine.models.causal import causal
+
+BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
+CPU = torch.device("cpu")
+able = pytest.mark.skipif(instructions() is None, reason="the processor does not multiply bytes")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED[request.param])
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
+
+
+def logits(decoder: Decoder, count: int = 60) -> Tensor:
+    tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return decoder.logits(decoder(tokens, torch.arange(count), causal))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To 8 bits and back."""
+    codes, scales = quantize_rows(x)
+    return (codes.float() - 128) * scales
+
+
+@able
+def test_every_projection_multiplies_rounded_operands(model: Path) -> None:
+    """Each is given the same input as its own: through several layers, a code that rounds to the other side changes many others."""
+    decoder, plain = load_model(model, quantize="int8"), load_model(model)
+    checked = 0
+
+    def check(name: str, module: nn.Module, arguments: tuple[Tensor], output: Tensor) -> None:
+        nonlocal checked
+        like = plain.get_submodule(name)
+        assert isinstance(module, int8.Int8Linear)
+        assert isinstance(like, Linear)
+        expected = nn.functional.linear(rounded(arguments[0]), rounded(like.weight), like.bias)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+        checked += 1
+
+    for name, module in decoder.named_modules():
+        if isinstance(module, int8.Int8Linear):
+            module.register_forward_hook(partial(check, name))
+    with torch.no_grad():
+        found, exact = logits(decoder), logits(plain)
+        assert checked == 3 * 4
+        assert 0.001 < (found - exact).norm() / exact.norm() < 0.1
+
+
+@able
+def test_everything_but_the_layers_matrices_stays(model: Path) -> None:
+    state, before = load_model(model, quantize="int8").state_dict(), load_model(model).state_dict()
+    gone = before.keys() - state.keys()
+    assert gone == {f"layers.{index}.{name}.weight" for index in range(3) for name in int8.PROJECTIONS}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+
+
+@able
+def test_a_value_model_keeps_its_head(qwen3: Path, tmp_path: Path) -> None:
+    value_model = LenVM(load_model(qwen3).config)
+    with torch.no_grad():
+        for parameter in value_model.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    save_lenvm(value_model, tmp_path)
+    plain, quantised = load_lenvm(tmp_path), load_lenvm(tmp_path, quantize="int8")
+    assert all(torch.equal(*pair) for pair in zip(plain.head.parameters(), quantised.head.parameters(), strict=True))
+    tokens = torch.arange(3, 40)
+    with torch.no_grad():
+        values = [m.value(m(tokens, torch.arange(len(tokens)), causal))[1] for m in (plain, quantised)]
+    assert 0 < (values[0] - values[1]).abs().max() < 0.1
+
+
+def test_what_cannot_compute_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="int8 computes on a CPU, and the model is on a GPU; use --quantize fp8 there"):
+        int8.check_device(torch.device("cuda", 0), torch.bfloat16)
+    with pytest.raises(ModelError, match=r"int8 needs float32 around .* --dtype is bfloat16; leave one of the two out"):
+        int8.check_device(CPU, torch.bfloat16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_vnni": False})
+    with pytest.raises(ModelError, match=r"int8 needs a processor with one of amx_int8, avx512_vnni.* leave --quantize out"):
+        int8.check_device(CPU, torch.float32)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True, "amx_int8": True})
+    int8.check_device(CPU, torch.float32)
+    assert instructions() == "amx_int8"
+
+
+def test_sums_that_could_overflow_are_refused(qwen3: Path) -> None:
+    config = dataclasses.replace(load_config(qwen3), num_layers=1, intermediate_size=65_537)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    with pytest.raises(ModelError, match="at most 65,536 products, and the model's down_proj has 65,537 columns"):
+        int8.check_shapes(decoder)
+
+
+def test_the_fingerprint_knows(qwen3: Path) -> None:
+    assert len({fingerprint(qwen3, torch.float32, quantize) for quantize in (None, "fp8", "int8")}) == 3
+
+
+@able
+def test_the_engine_serves_it_and_a_score_does_not_depend_on_the_other_items(qwen3: Path) -> None:
+    prefix, items, labels = list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [5, 6, 7, 8]], [1, 5, 2]
+    given = {"model": str(qwen3), "name": "t", "max_total_tokens": 2048, "quantize": "int8"}
+
+    def rows(budget: int, *chosen: list[int]) -> list[list[float]]:
+        loop = build_loop(EngineSettings(**given, max_batched_tokens=budget))
+        assert "int8" in loop.info.arithmetic
+        loop.submit(wire.Score("s", prefix, list(chosen), wire.Labels(labels)))
+        replies: list[wire.Reply] = []
+        while not loop.idle:
+            replies += loop.step()
+        assert isinstance(replies[-1], wire.Scored), replies
+        return replies[-1].rows
+
+    together = rows(2048, *items)
+    for budget in (48, 2048):
+        alone = [rows(budget, item)[0] for item in items]
+        torch.testing.assert_close(torch.tensor(alone), torch.tensor(together), rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(rows(96, *items[::-1])[::-1]), torch.tensor(together), rtol=0, atol=1e-6)

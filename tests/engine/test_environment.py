@@ -1,0 +1,17 @@
+"""Variables of the loop process."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.serving.environment import IDLE_THREADS, MALLOC, with_defaults
+
+
+def test_idle_threads_sleep() -> None:
+    assert with_defaults({"HOME": "/"}) == {"HOME": "/"} | MALLOC | IDLE_THREADS
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_what_the_user_says_is_kept(name: str) -> None:
+    assert with_defaults({name: "5"}) == MALLOC | {name: "5"}
+    assert with_defaults({name: "5", "MALLOC_TRIM_THRESHOLD_": "1"})["MALLOC_TRIM_THRESHOLD_"] == "1"

@@ -1,0 +1,320 @@
+"""The whole loop on a GPU that is as late as it may be, against the same loop on one that is never late.
+
+Every buffer of the host that a queued copy still reads, and every result that is read too early, shows as a difference or in
+:attr:`LateGpu.overwritten`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from engine import build, wire
+from engine.attention import flashinfer
+from engine.build import PairedLenVM, assemble, load_grammar_vocabulary
+from engine.device.transfer import Download, Upload
+from engine.loop import Loop
+from engine.models.lenvm import load_lenvm
+from engine.models.loader import load_model
+from engine.readouts.labels import LabelReadout
+from engine.settings import EngineSettings
+from gateway.structure.grammar import of_json_object, of_regex
+from kernels import (
+    attention_layout,
+    branch_attention,
+    candidates,
+    keep_thresholds,
+    length_tilt,
+    qk_norm_rope,
+    rms_norm,
+    seeded_sampling,
+    silu_mul,
+)
+from kernels.candidates import Candidates
+from tests.checkpoints import make_checkpoint
+from tests.engine.integrity import check
+from tests.engine.late import GPU, POISON, LateEvent, LateGpu, LateTensor, computing
+from tests.engine.lenvm.plain import GAMMA
+from tests.engine.lenvm.writing import make_pair, some_messages, some_tokens
+from tests.engine.test_loop import make_score
+
+MOST_IN_FLIGHT = 2
+Pace = Callable[[], int]
+
+
+def never() -> int:
+    """The device works only when the host waits."""
+    return 0
+
+
+def always() -> int:
+    """The device is done before the host goes on."""
+    return 1 << 40
+
+
+def sometimes(seed: int) -> Pace:
+    """The device does all that is queued now and then."""
+    rng = random.Random(seed)
+    return lambda: always() if rng.random() < 0.01 else rng.randrange(2)
+
+
+PLAIN = (qk_norm_rope, rms_norm, silu_mul)
+"""Kernels that are replaced by plain PyTorch, operation by operation: the interpreter would take most of the time for them."""
+WHOLE: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
+    (candidates, "candidates", lambda logits, t, k, p, m, width: Candidates(*_candidates(len(logits), width))),
+    (length_tilt, "length_tilt", lambda p, *others: torch.empty_like(p)),
+    (keep_thresholds, "keep_thresholds", lambda logits, t, k, p, floors: torch.empty_like(floors)),
+    (seeded_sampling, "seeded_draw", lambda logits, t, keys, thresholds: torch.empty_like(keys)),
+)
+"""The same for kernels whose plain versions look at values: each is one piece of queued work."""
+
+
+def _candidates(rows: int, width: int) -> Iterator[torch.Tensor]:
+    for shape, dtype in (((rows, width), torch.int64), ((rows, width), torch.float32), ((rows,), torch.int64)):
+        yield torch.empty(shape, dtype=dtype, device=GPU)
+
+
+class Late:
+    """An engine on a late GPU."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, pace: Pace) -> None:
+        self.gpu = LateGpu(patch, pace)
+        self.most_in_flight = 0
+        for module in PLAIN:
+            patch.setattr(module, "launches", lambda *tensors: False)
+        for module, name, results in WHOLE:
+            patch.setattr(module, f"{name}_triton", self.gpu.whole(getattr(module, f"{name}_reference"), results))
+        for module in (attention_layout, branch_attention):
+            patch.setattr(module, "PROGRAMS", 8)
+        patch.setattr(flashinfer, "problem", lambda *given: None)
+        patch.setattr(flashinfer, "origin", lambda *given: "prebuilt")
+        patch.setattr(build, "CudaCapture", lambda device: self.gpu)
+        patch.setattr(build, "_compiles", lambda device: False)
+        patch.setattr("engine.runner.graphs.BUCKETS", (4, 16))
+        patch.setattr(build, "BUCKETS", (4, 16))
+        patch.setattr(build, "ROWS", (2, 4))
+
+    def assemble(self, base: Path, lenvm: Path | None = None, **settings: Any) -> Loop:
+        decoder = self.gpu.move(load_model(base))
+        defaults = {"max_total_tokens": 2048, "max_batched_tokens": 64, "cuda_graphs": "off"}
+        given = EngineSettings(model="m", name="m", **(defaults | settings))
+        paired = None if lenvm is None else PairedLenVM(self.gpu.move(load_lenvm(lenvm)), GAMMA)
+        loop = assemble(decoder, given, "digest", paired, load_grammar_vocabulary(base, decoder.config))
+        assert loop._overlap
+        modules = "prebuilt" if given.attention == "flashinfer" else ""
+        assert loop.info.attention == wire.Attention(given.attention, "asked for", modules=modules)
+        self._watch(loop)
+        return loop
+
+    def _watch(self, loop: Loop) -> None:
+        """Count the steps whose work is not done when a step is launched, that step included."""
+        launch, ends = loop._runner.launch, []
+
+        def watched(batch):
+            begun = self.gpu.queued
+            try:
+                return launch(batch)
+            finally:
+                unfinished = sum(end > self.gpu.done for end in ends)
+                if self.gpu.queued > max(begun, self.gpu.done):
+                    self.most_in_flight = max(self.most_in_flight, unfinished + 1)
+                ends.append(self.gpu.queued)
+
+        loop._runner.launch = watched
+
+
+def run(loop: Loop, messages: Sequence[wire.Request], aborts: dict[int, str] | None = None) -> list[wire.Reply]:
+    """All replies; ``aborts``: requests that end before a step. Masks are waited for, so that every run has the same steps."""
+    for message in messages:
+        loop.submit(message)
+    replies: list[wire.Reply] = []
+    for step in range(20_000):
+        if loop.idle:
+            break
+        if aborts and step in aborts:
+            loop.submit(wire.Abort(aborts[step]))
+        replies += [plain(reply) for reply in loop.step()]
+        check(loop._scheduler)
+    assert loop.idle
+    loop.close()
+    return sorted(replies, key=lambda reply: reply.id)
+
+
+def plain(reply: wire.Reply) -> wire.Reply:
+    return msgspec.structs.replace(reply, queue_seconds=0.0) if hasattr(reply, "queue_seconds") else reply
+
+
+def compare(pace: Pace, use: Callable[[Late], list[wire.Reply]]) -> list[wire.Reply]:
+    """The replies of ``use`` on a device of this pace, which must be those of one that is never late."""
+    found = []
+    for each in (always, pace):
+        with pytest.MonkeyPatch.context() as patch:
+            late = Late(patch, each)
+            with computing(late.gpu):
+                found.append(use(late))
+            assert late.gpu.overwritten == []
+            assert late.most_in_flight <= (0 if each is always else MOST_IN_FLIGHT)
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1, max_position_embeddings=40_000)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"), "qwen3+llama")
+
+
+@pytest.fixture(params=[never, pytest.param(sometimes(1), marks=pytest.mark.slow)], ids=["never", "sometimes"])
+def pace(request: pytest.FixtureRequest) -> Iterator[Pace]:
+    return request.param
+
+
+def traffic(rng: random.Random) -> list[wire.Request]:
+    """Scores, prompts in many steps, drawn sequences with every kind of parameter, and log-probabilities."""
+    scores = [make_score(rng, f"s{i}", items=2, query=100) for i in range(3)]
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"n": 2, "top_p": 0.9, "seed": 4},
+        {"repetition_penalty": 1.3, "top_k": 5, "seed": 5},
+        {"logit_bias": {7: 2.0}, "min_p": 0.1, "seed": 6},
+        {"allowed_token_ids": (5, 6, 7, 8), "seed": 7},
+    ]
+    writers = [
+        wire.Generate(
+            f"g{i}", some_tokens(rng, 1, 150), wire.Sampling(max_tokens=6 + i, ignore_eos=True, **sampling), logprobs=i % 3 or None
+        )
+        for i, sampling in enumerate(samplings)
+    ]
+    return [*scores[:1], *writers, *scores[1:]]
+
+
+@pytest.mark.parametrize(
+    ("attention", "graphs"),
+    [
+        ("flashinfer", "on"),
+        pytest.param("flashinfer", "off", marks=pytest.mark.slow),
+        pytest.param("triton", "off", marks=pytest.mark.slow),
+    ],
+)
+def test_mixed_traffic_with_aborts(base: Path, pace: Pace, attention: str, graphs: str) -> None:
+    def use(late: Late) -> list[wire.Reply]:
+        loop = late.assemble(base, attention=attention, cuda_graphs=graphs)
+        replies = run(loop, traffic(random.Random(2)), {4: "s1", 8: "g2"})
+        assert (loop.stats.replayed_steps > 5) == (graphs == "on")
+        return replies
+
+    ended = {reply.id for reply in compare(pace, use)}
+    assert ended == {"s0", "s1", "s2", "g0", "g1", "g2", "g3", "g4"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step"),
+    [pytest.param(700, 32, id="short"), pytest.param(38_000, 2048, id="38,000 tokens", marks=[pytest.mark.slow])],
+)
+def test_steps_of_a_long_prompt_without_results(base: Path, tokens: int, step: int) -> None:
+    """Nothing but the event tells the host that such a step is done."""
+    rng = random.Random(3)
+    prompt = [rng.randrange(3, 320) for _ in range(tokens)]
+    message = wire.Generate("g", prompt, wire.Sampling(max_tokens=2, temperature=0))
+
+    def use(late: Late) -> list[wire.Reply]:
+        loop = late.assemble(base, attention="flashinfer", max_total_tokens=40_000, max_batched_tokens=step)
+        replies = run(loop, [message])
+        assert loop.stats.steps > 18
+        return replies
+
+    assert len(compare(never, use)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs: str) -> None:
+    rng = random.Random(4)
+    guided = some_messages(rng, high=20)[:3]
+    sampling = wire.Sampling(max_tokens=12, seed=1)
+    structured = [
+        wire.Generate("re", [5, 6, 7], sampling, grammar=of_regex("[a-d]{4,9}")),
+        wire.Generate("js", some_tokens(rng, 80, 90), sampling, grammar=of_json_object()),
+    ]
+    messages = [*guided[:2], *structured, make_score(rng, "s", items=2, query=20), *guided[2:]]
+
+    def use(late: Late) -> list[wire.Reply]:
+        loop = late.assemble(*pair, attention="flashinfer", cuda_graphs=graphs)
+        replies = run(loop, messages)
+        assert not any(isinstance(reply, wire.Failed) for reply in replies)
+        assert (loop.stats.replayed_lenvm_passes > 5) == (graphs == "on")
+        return replies
+
+    assert {reply.id for reply in compare(pace, use)} == {message.id for message in messages}
+
+
+class Scarce:
+    """Lets some launches and some results fail, as where memory is short."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, launches: set[int], reads: set[int]) -> None:
+        self._steps = {"queue": 0, "read": 0}
+        for name, failing in (("queue", launches), ("read", reads)):
+            patch.setattr(LabelReadout, name, self._failing(name, getattr(LabelReadout, name), failing))
+
+    def _failing(self, name: str, method: Callable[..., Any], failing: set[int]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._steps[name] += 1
+            if self._steps[name] in failing:
+                raise torch.OutOfMemoryError(f"no memory to {name}")
+            return method(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("launches", "reads"),
+    [({2}, set()), ({2, 3, 4, 5}, set()), (set(), {2}), ({3}, {2})],
+    ids=["launch", "launches", "read", "both"],
+)
+def test_what_a_failed_step_has_queued_is_waited_for(base: Path, launches: set[int], reads: set[int]) -> None:
+    """Half of a step may be queued when its launch fails, and all of one when the step before it fails."""
+
+    def use(late: Late) -> list[wire.Reply]:
+        with pytest.MonkeyPatch.context() as patch:
+            Scarce(patch, launches, reads)
+            loop = late.assemble(base, attention="flashinfer", max_batched_tokens=40)
+            return run(loop, [make_score(random.Random(i), f"s{i}", items=2, query=20) for i in range(9)])
+
+    replies = compare(never, use)
+    assert 0 < sum(isinstance(reply, wire.Failed) for reply in replies) < len(replies)
+
+
+def test_the_device_is_late_and_notices_overwritten_memory() -> None:
+    with pytest.MonkeyPatch.context() as patch, computing(LateGpu(patch)) as gpu, torch.inference_mode():
+        staging = torch.tensor([1, 2]).pin_memory()
+        copy = staging.to(GPU, non_blocking=True)
+        upload = Upload()
+        kept = upload.add([5])
+        upload.send(GPU)
+        result, download = copy + 1, Download(GPU)
+        arrives = download.add(result)
+        download.send()
+        assert isinstance(result, LateTensor)
+        assert gpu.done == 0
+        assert download._host.tolist() == [int.from_bytes(bytes([POISON] * 4), "little")] * 2
+        staging[0] = 7
+        download.wait()
+        assert arrives.tensor.tolist() == [8, 3]
+        assert kept.tensor.data_.tolist() == [5]
+        assert gpu.overwritten == ["copy of [2] torch.int64"]
+        for wait in (result.tolist, result.item, result.cpu, lambda: bool(result[0] > 1), result.nonzero):
+            with pytest.raises((AssertionError, RuntimeError)):
+                wait()
+        event = torch.cuda.Event()
+        assert isinstance(event, LateEvent)

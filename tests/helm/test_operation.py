@@ -1,0 +1,145 @@
+"""Autoscaling, alerts and network policies."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.helm.chart import EVERYTHING, Manifest, Values, manifests, one, render
+
+ZERO: Values = {"engine": {"model": "org/ranker-2.0", "autoscaling": {"enabled": True, "minReplicas": 0}}}
+RULES: Values = {"monitoring": {"rules": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
+
+
+def scaled(values: Values, replicas: int = 1, **autoscaling: Any) -> list[Manifest]:
+    return manifests(values | {"engine": {"replicas": replicas, "autoscaling": {"enabled": True} | autoscaling}})
+
+
+def query_of(found: list[Manifest]) -> str:
+    (trigger,) = one(found, "ScaledObject", "yardstick-engine")["spec"]["triggers"]
+    return trigger["metadata"]["query"]
+
+
+def test_pods_that_compute_count_as_much_as_pods_that_queue():
+    query = query_of(scaled({}))
+    for what in ("yardstick_engine_requests_running", "yardstick_engine_requests_waiting"):
+        assert f'(sum({what}{{namespace="apps",service="yardstick-engine"}}) or vector(0))' in query
+    hpa = one(scaled({}, kind="hpa"), "HorizontalPodAutoscaler", "yardstick-engine")
+    names = [metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]]
+    assert names == ["yardstick_engine_requests_running", "yardstick_engine_requests_waiting"]
+
+
+@pytest.mark.parametrize("kind", ["keda", "hpa"])
+def test_scaling_down_at_once_is_valid(kind: str):
+    found = scaled({}, kind=kind, scaleDownSeconds=0)
+    if kind == "keda":
+        spec = one(found, "ScaledObject", "yardstick-engine")["spec"]["advanced"]["horizontalPodAutoscalerConfig"]
+    else:
+        spec = one(found, "HorizontalPodAutoscaler", "yardstick-engine")["spec"]
+    down = spec["behavior"]["scaleDown"]
+    assert down["stabilizationWindowSeconds"] == 0
+    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 1}], "Kubernetes takes 1 to 1800"
+
+
+def test_an_autoscaled_pool_begins_with_its_replicas():
+    """Without the field a StatefulSet would have one pod from its creation, or from an upgrade, until the autoscaler acts."""
+    assert one(scaled({}, replicas=5), "StatefulSet", "yardstick-engine")["spec"]["replicas"] == 5
+    assert one(scaled({}, replicas=1, minReplicas=3), "StatefulSet", "yardstick-engine")["spec"]["replicas"] == 3
+    gateway = manifests({"gateway": {"replicas": 4, "autoscaling": {"enabled": True}}})
+    assert one(gateway, "Deployment", "yardstick")["spec"]["replicas"] == 4
+
+
+def test_a_pool_may_be_scaled_to_zero():
+    """Woken by requests that wait in gateways, and by gateways that do not know the model yet."""
+    found = manifests(ZERO | RULES)
+    assert one(found, "ScaledObject", "yardstick-engine")["spec"]["minReplicaCount"] == 0
+    gateways = 'namespace="apps",service="yardstick"'
+    query = query_of(found)
+    assert f'max_over_time(yardstick_model_requests_waiting{{{gateways},model="ranker-2.0"}}[1m])' in query
+    assert f"(count(yardstick_engines_ready{{{gateways}}}) or vector(0))" in query
+    assert f'(count(yardstick_model_engines_ready{{{gateways},model="ranker-2.0"}}) or vector(0))' in query
+    assert r'model!~"ranker-2\\.0"' in expression(found, "YardstickNoEngine"), "it is no alarm that it has none"
+    with pytest.raises(helm_python.HelmError, match="an HPA does not scale to zero"):
+        render({"engine": {"autoscaling": {"enabled": True, "minReplicas": 0, "kind": "hpa"}}})
+
+
+def expression(found: list[Manifest], alert: str) -> str:
+    rules = one(found, "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]
+    (rule,) = [rule for rule in rules if rule["alert"] == alert]
+    return rule["expr"]
+
+
+@pytest.mark.parametrize("alert", ["YardstickErrors", "YardstickRefusals"])
+def test_shares_of_requests_leave_out_probes_and_are_finite(alert: str):
+    text = expression(manifests(RULES), alert)
+    counted = re.findall(r"yardstick_requests_total\{([^}]*)\}", text)
+    assert len(counted) == 2
+    assert all("/readyz" in selector and "route!~" in selector for selector in counted)
+    assert re.search(r"/ \(sum\(rate\(yardstick_requests_total\{[^}]*\}\[5m\]\)\) > 0\) > 0\.", text), "no division by zero"
+
+
+def test_each_model_must_have_an_engine():
+    assert "min by (model) (yardstick_model_engines_ready{" in expression(manifests(RULES), "YardstickNoEngine")
+
+
+def test_series_of_engines_have_pool_and_model():
+    found = manifests(RULES | {"pools": {"b": {"model": "org/b"}}})
+    (endpoint,) = one(found, "ServiceMonitor", "yardstick-engine")["spec"]["endpoints"]
+    targets = {rule["targetLabel"]: rule["sourceLabels"] for rule in endpoint["relabelings"]}
+    assert targets == {
+        "pool": ["__meta_kubernetes_service_label_yardstick_pool"],
+        "model": ["__meta_kubernetes_service_annotation_yardstick_model"],
+    }
+    services = [one(found, "Service", name)["metadata"] for name in ("yardstick-engine", "yardstick-engine-b")]
+    assert [service["labels"]["yardstick/pool"] for service in services] == ["default", "b"]
+    assert [service["annotations"]["yardstick/model"] for service in services] == ["yardstick-demo", "b"]
+
+
+def test_links_of_alerts_resolve_or_are_absent():
+    rules = one(manifests(RULES), "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]
+    assert all("runbook_url" not in rule["annotations"] for rule in rules)
+    with pytest.raises(helm_python.HelmValuesError):
+        render({"monitoring": {"rules": {"enabled": True, "runbookURL": "docs/operations.md"}}})
+    assert "runbook_url" in str(manifests(EVERYTHING))
+
+
+def egress(values: Values) -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = one(manifests(values), "NetworkPolicy", "yardstick")["spec"]["egress"]
+    return rules
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("redis://10.0.0.7:6380/0", {"to": [{"ipBlock": {"cidr": "10.0.0.7/32"}}], "ports": [{"port": 6380, "protocol": "TCP"}]}),
+        ("rediss://me@[fd00::7]", {"to": [{"ipBlock": {"cidr": "fd00::7/128"}}], "ports": [{"port": 6379, "protocol": "TCP"}]}),
+        ("redis://cache.example.com:7000", {"ports": [{"port": 7000, "protocol": "TCP"}]}),
+        ("redis+cluster://10.0.0.7:7001", {"ports": [{"port": 7001, "protocol": "TCP"}]}),
+    ],
+)
+def test_gateways_may_connect_to_another_redis(url: str, rule: dict[str, Any]):
+    assert rule in egress({"redis": {"url": url}})
+
+
+@pytest.mark.parametrize(
+    ("entry", "rule"),
+    [
+        ("http://10.0.0.1:8100", {"to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}], "ports": [{"port": 8100, "protocol": "TCP"}]}),
+        ("https://engines.example.com/", {"ports": [{"port": 443, "protocol": "TCP"}]}),
+        ("http://engines.example.com", {"ports": [{"port": 80, "protocol": "TCP"}]}),
+        ("dns://engines.models.svc:8200", {"ports": [{"port": 8200, "protocol": "TCP"}]}),
+        (
+            "kubernetes://models/engines:8100",
+            {
+                "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "models"}}}],
+                "ports": [{"port": 8100, "protocol": "TCP"}],
+            },
+        ),
+        ("kubernetes://engines:wire", {"to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}]}),
+    ],
+)
+def test_gateways_may_connect_to_other_engines(entry: str, rule: dict[str, Any]):
+    assert rule in egress({"gateway": {"engines": [entry]}})

@@ -1,0 +1,128 @@
+"""Secrets: generated once, or existing ones; and keys that are given twice."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import redis
+import yaml
+
+from tests.helm.chart import EVERYTHING, GITOPS, Values, manifests, one, render
+from tests.processes import free_port, wait_until
+
+
+def test_without_a_view_of_the_cluster_nothing_is_random():
+    """Argo CD renders the chart again and again, and applies what differs."""
+    first, second = render(GITOPS), render(GITOPS)
+    assert first == second
+    found = manifests(GITOPS)
+    assert "Secret" not in {m["kind"] for m in found}
+    assert "replicas" not in one(found, "StatefulSet", "yardstick-engine")["spec"]
+    assert "replicas" not in one(found, "Deployment", "yardstick")["spec"]
+
+
+@pytest.mark.parametrize("missing", ["auth", "engineToken", "redis"])
+def test_without_a_view_of_the_cluster_no_secret_is_generated(missing: str):
+    with pytest.raises(helm_python.HelmError, match="with `gitops` the chart generates no Secret"):
+        render({key: value for key, value in GITOPS.items() if key != missing})
+    keys = {"auth": {"generateFirstKey": False, "keys": [{"name": "ci", "sha256": "ab" * 32}]}}
+    assert render(GITOPS | keys) == render(GITOPS | keys), "hashes of keys are not random"
+
+
+def test_a_new_password_restarts_the_bundled_redis():
+    found = manifests({})
+    password = base64.b64decode(one(found, "Secret", "yardstick-redis")["data"]["password"])
+    annotations = one(found, "Deployment", "yardstick-redis")["spec"]["template"]["metadata"]["annotations"]
+    assert annotations == {"checksum/password": hashlib.sha256(password).hexdigest()}
+
+
+def test_the_bundled_redis_takes_an_existing_secret():
+    found = manifests({"redis": {"existingSecret": "cache", "existingSecretKey": "secret"}})
+    assert "yardstick-redis" not in {m["metadata"]["name"] for m in found if m["kind"] == "Secret"}
+    for name, volume in (("yardstick-redis", "password"), ("yardstick", "redis-password")):
+        volumes = one(found, "Deployment", name)["spec"]["template"]["spec"]["volumes"]
+        assert {
+            "name": volume,
+            "secret": {"secretName": "cache", "items": [{"key": "secret", "path": "password"}]},
+        } in volumes
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("password", ["plain0", 'with "quotes", \\ and spaces'])
+def test_redis_starts_with_the_password_of_the_file(password: str, tmp_path: Path):
+    """The container's own command, with another folder for its volumes."""
+    (tmp_path / "password").write_text(f"{password}\n")
+    (container,) = one(manifests({}), "Deployment", "yardstick-redis")["spec"]["template"]["spec"]["containers"]
+    command = [part.replace("/tmp/", f"{tmp_path}/").replace("/etc/redis", str(tmp_path)) for part in container["command"]]
+    arguments = [str(tmp_path) if part == "/tmp" else part for part in container["args"]]
+    port = free_port()
+    with subprocess.Popen([*command, *arguments, "--port", str(port)], stdout=subprocess.DEVNULL) as process:
+        try:
+            with redis.Redis(port=port, password=password) as client:
+                wait_until(lambda: answers(client))
+            with redis.Redis(port=port) as client, pytest.raises(redis.AuthenticationError):
+                client.ping()
+            assert password not in Path(f"/proc/{process.pid}/cmdline").read_text()
+            assert oct((tmp_path / "redis.conf").stat().st_mode)[-3:] == "600"
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+class Strict(yaml.SafeLoader):
+    """Refuses a key that is given twice, as Kubernetes's strict decoding and Flux do; PyYAML takes the last one."""
+
+
+def _mapping(loader: Strict, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    assert len(set(keys)) == len(keys), f"{node.start_mark}: {sorted(keys)}"
+    return loader.construct_mapping(node, deep=True)
+
+
+Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+CLASHING: Values = {
+    "commonLabels": {"team": "search", "app.kubernetes.io/name": "mine", "app.kubernetes.io/part-of": "shop", "cost": "all"},
+    "engine": {"podLabels": {"cost": "engine", "app.kubernetes.io/component": "mine"}},
+    "gateway": {
+        "podLabels": {"cost": "gateway", "team": "edge"},
+        "ingress": {"enabled": True, "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "5"}},
+    },
+    "redis": {"podAnnotations": {"checksum/password": "mine"}},
+    "monitoring": {
+        "serviceMonitor": {"enabled": True, "labels": {"team": "metrics"}},
+        "rules": {"enabled": True, "labels": {"team": "metrics"}},
+        "dashboards": {"enabled": True, "labels": {"team": "metrics"}},
+    },
+}
+
+
+@pytest.mark.parametrize("values", [CLASHING, EVERYTHING], ids=["clashing", "everything"])
+def test_no_key_is_given_twice(values: Values):
+    for path, text in render(values).items():
+        if path.endswith(".yaml"):
+            list(yaml.load_all(text, Loader=Strict))
+
+
+def test_own_labels_win_over_common_ones_and_never_over_selectors():
+    found = manifests(CLASHING)
+    engine = one(found, "StatefulSet", "yardstick-engine")["spec"]
+    assert engine["template"]["metadata"]["labels"].items() >= engine["selector"]["matchLabels"].items()
+    assert engine["template"]["metadata"]["labels"]["cost"] == "engine"
+    assert one(found, "Deployment", "yardstick")["spec"]["template"]["metadata"]["labels"]["team"] == "edge"
+    assert one(found, "ServiceMonitor", "yardstick-engine")["metadata"]["labels"]["team"] == "metrics"
+    timeout = one(found, "Ingress", "yardstick")["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-read-timeout"]
+    assert timeout == "5"

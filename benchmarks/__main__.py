@@ -20,6 +20,7 @@ class Benchmark:
 
 BENCHMARKS = {
     "score": Benchmark("benchmarks.engine.cli:score", "scoring: 10 items of 180 tokens after a query of 120"),
+    "catalogue": Benchmark("benchmarks.engine.catalogue:main", "items first, kept in the prefix cache, beside query first"),
     "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
     "accuracy": Benchmark(
         "benchmarks.engine.cli:accuracy", "accuracy of bfloat16, FP8 and int8, on the demo models and random weights"
@@ -34,6 +35,7 @@ BENCHMARKS = {
     "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),
+    "placement": Benchmark("benchmarks.gateway.placement:main", "items on several simulated replicas"),
     "tokenise": Benchmark("benchmarks.gateway.tokenise:main", "CPU time of tokenising a request, beside the tokenizers library"),
     "stream": Benchmark("benchmarks.gateway.stream:main", "CPU time of the gateway for each streamed token"),
     "rerank": Benchmark("benchmarks.gateway.peer_crossencoder:main", "reranking over HTTP, beside sentence-transformers"),

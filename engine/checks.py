@@ -32,7 +32,7 @@ NEEDED: dict[type[wire.Readout], str] = {
 """Capability that each readout needs."""
 
 
-def check(message: wire.Score | wire.Generate, info: wire.Info) -> str | None:
+def check(message: wire.Score | wire.ScoreItems | wire.Generate, info: wire.Info) -> str | None:
     """The problem with ``message`` for a model like ``info``, as a sentence for the caller; None if there is none."""
     problem = _caller_problem(message.caller)
     if problem is not None:
@@ -48,13 +48,15 @@ def check(message: wire.Score | wire.Generate, info: wire.Info) -> str | None:
     if isinstance(message, wire.Generate):
         problems = (_generate_problems(message, info), _constraint_problems(message, info), guidance_problems(message, info))
         return next(itertools.chain(*problems), None)
+    if isinstance(message, wire.ScoreItems):
+        return next(itertools.chain(_readout_problems(message.readout, info), _item_problems(message, info)), None)
     problems = (_readout_problems(message.readout, info), _branch_problems(message, info), _answer_problems(message, info))
     return next(itertools.chain(*problems), None)
 
 
-def _lacking(message: wire.Score | wire.Generate, info: wire.Info) -> str | None:
+def _lacking(message: wire.Score | wire.ScoreItems | wire.Generate, info: wire.Info) -> str | None:
     """The first capability that ``message`` needs and the model lacks."""
-    if isinstance(message, wire.Score):
+    if isinstance(message, wire.Score | wire.ScoreItems):
         needed = [NEEDED[type(message.readout)]]
     else:
         needed = ["generate"]
@@ -100,6 +102,29 @@ def _branch_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
             yield f"Branch {index} has a token id that is not between 0 and {info.vocab_size - 1}."
         if len(branch) > most:
             yield f"Branch {index} makes a prompt of {len(message.prefix) + len(branch)} tokens; {most + len(message.prefix)} fit."
+
+
+def _item_problems(message: wire.ScoreItems, info: wire.Info) -> Iterator[str]:
+    if len(message.items) % 4 or len(message.lengths) % 4:
+        yield "items and lengths must be 32-bit integers."
+        return
+    ids, lengths = np.frombuffer(message.items, "<i4"), np.frombuffer(message.lengths, "<i4")
+    if len(lengths) > info.limits.max_branches:
+        yield f"{len(lengths)} items, at most {info.limits.max_branches} are allowed."
+    if (lengths < 0).any() or int(lengths.sum(dtype=np.int64)) != len(ids):
+        yield "lengths must be those of the items."
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
+        yield f"An item has a token id that is not between 0 and {info.vocab_size - 1}."
+    if not message.query or not _known(message.query, info):
+        yield f"The query must be one or more token ids between 0 and {info.vocab_size - 1}."
+    longest, most = int(lengths.max(initial=0)), min(info.max_context, info.limits.max_slots)
+    if longest + len(message.query) > most:
+        yield f"An item makes a prompt of {longest + len(message.query)} tokens; {most} fit."
+    if isinstance(message.readout, wire.Likelihood) and not lengths.all():
+        yield "An item is empty; the likelihood of the query needs at least one token before it."
+    numbers = len(lengths) * wire.row_length(message.readout, message.query, info)
+    if numbers > MAX_NUMBERS and len(lengths) > 1:
+        yield f"The answer would have {numbers} numbers, at most {MAX_NUMBERS} are allowed; send fewer items."
 
 
 def _answer_problems(message: wire.Score, info: wire.Info) -> Iterator[str]:

@@ -21,6 +21,7 @@ from engine.ints import IntBuffer, Ints, ints
 from engine.length_guidance import GuidedSection
 
 if TYPE_CHECKING:
+    from engine.item_group import ItemGroup
     from engine.kvcache.prefix_cache import Node
     from engine.structured.constraint import Constraint
 
@@ -173,6 +174,17 @@ class Request:
         return None
 
     @property
+    def message_id(self) -> str:
+        """Id of the message that asks for it."""
+        return self.id
+
+    @property
+    def is_item(self) -> bool:
+        """Whether its prefix is an item, which later requests probably score too. Such a request ends after few steps and takes no
+        running place."""
+        return False
+
+    @property
     def on_lenvm(self) -> bool:
         """Whether the length model computes this request, in the length model's slots."""
         return False
@@ -227,6 +239,10 @@ class ScoreRequest(Request):
     targets: list[Ints] = field(default_factory=list)
     """[branch] tokens of the message's branch, where the readout is :class:`engine.wire.Likelihood`: row i of the request's branch
     predicts target i. Empty for other readouts."""
+    group: ItemGroup | None = None
+    """Set on the request of one item of :class:`engine.wire.ScoreItems`."""
+    index: int = 0
+    """Place of this item in its group."""
 
     @classmethod
     def of(cls, message: wire.Score, now: float, *, mean_pooling: bool = False) -> ScoreRequest:
@@ -260,6 +276,14 @@ class ScoreRequest(Request):
     @property
     def kind(self) -> type[msgspec.Struct]:
         return type(self.readout)
+
+    @property
+    def message_id(self) -> str:
+        return self.id if self.group is None else self.group.id
+
+    @property
+    def is_item(self) -> bool:
+        return self.group is not None
 
     @property
     def on_lenvm(self) -> bool:

@@ -34,6 +34,8 @@ class Counters:
     steps: int = 0
     computed_tokens: int = 0
     cached_tokens: int = 0
+    scored_items: int = 0
+    cached_items: int = 0
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
     refused: Refused = field(default_factory=Refused)
 
@@ -59,6 +61,10 @@ class Counters:
             slots_total=scheduler.pool.size,
             slots_free=scheduler.pool.available,
             slots_cached=scheduler.cache.evictable,
+            slots_items=scheduler.cache.item_tokens,
+            scored_items=self.scored_items,
+            cached_items=self.cached_items,
+            evicted_item_tokens=scheduler.cache.evicted_item_tokens,
             steps=self.steps,
             computed_tokens=self.computed_tokens,
             cached_tokens=self.cached_tokens,

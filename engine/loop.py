@@ -25,6 +25,7 @@ from engine.counters import Counters
 from engine.deltas import Deltas, unsent
 from engine.device.compilations import Compilations
 from engine.generation import GenerateRequest
+from engine.item_groups import ItemGroups
 from engine.readouts.base import StepResult
 from engine.request_log import Ending, RequestLog
 from engine.runner.runner import PendingStep, Runner
@@ -37,6 +38,7 @@ DEVICE_ERRORS = (RuntimeError, MemoryError)
 """Errors of a step that are no fault of the program, above all out of memory."""
 WAIT_SECONDS = 0.001
 """Pause between steps where every request waits for a grammar or a mask."""
+Message = wire.Score | wire.ScoreItems | wire.Generate
 QUEUE_FULL = "The engine's queue is full."
 
 
@@ -74,6 +76,7 @@ class Loop:
         self._log = RequestLog(clock)
         self._counters = Counters((runner.replayed, runner.replayed_lenvm_passes))
         self._deltas = Deltas(info, scheduler, structured, self._counters)
+        self._groups = ItemGroups(scheduler, self._counters)
         self._step_seconds = 0.0
         """Time of the last step, without its wait for masks."""
         self._ended: list[wire.Reply] = []
@@ -87,7 +90,7 @@ class Loop:
         failure = self._refusal(message)
         if failure is not None:
             self._ended.append(failure)
-        elif isinstance(message, wire.Score):
+        elif isinstance(message, wire.Score | wire.ScoreItems):
             self._submit_score(message)
         elif self._structured is not None and message.grammar:
             self._structured.begin(GenerateRequest.of(message, self._clock()))
@@ -110,8 +113,8 @@ class Loop:
         """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
         replies += self._settle_structured()
-        for request in self._scheduler.expire():
-            replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
+        for request in self._groups.end(self._scheduler.expire()):
+            replies.append(wire.Failed(request.message_id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
         began = time.perf_counter()
         batch = self._scheduler.schedule()
@@ -158,15 +161,17 @@ class Loop:
         """A snapshot."""
         return self._counters.snapshot(self.info, self._scheduler, self._runner, self._structured, self._compilations)
 
-    def _submit_score(self, message: wire.Score) -> None:
-        if message.branches:
-            self._scheduler.add(ScoreRequest.of(message, self._clock(), mean_pooling=self._mean_pooling))
-        else:
+    def _submit_score(self, message: wire.Score | wire.ScoreItems) -> None:
+        if not (message.branches if isinstance(message, wire.Score) else message.lengths):
             self._ended.append(wire.Scored(message.id, [], 0, 0))
+        elif isinstance(message, wire.ScoreItems):
+            self._groups.begin(message, self._clock(), mean_pooling=self._mean_pooling)
+        else:
+            self._scheduler.add(ScoreRequest.of(message, self._clock(), mean_pooling=self._mean_pooling))
 
-    def _refusal(self, message: wire.Score | wire.Generate) -> wire.Failed | None:
+    def _refusal(self, message: Message) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
-        if self._request(message.id) is not None:
+        if self._request(message.id) is not None or self._groups.get(message.id) is not None:
             return self._invalid(message, "A request of this id is still running; ids must be unique.")
         problem = check(message, self.info)
         if problem is not None:
@@ -176,7 +181,7 @@ class Loop:
             self._counters.refused.wait += 1
             return self._overloaded(message, "wait", wait)
         compiling = 0 if self._structured is None else self._structured.compiling
-        if self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
+        if self._groups.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
             self._counters.refused.queue += 1
             return self._overloaded(message, "queue_full", wait)
         return None
@@ -186,14 +191,14 @@ class Loop:
         compiling = None if self._structured is None else self._structured.get(request_id)
         return compiling or self._scheduler.get(request_id)
 
-    def _invalid(self, message: wire.Score | wire.Generate, problem: str) -> wire.Failed:
+    def _invalid(self, message: Message, problem: str) -> wire.Failed:
         """The refusal of a faulty message. Its strings may be of any length, so that the log gets their beginnings."""
         self._counters.refused.invalid += 1
         caller = wire.Caller(message.caller.request_id[:MAX_CALLER_CHARACTERS], message.caller.tenant[:MAX_CALLER_CHARACTERS])
         self._log.write("refused", caller, message.id[:MAX_CALLER_CHARACTERS], code="invalid")
         return wire.Failed(message.id, "invalid", problem)
 
-    def _overloaded(self, message: wire.Score | wire.Generate, reason: str, wait: float) -> wire.Failed:
+    def _overloaded(self, message: Message, reason: str, wait: float) -> wire.Failed:
         self._log.write("refused", message.caller, message.id, code="overloaded", reason=reason, wait_seconds=round(wait, 3))
         return wire.Failed(message.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait))
 
@@ -204,7 +209,9 @@ class Loop:
             return False
         self._counters.refused.displaced += 1
         wait = self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)
-        self._ended.append(wire.Failed(displaced.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait)))
+        for request in self._groups.end([displaced]):
+            failed = wire.Failed(request.message_id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait))
+            self._ended.append(failed)
         self._note("displaced", displaced, code="overloaded")
         return True
 
@@ -214,6 +221,9 @@ class Loop:
 
     def _abort(self, request_id: str) -> None:
         request = self._request(request_id)
+        group = self._groups.get(request_id)
+        if group is not None:
+            (request,) = self._groups.end(list[Request](group.requests))
         if request is None:
             return
         if isinstance(request, GenerateRequest):
@@ -222,12 +232,12 @@ class Loop:
             open_ones = [(branch, request.offset(branch) - branch.pending) for branch in request.branches]
             self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
         else:
-            self._ended.append(wire.Failed(request.id, "aborted", "The caller ended the request."))
-        if self._scheduler.get(request_id) is None:
+            self._ended.append(wire.Failed(request_id, "aborted", "The caller ended the request."))
+        if group is None and self._scheduler.get(request_id) is None:
             assert isinstance(request, GenerateRequest)
             assert self._structured is not None
             self._structured.remove(request)
-        else:
+        elif group is None:
             self._scheduler.remove(request)
         self._note("aborted", request)
 
@@ -283,7 +293,9 @@ class Loop:
         assert isinstance(request, ScoreRequest)
         request.rows[branch.index] = row
         self._scheduler.finish(branch)
-        if not request.branches:
+        if request.group is not None:
+            replies += self._groups.take(request.group, request, row)
+        elif not request.branches:
             if not request.on_lenvm:
                 self._counters.cached_tokens += request.cached_tokens
             self._note("finished", request)
@@ -300,7 +312,7 @@ class Loop:
         logger.exception("a step of %d tokens failed", batch.tokens)
         code: wire.ErrorCode = "out_of_memory" if memory else "internal"
         message = "The engine ran out of memory in this step." if memory else "The engine failed in this step."
-        failed = self._scheduler.fail(batch)
+        failed = self._groups.end(self._scheduler.fail(batch))
         for request in failed:
             self._note("failed", request, code=code)
-        return [wire.Failed(request.id, code, message, retryable=True) for request in failed]
+        return [wire.Failed(request.message_id, code, message, retryable=True) for request in failed]

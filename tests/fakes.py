@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -127,6 +128,8 @@ class FakeEngine:
     """Tokens that every generation consists of, before it ends by itself; None: drawn from the model."""
     faults: Faults = field(default_factory=Faults)
     scores: list[wire.Score] = field(default_factory=list)
+    item_scores: list[wire.ScoreItems] = field(default_factory=list)
+    """`scores` has them too, as :func:`joined`."""
     generates: list[wire.Generate] = field(default_factory=list)
     values: list[wire.Score] = field(default_factory=list)
     """Requests for length values; `scores` has the others."""
@@ -207,7 +210,10 @@ class _Call:
             )
             await self._reply(200, wire.encode(files))
         elif path == "/score":
-            request = msgspec.msgpack.decode(await self._body(), type=wire.Score)
+            request = msgspec.msgpack.decode(await self._body(), type=wire.Score | wire.ScoreItems)
+            if isinstance(request, wire.ScoreItems):
+                self.engine.item_scores.append(request)
+                request = joined(request)
             asked = self.engine.values if isinstance(request.readout, wire.LengthValue) else self.engine.scores
             asked.append(request)
             await self._unless_left(request.id, self._score(request))
@@ -314,6 +320,14 @@ class _Call:
             frame = b"\x04\0\0\0\xc1\xc1\xc1\xc1" if faults.garbage else wire.pack_frame(delta)
             await self.send({"type": "http.response.body", "body": frame, "more_body": True})
         await self.send({"type": "http.response.body", "body": b""})
+
+
+def joined(message: wire.ScoreItems) -> wire.Score:
+    """A message with the same prompts, whole."""
+    ids, lengths = wire.unpack_ids(message.items).tolist(), wire.unpack_ids(message.lengths).tolist()
+    ends = list(accumulate(lengths))
+    branches = [ids[end - length : end] + message.query for end, length in zip(ends, lengths, strict=True)]
+    return wire.Score(message.id, [], branches, message.readout, message.priority, message.deadline, message.caller)
 
 
 def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Failed | None:

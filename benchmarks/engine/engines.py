@@ -120,7 +120,7 @@ class Engine:
             scores[reply.id] = reply.rows
         return [scores[message.id] for message in messages]
 
-    def run(self, messages: Sequence[wire.Score | wire.Generate]) -> list[wire.Reply]:
+    def run(self, messages: Sequence[wire.Score | wire.ScoreItems | wire.Generate]) -> list[wire.Reply]:
         """Queue all requests at once and run them to their end; return the replies in the order of arrival."""
         for message in messages:
             self.loop.submit(message)

@@ -1,9 +1,9 @@
 """Prefix cache: radix trees over token ids that own the slots of every cached prefix.
 
 Each node holds consecutive tokens and their slots; a path from the root spells a prefix. A request holds the path to its node by a
-reference on every node of it. Nodes without references stay until their slots are needed; then the least recently used leaf is
-evicted first. Tokens are inserted when the step that computes them is scheduled, not when it is done, so that requests in the same
-step share them too.
+reference on every node of it. Nodes without references stay until their slots are needed; :mod:`engine.kvcache.eviction` chooses
+the leaf that is evicted first. Tokens are inserted when the step that computes them is scheduled, not when it is done, so that
+requests in the same step share them too.
 
 There is one tree for each cache salt, so that a request never meets tokens of another salt, and one for each request that keeps
 nothing. All trees compete for the same slots. A tree exists while it has tokens or a request works in it: at most one tree for
@@ -12,23 +12,26 @@ each slot and each running request.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
 from engine.ints import EMPTY, Ints, as_ints
+from engine.kvcache.eviction import Evictor
 from engine.kvcache.slots import SlotPool
+
+_KEY_MASK = (1 << 64) - 1
 
 
 class Node:
     """Consecutive tokens below a prefix, and their slots."""
 
-    __slots__ = ("children", "parent", "references", "shared", "slots", "tokens", "used")
+    __slots__ = ("children", "item", "key", "parent", "protected", "references", "shared", "slots", "tokens", "used")
 
-    def __init__(self, tokens: Ints, slots: Ints, parent: Node | None, *, shared: bool) -> None:
-        """``shared``: whether it is in the tree of a salt, not in that of one request."""
+    def __init__(self, tokens: Ints, slots: Ints, parent: Node | None, *, shared: bool, item: bool = False) -> None:
+        """``shared``: whether it is in the tree of a salt, not in that of one request. ``item``: whether it belongs to an item of
+        :class:`engine.wire.ScoreItems`."""
         self.tokens = tokens
         self.slots = slots
         self.parent = parent
@@ -36,6 +39,16 @@ class Node:
         self.children: dict[int, Node] = {}
         self.references = 0
         self.used = 0
+        self.item = item
+        self.protected = False
+        """Set by :class:`engine.kvcache.eviction.Evictor`."""
+        self.key: int = hash((parent.key, self.tokens.tobytes())) & _KEY_MASK if item and parent is not None else 0
+        """On an item: a hash of the path, by which its uses are counted also while it is not cached."""
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it is a leaf that no request holds."""
+        return not (self.references or self.children or self.parent is None)
 
 
 class Root(Node):
@@ -47,6 +60,7 @@ class Root(Node):
         """``salt`` None: the tree of one request, of which nothing is kept."""
         super().__init__(EMPTY, EMPTY, None, shared=salt is not None)
         self.salt = salt
+        self.key = hash(salt) & _KEY_MASK
 
 
 class PrefixCache:
@@ -55,16 +69,17 @@ class PrefixCache:
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self._clock = itertools.count(1)
-        self._ties = itertools.count()
+        self._evictor = Evictor(pool.size)
         self.root = Root("")
         """Tree of requests without a salt. It always exists, and references on its root are not counted."""
         self._roots = {"": self.root}
         self._private: set[Root] = set()
-        self._old: list[tuple[int, int, Node]] = []
-        """A heap of leaves that were unreferenced when they were pushed; entries gone stale are skipped when popped."""
         self._count = 0
         self.evictable = 0
         """Tokens that no request holds."""
+        self.item_tokens = 0
+        """Tokens of items."""
+        self.evicted_item_tokens = 0
 
     def enter(self, salt: str | None) -> Root:
         """Root of the tree of ``salt``, with a new reference. None: a private tree whose slots :meth:`release` frees at once."""
@@ -111,17 +126,18 @@ class PrefixCache:
             node = child
         return node, as_ints(found)
 
-    def insert(self, node: Node, tokens: Ints, slots: Ints) -> Node:
+    def insert(self, node: Node, tokens: Ints, slots: Ints, *, item: bool = False) -> Node:
         """Insert ``tokens`` below the referenced ``node``. :meth:`match_prefix` has found none of them.
 
-        The tree owns ``slots`` from now on. Returns the new node, to which the reference has moved.
+        The tree owns ``slots`` from now on. ``item``: see :class:`Node`. Returns the new node, to which the reference has moved.
         """
         assert len(tokens) == len(slots) > 0
         assert int(tokens[0]) not in node.children
-        child = Node(np.array(tokens, np.int32), np.array(slots, np.int32), node, shared=node.shared)
+        child = Node(np.array(tokens, np.int32), np.array(slots, np.int32), node, shared=node.shared, item=item and node.shared)
         node.children[int(tokens[0])] = child
         child.references = 1
         self._count += 1
+        self._add_tokens(child, len(tokens))
         return child
 
     def release(self, node: Node, above: Node | None = None) -> None:
@@ -135,6 +151,7 @@ class PrefixCache:
             assert step.references > 0
             step.references -= 1
             step.used = now
+            self._evictor.use(step)
             if step.references == 0:
                 self.evictable += len(step.tokens)
                 if step.shared:
@@ -158,13 +175,11 @@ class PrefixCache:
         self.release(reached, above=node)
 
     def evict(self, count: int) -> int:
-        """Free at least ``count`` slots of the least recently used leaves, or as many as can be evicted. Returns how many."""
+        """Free at least ``count`` slots, or as many as can be evicted. Returns how many."""
         freed = 0
-        while freed < count and self._old:
-            used, _, node = heapq.heappop(self._old)
-            if node.references or node.children or node.parent is None or node.used != used:
-                continue
+        while freed < count and (node := self._evictor.victim()) is not None:
             freed += len(node.tokens)
+            self.evicted_item_tokens += len(node.tokens) if node.item else 0
             self._remove(node)
         return freed
 
@@ -194,8 +209,8 @@ class PrefixCache:
         """Put a new node above ``node`` that takes its first ``length`` tokens; ``node`` stays the lower part, so that references
         held by requests go on meaning the same tokens."""
         assert node.parent is not None
-        upper = Node(node.tokens[:length], node.slots[:length], node.parent, shared=node.shared)
-        upper.references, upper.used = node.references, node.used
+        upper = Node(node.tokens[:length], node.slots[:length], node.parent, shared=node.shared, item=node.item)
+        upper.references, upper.used, upper.protected = node.references, node.used, node.protected
         node.parent.children[int(upper.tokens[0])] = upper
         node.parent, node.tokens, node.slots = upper, node.tokens[length:], node.slots[length:]
         upper.children[int(node.tokens[0])] = node
@@ -205,17 +220,15 @@ class PrefixCache:
     def _offer(self, node: Node) -> None:
         if node.children:
             return
-        heapq.heappush(self._old, (node.used, next(self._ties), node))
-        if len(self._old) > 2 * self._count + 64:
-            leaves = [leaf for leaf in self.nodes() if not leaf.children and not leaf.references]
-            self._old = [(leaf.used, next(self._ties), leaf) for leaf in leaves]
-            heapq.heapify(self._old)
+        self._evictor.offer(node)
+        self._evictor.tidy(lambda: (leaf for leaf in self.nodes() if leaf.shared and leaf.evictable), self._count)
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
         self._pool.free(node.slots)
         self.evictable -= len(node.tokens)
+        self._add_tokens(node, -len(node.tokens))
         del parent.children[int(node.tokens[0])]
         node.parent = None
         self._count -= 1
@@ -223,6 +236,11 @@ class PrefixCache:
             self._drop_if_empty(parent)
         elif parent.references == 0:
             self._offer(parent)
+
+    def _add_tokens(self, node: Node, count: int) -> None:
+        """Count tokens of a node that enters the tree; a negative number leaves it."""
+        self.item_tokens += count if node.item else 0
+        self._evictor.count(node, count)
 
     def _drop_if_empty(self, root: Node) -> None:
         if root.references or root.children or root is self.root:

@@ -56,12 +56,16 @@ class Admission:
 
     def _has_room(self, flow: Flow) -> bool:
         """Whether there is a running place for a tenant, with which it leaves enough places and slots to others."""
-        free = self._max_running_requests - len(self._allocator.running)
+        free = self._free_places
         if not self._contended or free <= 0:
             return free > 0
         available = [kv_pool.pool.available + kv_pool.cache.evictable for kv_pool in self._allocator.kv_pools]
         shares = zip((len(flow.running), *flow.held), (free, *available), strict=True)
         return flow.holding < self._closed_above and all(own == 0 or own < DYNAMIC_THRESHOLD * left for own, left in shares)
+
+    @property
+    def _free_places(self) -> int:
+        return self._max_running_requests - len(self._allocator.running) + self._allocator.items_running
 
     def use_rest(self, batch: Batch) -> None:
         """Give the rest of the step to flows that can use it, those furthest behind first."""
@@ -73,8 +77,7 @@ class Admission:
             flow.room = self._most - batch.load
             self.admit_waiting(batch, flow)
         for flow in self._queue.others():
-            places = self._max_running_requests - len(self._allocator.running)
-            if batch.load >= self._most or places <= 0 or self._closed_above <= 0:
+            if batch.load >= self._most or self._free_places <= 0 or self._closed_above <= 0:
                 return
             flow.room = self._most - batch.load
             self.admit_waiting(batch, flow)
@@ -91,6 +94,7 @@ class Admission:
         """Start the first waiting request of a tenant if at least one of its tokens fits into ``room``."""
         request = self._queue.start(flow)
         self._allocator.running[request.id] = request
+        self._allocator.items_running += request.is_item
         for part in request.with_aux:
             part.node = self._allocator.kv_pool(part).cache.enter(part.salt)
         spent = self._composer.compute(batch, flow, request, room, request.reserve, may_preempt=False)
@@ -113,7 +117,7 @@ class Admission:
         """
         if not flow.waiting:
             return
-        if len(self._allocator.running) >= self._max_running_requests:
+        if self._free_places <= 0:
             victim = self._allocator.victim_for_place(flow)
             victims = [] if victim is None else [victim]
         else:

@@ -35,6 +35,8 @@ class Allocator:
         self.kv_pools = [KVPool(pool, PrefixCache(pool)) for pool in pools]
         self.running: dict[str, Request] = {}
         """Requests with a running place, in order of admission."""
+        self.items_running = 0
+        """Those of them that are items."""
         self.step = 0
         """Number of the step being scheduled; requests that are already in it are not preempted."""
         self._preemption = Preemption(queue, self.running)
@@ -102,7 +104,8 @@ class Allocator:
                 part.node = None
             part.prefix_slots.clear()
             self.count_taken(part, -part.taken)
-        self.running.pop(request.id, None)
+        if self.running.pop(request.id, None) is not None:
+            self.items_running -= request.is_item
         self._queue.stop(request)
 
     def free(self, branch: Branch) -> None:

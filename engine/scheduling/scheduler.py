@@ -80,6 +80,8 @@ class Scheduler:
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
+        self._items = 0
+        """Requests that are items and have not ended."""
         self._expiring: list[tuple[float, int, Request]] = []
         self._wait_estimator = WaitEstimator(clock)
         self._admission = Admission(budget.max_running_requests, self._queue, self._allocator, self._composer, self._wait_estimator)
@@ -102,6 +104,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
+        self._items += request.is_item
         self._queue.join(request)
         self._wait_estimator.enter(request)
         if request.expires is not None:
@@ -130,6 +133,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Number of requests that are not admitted."""
         return len(self._requests) - len(self._running)
+
+    @property
+    def waiting_items(self) -> int:
+        """Number of requests that are not admitted and are items."""
+        return self._items - self._allocator.items_running
 
     @property
     def tenants(self) -> int:
@@ -216,6 +224,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request and free everything that it holds."""
         del self._requests[request.id]
+        self._items -= request.is_item
         self._wait_estimator.leave(request, begun=False)
         self._allocator.let_go(request)
         self._queue.leave(request)

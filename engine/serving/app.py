@@ -64,7 +64,7 @@ def create_health_app(client: LoopClient) -> Litestar:
 @post("/score", status_code=200)
 async def score(request: Incoming) -> Response[bytes]:
     """The readout of each branch of a prefix."""
-    header = await _read(request, channel.ScoreHeader)
+    header = await _read(request, _SCORING, "Score")
     if isinstance(header, wire.Failed):
         return _answer(header)
     async with aclosing(_client(request).ask(header, await request.body())) as replies:
@@ -74,7 +74,7 @@ async def score(request: Incoming) -> Response[bytes]:
 @post("/generate", status_code=200)
 async def generate(request: Incoming) -> Response[bytes] | Stream:
     """A stream of frames. A failure before the first delta is the status of the response."""
-    header = await _read(request, channel.GenerateHeader)
+    header = await _read(request, _GENERATE, "Generate")
     if isinstance(header, wire.Failed):
         return _answer(header)
     replies = _client(request).ask(header, await request.body())
@@ -88,7 +88,7 @@ async def generate(request: Incoming) -> Response[bytes] | Stream:
 @post("/abort", status_code=204)
 async def abort(request: Incoming) -> None:
     """End a request early."""
-    message = await _read(request, wire.Abort)
+    message = await _read(request, _ABORT, "Abort")
     if isinstance(message, wire.Abort):
         await _client(request).abort(message)
 
@@ -150,15 +150,18 @@ def _authorise(request: Incoming) -> Response[bytes] | None:
     return _answer(wire.Failed("", "unauthorized", reason, retryable=True))
 
 
-M = TypeVar("M", channel.ScoreHeader, channel.GenerateHeader, wire.Abort)
+M = TypeVar("M")
+_SCORING: msgspec.msgpack.Decoder[channel.ScoreHeader | channel.ScoreItemsHeader] = msgspec.msgpack.Decoder(channel.ScoringHeader)
+_GENERATE = msgspec.msgpack.Decoder(channel.GenerateHeader)
+_ABORT = msgspec.msgpack.Decoder(wire.Abort)
 
 
-async def _read(request: Incoming, kind: type[M]) -> M | wire.Failed:
+async def _read(request: Incoming, decoder: msgspec.msgpack.Decoder[M], name: str) -> M | wire.Failed:
     """The header of the request's message, or why the body has none. The loop process decodes the rest."""
     try:
-        return msgspec.msgpack.decode(await request.body(), type=kind)
+        return decoder.decode(await request.body())
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        return wire.Failed("", "invalid", f"The body is not a {kind.__name__.removesuffix('Header')} message: {error}.")
+        return wire.Failed("", "invalid", f"The body is not a {name} message: {error}.")
 
 
 def _answer(message: msgspec.Struct) -> Response[bytes]:

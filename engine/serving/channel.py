@@ -25,6 +25,14 @@ class ScoreHeader(msgspec.Struct, tag="score", frozen=True):
     """Replies that end the request."""
 
 
+class ScoreItemsHeader(msgspec.Struct, tag="score_items", frozen=True):
+    """The part of a :class:`engine.wire.ScoreItems` that the server reads."""
+
+    id: str
+    sequences: ClassVar[int] = 1
+    """Replies that end the request."""
+
+
 class SamplingHeader(msgspec.Struct, frozen=True):
     """The part of a :class:`engine.wire.Sampling` that the server reads."""
 
@@ -43,7 +51,8 @@ class GenerateHeader(msgspec.Struct, tag="generate", frozen=True):
         return max(1, self.sampling.n)
 
 
-Header = ScoreHeader | GenerateHeader
+ScoringHeader = ScoreHeader | ScoreItemsHeader
+Header = ScoringHeader | GenerateHeader
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):

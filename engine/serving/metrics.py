@@ -19,12 +19,16 @@ GAUGES = {
     "yardstick_engine_slots_free": ("Free slots.", "slots_free"),
     "yardstick_engine_attention_fallback": ("1 if `auto` could not choose the fastest attention backend.", "attention_fallback"),
     "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),
+    "yardstick_engine_slots_items": ("Slots of items that came first, in the prefix cache.", "slots_items"),
 }
 COUNTERS = {
     "yardstick_engine_steps": ("Forward passes.", "steps"),
     "yardstick_engine_replayed_steps": ("Forward passes replayed from a CUDA graph.", "replayed_steps"),
     "yardstick_engine_computed_tokens": ("Tokens computed by the model.", "computed_tokens"),
     "yardstick_engine_cached_tokens": ("Prefix tokens found in the prefix cache.", "cached_tokens"),
+    "yardstick_engine_scored_items": ("Items scored that came before the query.", "scored_items"),
+    "yardstick_engine_cached_items": ("Of these, items that were in the prefix cache whole.", "cached_items"),
+    "yardstick_engine_evicted_item_tokens": ("Tokens of items evicted from the prefix cache.", "evicted_item_tokens"),
     "yardstick_engine_lenvm_tokens": ("Tokens computed by the length model, candidates included.", "lenvm_tokens"),
     "yardstick_engine_guided_draws": ("Draws that the length model evaluated.", "guided_draws"),
     "yardstick_engine_decided_draws": ("Draws of guided requests that were decided without the length model.", "decided_draws"),

@@ -3,7 +3,7 @@
 HTTP face of an engine pod (every body is msgpack unless said otherwise):
 
 ==========================  ==============================================================================
-``POST /score``             one :class:`Score` in, one :class:`Scored` or :class:`Failed` out
+``POST /score``             one :class:`Score` or :class:`ScoreItems` in, one :class:`Scored` or :class:`Failed` out
 ``POST /generate``          one :class:`Generate` in, a stream of frames out: :class:`Delta` ..., or :class:`Failed`
 ``POST /abort``             one :class:`Abort` in, 204 out; unknown ids are no error
 ``GET /info``               :class:`Info`
@@ -42,7 +42,20 @@ from engine.wire.sampling import (
     Thinking,
     ThinkingLimit,
 )
-from engine.wire.scoring import Classes, Embedding, Labels, LengthValue, Likelihood, Readout, Score, Scored, row_length
+from engine.wire.scoring import (
+    Classes,
+    Embedding,
+    Labels,
+    LengthValue,
+    Likelihood,
+    Readout,
+    Score,
+    Scored,
+    ScoreItems,
+    pack_ids,
+    row_length,
+    unpack_ids,
+)
 from engine.wire.server import Attention, Info, Limits, Stats, TokenizerFiles
 from engine.wire.vocabulary import GrammarVocabulary
 
@@ -84,6 +97,7 @@ __all__ = [
     "Request",
     "Sampling",
     "Score",
+    "ScoreItems",
     "Scored",
     "Stats",
     "Thinking",
@@ -91,6 +105,8 @@ __all__ = [
     "TokenizerFiles",
     "encode",
     "pack_frame",
+    "pack_ids",
     "prompt_parts",
     "row_length",
+    "unpack_ids",
 ]

@@ -8,9 +8,9 @@ import msgspec
 
 from engine.wire.common import Abort, Failed
 from engine.wire.generation import Delta, Generate
-from engine.wire.scoring import Score, Scored
+from engine.wire.scoring import Score, Scored, ScoreItems
 
-Request = Score | Generate | Abort
+Request = Score | ScoreItems | Generate | Abort
 Reply = Scored | Delta | Failed
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 30

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -65,18 +67,42 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     caller: Caller = Caller()
 
 
+class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=True):
+    """Read ``readout`` after each prompt ``item + query``, without decoding.
+
+    Each item is a prefix of its own that stays in the prefix cache, so a later query computes only its own tokens. The query is the
+    branch of each item and has at least one token; an item may be empty. Token ids of items are packed (:func:`pack_ids`), because
+    a message has tens of thousands of them.
+    """
+
+    id: str
+    items: bytes
+    """Token ids of all items, one after another."""
+    lengths: bytes
+    """Length of each item, in tokens."""
+    query: list[int]
+    readout: Readout
+    priority: int = 0
+    """As in :class:`Score`."""
+    deadline: float | None = None
+    """As in :class:`Score`."""
+    caller: Caller = Caller()
+
+
 class Scored(msgspec.Struct, tag="scored", frozen=True):
-    """The answer to :class:`Score`."""
+    """The answer to :class:`Score` and :class:`ScoreItems`."""
 
     id: str
     rows: list[list[float]]
-    """[branch][number]; the readout says which numbers. Logarithms are natural."""
+    """[branch or item][number]; the readout says which numbers. Logarithms are natural."""
     cached_tokens: int
     """Prefix tokens that were found in the prefix cache of the model that computed the rows."""
     computed_tokens: int
     """Tokens that went through the model for this request."""
     queue_seconds: float = 0.0
     """Time from the receipt of the request to the first step that computed a part of it."""
+    cached_items: int = 0
+    """Items of :class:`ScoreItems` that were in the prefix cache whole."""
 
 
 def row_length(readout: Readout, branch: Sequence[int], info: Info) -> int:
@@ -92,3 +118,21 @@ def row_length(readout: Readout, branch: Sequence[int], info: Info) -> int:
             return readout.dimensions or info.embedding_size
         case LengthValue():
             return 1
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Return token ids as 32-bit integers, the least significant byte first."""
+    packed = ids if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
+    return packed.tobytes() if sys.byteorder == "little" else _swapped(packed).tobytes()
+
+
+def unpack_ids(packed: bytes) -> array[int]:
+    """Return the token ids of :func:`pack_ids`. Raises :class:`ValueError` where ``packed`` ends within an id."""
+    ids = array("I", packed)
+    return ids if sys.byteorder == "little" else _swapped(ids)
+
+
+def _swapped(ids: array[int]) -> array[int]:
+    swapped = array("I", ids)
+    swapped.byteswap()
+    return swapped

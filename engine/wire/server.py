@@ -76,6 +76,14 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     steps: int
     computed_tokens: int
     cached_tokens: int
+    slots_items: int = 0
+    """Held by items of :class:`ScoreItems` in the prefix cache, in use or not."""
+    scored_items: int = 0
+    """Items of :class:`ScoreItems` that were scored."""
+    cached_items: int = 0
+    """Those of them that were in the prefix cache whole."""
+    evicted_item_tokens: int = 0
+    """Tokens of items that were evicted from the prefix cache."""
     replayed_steps: int = 0
     """Steps whose launches were replayed from a CUDA graph."""
     attention_fallback: int = 0

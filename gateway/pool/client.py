@@ -158,7 +158,7 @@ class EngineClient:
             raise EngineSilent(f"The engine did not send its tokeniser within {TOKENIZER_SECONDS:g} s.") from None
         return _read(_tokenizer, answer.status, answer.content)
 
-    async def score(self, score: wire.Score) -> wire.Scored:
+    async def score(self, score: wire.Score | wire.ScoreItems) -> wire.Scored:
         """Score one sub-batch. A missing deadline is set to the read timeout, so that the engine stops when the gateway does."""
         deadline = self._engine_seconds if score.deadline is None else score.deadline
         score = msgspec.structs.replace(score, id=new_id(), deadline=deadline)

@@ -73,16 +73,17 @@ class Dispatcher:
         *,
         tokens: int,
         affinity: bytes | None = None,
+        preferred: Replica | None = None,
         caller: wire.Caller = NOBODY,
     ) -> T:
         """Return the result of ``ask``. A retry may call it for several replicas, also after one has done part of the work.
 
         ``tokens`` is the load of the request. Requests with one ``affinity`` (at most 64 bytes) go to one replica until its load is
-        too high.
+        too high. The request is sent to ``preferred`` first, if that takes requests.
         """
         attempts = self.attempts()
         while True:
-            replica = await self._choose(model, tokens, affinity, attempts, caller)
+            replica = await self._choose(model, tokens, affinity, attempts, caller, preferred)
             try:
                 with replica.busy(tokens), replica.wait():
                     answer = await ask(replica.client)
@@ -139,12 +140,18 @@ class Dispatcher:
         self._telemetry.retried(error.code or error.type)
 
     async def _choose(
-        self, model: ServedModel, tokens: int, affinity: bytes | None, attempts: Attempts, caller: wire.Caller
+        self,
+        model: ServedModel,
+        tokens: int,
+        affinity: bytes | None,
+        attempts: Attempts,
+        caller: wire.Caller,
+        preferred: Replica | None = None,
     ) -> Replica:
         """Choose a replica, and wait only if no replica takes requests. Raises :class:`NotReady`."""
         if not model.ready:
             await self._wait(model, attempts, caller)
-        replica = model.choose(tokens, affinity, attempts.replicas)
+        replica = model.choose(tokens, affinity, attempts.replicas, preferred)
         attempts.replicas.append(replica)
         return replica
 

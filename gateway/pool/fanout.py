@@ -7,7 +7,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,7 +17,8 @@ from gateway.ids import new_id
 from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
-from gateway.pool.replica import ServedModel
+from gateway.pool.placement import assign, item_digests
+from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.split import split
 from gateway.telemetry import Telemetry
 from gateway.text.prepared import Ids, as_list
@@ -33,18 +34,22 @@ T = TypeVar("T")
 
 
 class Prompts(msgspec.Struct, frozen=True):
-    """A tokenised prefill-only request: the prompts ``prefix + branch``, and what is read after each."""
+    """A tokenised prefill-only request: the prompts ``prefix + branch + suffix``, and what is read after each. Not more than one of
+    ``prefix`` and ``suffix`` has tokens."""
 
     prefix: Ids
     branches: Sequence[Ids]
     readout: wire.Readout
     priority: int = 0
     caller: wire.Caller = wire.Caller()
+    suffix: Ids = ()
+    """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
 
     @property
     def lengths(self) -> list[int]:
         """Length of each prompt, in tokens."""
-        return [len(self.prefix) + len(branch) for branch in self.branches]
+        shared = len(self.prefix) + len(self.suffix)
+        return [shared + len(branch) for branch in self.branches]
 
 
 Take = Callable[[list[int], wire.Scored], None]
@@ -81,51 +86,98 @@ class FanOut:
         """
         gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready)))
 
-        async def run(part: list[int], affinity: bytes | None) -> None:
+        async def run(part: _Part) -> None:
             async with gate:
                 try:
-                    scored = await self._ask(model, prompts, [as_list(branches[place]) for place in part], affinity, lease)
+                    scored = await self._ask(model, prompts, [branches[place] for place in part.places], part, lease)
                 except GatewayError as error:
                     if fail is None:
                         raise
-                    fail(part, error)
+                    fail(part.places, error)
                 else:
-                    take(part, scored)
+                    take(part.places, scored)
 
+        if prompts.suffix and prompts.caller.keep_prefix and model.usable:
+            parts = self._by_item(model, prompts, branches)
+        else:
+            parts = self._evenly(model, prompts, branches)
+        self._telemetry.split(len(parts))
+        await all_or_cancel([run(part) for part in parts])
+
+    def _evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[_Part]:
+        """Divide the branches of one prefix into parts of even size."""
         parts = split(
             len(prompts.prefix),
-            [len(branch) for branch in branches],
+            [len(branch) + len(prompts.suffix) for branch in branches],
             replicas=len(model.usable),
             split_tokens=self._split_tokens,
             max_branches=model.info.limits.max_branches,
             row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
         )
-        self._telemetry.split(len(parts))
         first = affinity_of(prompts.prefix, prompts.caller)
-        await all_or_cancel([run(part, None if number else first) for number, part in enumerate(parts)])
+        return [_Part(part, affinity=None if number else first) for number, part in enumerate(parts)]
+
+    def _by_item(self, model: ServedModel, prompts: Prompts, items: Sequence[Ids]) -> list[_Part]:
+        """Divide items by the replicas that keep them."""
+        replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
+        groups = assign(replicas, item_digests(items, prompts.caller.cache_salt), lengths)
+        row = wire.row_length(prompts.readout, prompts.suffix, model.info)
+        return [
+            _Part([group[index] for index in few], preferred=replica)
+            for replica, group in zip(replicas, groups, strict=True)
+            if group
+            for few in split(
+                0,
+                [lengths[index] for index in group],
+                replicas=1,
+                split_tokens=self._split_tokens,
+                max_branches=model.info.limits.max_branches,
+                row_length=row,
+            )
+        ]
 
     async def _ask(
-        self, model: ServedModel, prompts: Prompts, branches: list[list[int]], affinity: bytes | None, lease: Lease | None
+        self, model: ServedModel, prompts: Prompts, branches: list[Ids], part: _Part, lease: Lease | None
     ) -> wire.Scored:
-        prefix = as_list(prompts.prefix)
-        request = wire.Score(new_id(), prefix, branches, prompts.readout, prompts.priority, caller=prompts.caller)
-        tokens = len(prefix) + sum(map(len, branches))
+        request = _message(prompts, branches)
+        row_lengths = [wire.row_length(prompts.readout, prompts.suffix or branch, model.info) for branch in branches]
+        tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
         async def ask(client: EngineClient) -> wire.Scored:
             if lease is not None:
-                lease.begin(request.id, tokens=len(prefix) * (len(branches) - 1) + tokens, items=len(branches))
+                lease.begin(request.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
             scored = await client.score(request)
-            check_rows(scored.rows, request, model.info)
+            check_rows(scored.rows, row_lengths, prompts.readout)
             return scored
 
-        return await self._dispatcher.call(model, ask, tokens=tokens, affinity=affinity, caller=prompts.caller)
+        return await self._dispatcher.call(
+            model, ask, tokens=tokens, affinity=part.affinity, preferred=part.preferred, caller=prompts.caller
+        )
 
 
-def check_rows(rows: list[list[float]], request: wire.Score, info: wire.Info) -> None:
-    """Raise :class:`InternalError` unless ``rows`` answer ``request``. Minus infinity is valid as a log-probability only."""
-    expected = [wire.row_length(request.readout, branch, info) for branch in request.branches]
-    broken = math.isnan if isinstance(request.readout, wire.Labels | wire.Likelihood) else _not_finite
-    if list(map(len, rows)) != expected or any(broken(sum(row)) for row in rows):
+class _Part(NamedTuple):
+    """A sub-batch."""
+
+    places: list[int]
+    affinity: bytes | None = None
+    preferred: Replica | None = None
+
+
+def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreItems:
+    """Return the message of a sub-batch."""
+    id, readout, priority = new_id(), prompts.readout, prompts.priority
+    if not prompts.suffix:
+        prefix, rows = as_list(prompts.prefix), [as_list(branch) for branch in branches]
+        return wire.Score(id, prefix, rows, readout, priority, caller=prompts.caller)
+    items, lengths = b"".join(map(wire.pack_ids, branches)), wire.pack_ids([len(item) for item in branches])
+    return wire.ScoreItems(id, items, lengths, as_list(prompts.suffix), readout, priority, caller=prompts.caller)
+
+
+def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Readout) -> None:
+    """Raise :class:`InternalError` unless ``rows`` have these lengths and are numbers. Minus infinity is valid as a log-probability
+    only."""
+    broken = math.isnan if isinstance(readout, wire.Labels | wire.Likelihood) else _not_finite
+    if list(map(len, rows)) != row_lengths or any(broken(sum(row)) for row in rows):
         raise InternalError("The engine's scores are incomplete or not numbers; its model may be broken.", retryable=True)
 
 

@@ -133,6 +133,11 @@ class Replica:
             self.in_flight -= 1
             self.tokens -= tokens
 
+    @cached_property
+    def seed(self) -> int:
+        """A number of 64 bits that is equal for this pod in every gateway."""
+        return int.from_bytes(hashlib.blake2b(self.client.url.encode(), digest_size=8).digest(), "little")
+
     def weight(self, affinity: bytes) -> bytes:
         """Preference of requests with ``affinity`` for this replica; they prefer the replica with the largest weight.
 
@@ -192,17 +197,21 @@ class ServedModel:
         out = out[: int(MAX_EJECTED_SHARE * len(ready))]
         return [replica for replica in ready if replica not in out]
 
-    def choose(self, tokens: int, affinity: bytes | None = None, tried: Collection[Replica] = ()) -> Replica:
+    def choose(
+        self, tokens: int, affinity: bytes | None = None, tried: Collection[Replica] = (), preferred: Replica | None = None
+    ) -> Replica:
         """Choose a replica outside ``tried`` for a request of ``tokens``. Raises :class:`NotReady`.
 
-        With ``affinity``, choose the preferred replica among those within the load bound. Otherwise choose the one with the fewest
-        tokens in flight, and a random one of equals.
+        It is ``preferred``, if that takes requests. With ``affinity``, it is the preferred replica among those within the load
+        bound. Otherwise it is the one with the fewest tokens in flight, and a random one of equals.
         """
         candidates = [replica for replica in self.usable if replica not in tried]
         if not candidates:
             candidates = [replica for replica in self.ready if replica not in tried]
         if not candidates:
             raise NotReady(f"The model {self.name!r} is not ready; try again soon.", retry_after=1)
+        if preferred in candidates:
+            return preferred
         if len(candidates) == 1:
             return candidates[0]
         if affinity is not None:

@@ -1,5 +1,5 @@
 """Cache keys of scores. Within one salt, equal prompts, readouts and fingerprints have equal keys, wherever a prompt is divided
-into prefix and branch. Likelihoods are an exception, because the division says which tokens they are of."""
+into prefix, branch and suffix. Likelihoods are an exception, because the division says which tokens they are of."""
 
 from __future__ import annotations
 
@@ -13,19 +13,30 @@ from engine import wire
 
 
 def result_keys(
-    fingerprint: str, readout: wire.Readout, prefix: Sequence[int], branches: Sequence[Sequence[int]], *, salt: str
+    fingerprint: str,
+    readout: wire.Readout,
+    prefix: Sequence[int],
+    branches: Sequence[Sequence[int]],
+    suffix: Sequence[int] = (),
+    *,
+    salt: str,
 ) -> list[bytes]:
-    """Return one 16-byte digest for each ``prefix + branch``. Token ids are in [0, 2**32). ``salt`` is hexadecimal; only requests
-    with equal salts share results. An empty salt gives the keys of a server whose API keys share all results."""
+    """Return one 16-byte digest for each ``prefix + branch + suffix``. Likelihoods go without a suffix.
+
+    Token ids are in [0, 2**32). ``salt`` is hexadecimal; only requests with equal salts share results. An empty salt gives the keys
+    of a server whose API keys share all results.
+    """
     common = hashlib.blake2b(digest_size=16)
     # The encoding is unambiguous: no part contains a separator, a salt ends with a colon, and JSON begins with a brace.
     asked = ",".join(map(str, readout.tokens)) if isinstance(readout, wire.Labels) else msgspec.json.encode(readout).decode()
     divided = f"{len(prefix)}\0" if isinstance(readout, wire.Likelihood) else ""
     common.update(f"{fingerprint}\0{salt and salt + ':'}{asked}\0{divided}".encode())
     common.update(array("I", prefix))
+    end = array("I", suffix)
     keys = []
     for branch in branches:
         digest = common.copy()
         digest.update(array("I", branch))
+        digest.update(end)
         keys.append(digest.digest())
     return keys

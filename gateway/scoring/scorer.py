@@ -122,7 +122,8 @@ class Scorer:
         salt = prompts.caller.cache_salt
         keys: list[bytes] = []
         for begin, end in slices(prompts.branches):
-            keys += result_keys(model.info.fingerprint, prompts.readout, prompts.prefix, prompts.branches[begin:end], salt=salt)
+            branches = prompts.branches[begin:end]
+            keys += result_keys(model.info.fingerprint, prompts.readout, prompts.prefix, branches, prompts.suffix, salt=salt)
             if end > LOOKUP_KEYS:
                 await asyncio.sleep(0)
         branch_of = dict(zip(keys, prompts.branches, strict=True))

@@ -51,10 +51,12 @@ class Refusal(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Prepared:
-    """Tokenised prompts: prompt i is ``prefix`` followed by ``rows[i]``."""
+    """Tokenised prompts: prompt i is ``prefix``, ``rows[i]`` and ``suffix``, one after another."""
 
     rows: Sequence[Ids]
     prefix: Ids = ()
+    suffix: Ids = ()
+    """Not empty where items come first: each row is then a prefix worth caching, and the suffix is computed for each."""
     labels: list[int] = field(default_factory=list)
     """Label ids of a score request."""
     texts: list[str] | None = None
@@ -91,7 +93,7 @@ class Prepared:
     @property
     def tokens(self) -> int:
         """Number of tokens of all prompts."""
-        return self.converted + len(self.prefix) * len(self.rows) + sum(map(len, self.rows))
+        return self.converted + (len(self.prefix) + len(self.suffix)) * len(self.rows) + sum(map(len, self.rows))
 
     def param_of(self, index: int) -> str:
         """Return the field of the request that holds prompt ``index``."""
@@ -102,6 +104,7 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     """:class:`Prepared` with arrays as bytes (uint32, native byte order)."""
 
     prefix: bytes
+    suffix: bytes
     ids: memoryview
     """Token ids of all rows. These and ``response`` may be megabytes: decoding the message does not copy them."""
     lengths: bytes
@@ -134,6 +137,7 @@ def pack(prepared: Prepared) -> Packed:
     prefix = array("I", prepared.prefix)
     return Packed(
         prefix.tobytes(),
+        array("I", prepared.suffix).tobytes(),
         memoryview(ids).cast("B"),
         lengths.tobytes(),
         prepared.labels,
@@ -170,6 +174,7 @@ def _unpacked(packed: Packed, rows: list[array[int]]) -> Prepared:
     return Prepared(
         rows,
         array("I", packed.prefix),
+        array("I", packed.suffix),
         packed.labels,
         packed.texts,
         packed.param,

@@ -80,7 +80,6 @@ class PresetTemplate:
             self._tokenizer,
             left,
             [document + right for document in documents],
-            item_first=False,
             limit=room,
             bounds=bounds,
             param=param,

@@ -1,4 +1,5 @@
-"""Tokenises a query and items to one prefix and its branches, with exactly the tokens of each joined text.
+"""Tokenises a query and items to one prefix and its branches, with exactly the tokens of each joined text. Where items come first,
+the shared part is a suffix.
 
 A tokeniser may merge across the seam between query and item ("wood" + "en" is one token). Therefore the query is divided at a safe
 cut (``cuts.py``): the part far from the items is tokenised once, and the part next to them together with each item. If the
@@ -17,6 +18,9 @@ from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 PrefixAndBranches = tuple[list[int], list[list[int]]]
 """The shared tokens, and the rest of each item's prompt: at least one token."""
+
+ItemsAndSuffix = tuple[list[list[int]], list[int]]
+"""The beginning of each prompt, which may be empty, and the shared tokens behind it."""
 
 Ids = TypeVar("Ids", list[int], "array[int]")
 
@@ -43,14 +47,13 @@ def tokenise_pairs(
     query: str,
     items: Sequence[str],
     *,
-    item_first: bool,
     limit: int = UNBOUNDED,
     bounds: Bounds = UNBOUND,
     param: str = "items",
     add_special_tokens: bool = True,
     parse_special_tokens: bool = True,
 ) -> PrefixAndBranches:
-    """Tokenise ``query + item`` (``item + query`` with ``item_first``) for each item.
+    """Tokenise ``query + item`` for each item.
 
     The prefix is the part that all prompts share. If all items are equal, it stops at the end of the query, so that a later
     request with another item can use it. No prompt may have more than ``limit`` tokens. ``param`` is the field of the request that
@@ -60,16 +63,50 @@ def tokenise_pairs(
     """
     if not items:
         return [], []
-    encoder = _Encoder(tokenizer, limit, bounds, param, add_special_tokens, parse_special_tokens)
+    encoder = _Encoder(tokenizer, limit, bounds, param, adds=add_special_tokens, parses=parse_special_tokens)
     for index, item in enumerate(items):
         encoder.check_length(index, len(query) + len(item))
-    cut = tokenizer.cut(query, last=not item_first) if len(items) > 1 else None
-    if cut is not None:
-        compose = _query_last if item_first else _query_first
-        found = compose(encoder, query[:cut], query[cut:], items)
-        if found is not None:
-            return found
-    return _whole(encoder, query, items, item_first)
+    cut = tokenizer.cut(query, last=True) if len(items) > 1 else None
+    found = None if cut is None else _query_first(encoder, query[:cut], query[cut:], items)
+    if found is not None:
+        return found
+    prompts = _whole(encoder, query, items, item_first=False)
+    alone = prompts if len(set(items)) > 1 else [array("I", encoder.whole(0, query)), prompts[0]]
+    prefix, branches = split(prompts, common_length(alone))
+    encoder.count(0, len(prefix) + sum(map(len, branches)), 0)
+    return prefix.tolist(), [branch.tolist() for branch in branches]
+
+
+def tokenise_items(
+    tokenizer: Tokenizer,
+    query: str,
+    items: Sequence[str],
+    *,
+    limit: int = UNBOUNDED,
+    bounds: Bounds = UNBOUND,
+    param: str = "items",
+    parse_special_tokens: bool = True,
+) -> ItemsAndSuffix:
+    """Tokenise ``item + query`` for each item.
+
+    The suffix has as many tokens of the query as all prompts end with, so the rest of a prompt hardly depends on the query. It is
+    empty if the prompts end differently. Arguments and errors are those of :func:`tokenise_pairs`.
+    """
+    if not items:
+        return [], []
+    encoder = _Encoder(tokenizer, limit, bounds, param, adds=True, parses=parse_special_tokens)
+    for index, item in enumerate(items):
+        encoder.check_length(index, len(query) + len(item))
+    cut = tokenizer.cut(query, last=False) if len(items) > 1 else None
+    prompts = None if cut is None else _query_last(encoder, query[:cut], query[cut:], items)
+    if prompts is None:
+        prompts = _whole(encoder, query, items, item_first=True)
+        encoder.count(0, sum(map(len, prompts)), 0)
+    empty = next((index for index, prompt in enumerate(prompts) if not prompt), None)
+    if empty is not None:
+        raise EmptyPromptError(empty)
+    shared = common_suffix(prompts, len(encoder.part(0, query)) + len(encoder.end))
+    return [prompt[: len(prompt) - shared].tolist() for prompt in prompts], prompts[0][len(prompts[0]) - shared :].tolist()
 
 
 class _Encoder:
@@ -81,17 +118,18 @@ class _Encoder:
         limit: int,
         bounds: Bounds,
         param: str,
-        add_special_tokens: bool,
-        parse_special_tokens: bool,
+        *,
+        adds: bool,
+        parses: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
         self._bounds = bounds
         self._param = param
-        self._adds = add_special_tokens
-        self._parses = parse_special_tokens
+        self._adds = adds
+        self._parses = parses
         self._tokens = 0
-        self.begin, self.end = tokenizer.affixes if add_special_tokens else ([], [])
+        self.begin, self.end = tokenizer.affixes if adds else ([], [])
 
     def check_length(self, index: int, characters: int) -> None:
         """Raise :class:`PromptTooLongError` if a prompt of ``characters`` cannot fit within the limit."""
@@ -140,20 +178,20 @@ def _query_first(encoder: _Encoder, left: str, right: str, items: Sequence[str])
     return prefix + shared, branches
 
 
-def _query_last(encoder: _Encoder, left: str, right: str, items: Sequence[str]) -> PrefixAndBranches | None:
+def _query_last(encoder: _Encoder, left: str, right: str, items: Sequence[str]) -> list[array[int]] | None:
     """Tokenise ``right`` once and ``left`` with each item. None if the first prompt differs from its tokens as a whole."""
     rest = [*encoder.part(0, right), *encoder.end]
     prompts = []
     for index, item in enumerate(items):
-        prompt = [*encoder.begin, *encoder.part(index, item + left), *rest]
+        prompt = array("I", [*encoder.begin, *encoder.part(index, item + left), *rest])
         encoder.count(index, len(prompt), len(prompt))
-        if index == 0 and prompt != encoder.whole(0, item + left + right):
+        if index == 0 and prompt.tolist() != encoder.whole(0, item + left + right):
             return None
         prompts.append(prompt)
-    return split(prompts, common_length(prompts) if len(set(items)) > 1 else len(encoder.begin))
+    return prompts
 
 
-def _whole(encoder: _Encoder, query: str, items: Sequence[str], item_first: bool) -> PrefixAndBranches:
+def _whole(encoder: _Encoder, query: str, items: Sequence[str], *, item_first: bool) -> list[array[int]]:
     """Tokenise every prompt whole."""
     if len(items) > 1:
         encoder.check_characters(len(query) * len(items) + sum(map(len, items)))
@@ -161,23 +199,13 @@ def _whole(encoder: _Encoder, query: str, items: Sequence[str], item_first: bool
     for index, item in enumerate(items):
         prompts.append(array("I", encoder.whole(index, item + query if item_first else query + item)))
         encoder.count(index, 0, len(prompts[-1]))
-    alone = prompts if len(set(items)) > 1 else [array("I", encoder.whole(0, "" if item_first else query)), prompts[0]]
-    prefix, branches = split(prompts, common_length(alone))
-    encoder.count(0, len(prefix) + sum(map(len, branches)), 0)
-    return prefix.tolist(), [branch.tolist() for branch in branches]
+    return prompts
 
 
-def join_ids(query: Sequence[int], items: Sequence[Sequence[int]], *, item_first: bool) -> PrefixAndBranches:
-    """Build prefix and branches of prompts given as token ids; no token is added. Raises :class:`EmptyPromptError`.
-
-    With ``item_first`` the query is copied for each item, so the caller must bound the sum of the lengths first.
-    """
+def join_ids(query: Sequence[int], items: Sequence[Sequence[int]]) -> PrefixAndBranches:
+    """Build prefix and branches of prompts given as token ids; no token is added. Raises :class:`EmptyPromptError`."""
     if not items:
         return [], []
-    if item_first:
-        prompts = [[*item, *query] for item in items]
-        distinct = len({tuple(item) for item in items}) > 1
-        return split(prompts, common_length(prompts) if distinct else 0)
     if all(items):
         return [*query], [[*item] for item in items]
     if not query:
@@ -203,3 +231,14 @@ def common_length(prompts: Sequence[Ids]) -> int:
     """Length of the common prefix. In lexicographic order, the first and the last prompt have the shortest one."""
     pairs = zip(min(prompts), max(prompts), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def common_suffix(prompts: Sequence[Sequence[int]], most: int) -> int:
+    """Length of the common suffix, or ``most`` if it is longer."""
+    first = prompts[0]
+    length = min(most, min(map(len, prompts)))
+    for prompt in prompts:
+        while length and prompt[len(prompt) - length :] != first[len(first) - length :]:
+            pairs = zip(reversed(prompt[len(prompt) - length :]), reversed(first[len(first) - length :]), strict=True)
+            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return length

@@ -69,7 +69,7 @@ def _partial_answers(request: LengthRequest, model: Model, prompt: Texts, partia
         model.facts.check_prompt(len(start) + len(answer), _numbered(param, index))
     model.bounds.check("max_request_tokens", len(start) + sum(map(len, lists)), "tokens", "partial")
     try:
-        prefix, rows = join_ids(start, lists, item_first=False)
+        prefix, rows = join_ids(start, lists)
     except EmptyPromptError as error:
         raise _empty(_numbered(param, error.index)) from None
     return Prepared(rows, prefix, param=param)
@@ -136,7 +136,6 @@ def _pairs(
             model.texts.tokenizer,
             prompt,
             answers,
-            item_first=False,
             limit=model.facts.context,
             bounds=model.bounds,
             param=param.removesuffix("[]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -11,7 +12,16 @@ from gateway.schemas.score import ScoreRequest
 from gateway.text.bounds import TooManyTokens
 from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared, Refusal
-from gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, share_prefix, tokenise_pairs
+from gateway.text.prompts import (
+    EmptyPromptError,
+    ItemsAndSuffix,
+    PrefixAndBranches,
+    PromptTooLongError,
+    join_ids,
+    share_prefix,
+    tokenise_items,
+    tokenise_pairs,
+)
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.likelihood import check_fields, likelihood_prompts, own_tokens
 from gateway.text.reading.pairs import SEAM_TOKENS, Pairs, preset_of
@@ -48,15 +58,20 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
     if request.partial_results:
         items, refused = _fitting(request.query, model, items)
     try:
-        if isinstance(request.query, str):
-            prefix, branches = _texts(request, model, request.query, items)
+        if request.item_first:
+            rows, suffix = _items_first(request, model, request.query, items)
+            prefix: list[int] = []
         else:
-            prefix, branches = _ids(model, request.query, items, item_first=bool(request.item_first))
+            suffix = []
+            if isinstance(request.query, str):
+                prefix, rows = _texts(request, model, request.query, items)
+            else:
+                prefix, rows = _ids(model, request.query, items)
     except EmptyPromptError as error:
         raise InvalidRequest(f"{error}.", param=f"items[{error.index}]") from None
-    tokens = len(prefix) + sum(map(len, branches))
+    tokens = len(prefix) + sum(map(len, rows)) + len(suffix) * len(rows)
     model.bounds.check("max_request_tokens", tokens, "tokens", "items")
-    return Prepared(branches, prefix, labels, param="items[]", refused=refused)
+    return Prepared(rows, prefix, suffix, labels, param="items[]", refused=refused)
 
 
 def _likelihoods(request: ScoreRequest, model: Model, query: str | list[int], items: Sequence[str | list[int]]) -> Prepared:
@@ -70,7 +85,7 @@ def _likelihoods(request: ScoreRequest, model: Model, query: str | list[int], it
     rows: Iterator[list[int] | None]
     if isinstance(query, list):
         if query:
-            _ids(model, query, items, item_first=False)  # checks ids and lengths
+            _ids(model, query, items)  # checks ids and lengths
         ids, rows = query, (item if isinstance(item, list) else None for item in items)
     else:
         tokenizer, plain = model.texts.tokenizer, request.parse_special_tokens is False
@@ -153,34 +168,63 @@ def _one_of(request: ScoreRequest, *names: str) -> tuple[list[str], str]:
     return ([value] if isinstance(value, str) else value), given[0]
 
 
-def _texts(request: ScoreRequest, model: Model, query: str, items: Sequence[str | list[int]]) -> tuple[list[int], list[list[int]]]:
+def _texts(request: ScoreRequest, model: Model, query: str, items: Sequence[str | list[int]]) -> PrefixAndBranches:
     texts = [item for item in items if isinstance(item, str)]
-    try:
+    with _too_long(model):
         return tokenise_pairs(
             model.texts.tokenizer,
             query,
             texts,
-            item_first=bool(request.item_first),
             limit=model.facts.context,
             bounds=model.bounds,
             parse_special_tokens=request.parse_special_tokens is not False,
         )
+
+
+def _items_first(request: ScoreRequest, model: Model, query: str | list[int], items: Sequence[str | list[int]]) -> ItemsAndSuffix:
+    """Return the beginning of each prompt, and the query behind it. Raises :class:`EmptyPromptError`."""
+    if isinstance(query, list):
+        lists = _checked_ids(model, query, items)
+        model.bounds.check("max_request_tokens", len(query) * len(lists) + sum(map(len, lists)), "tokens", "items")
+        if not query and not all(lists):
+            raise EmptyPromptError(next(index for index, item in enumerate(lists) if not item))
+        return lists, query
+    texts = [item for item in items if isinstance(item, str)]
+    with _too_long(model):
+        return tokenise_items(
+            model.texts.tokenizer,
+            query,
+            texts,
+            limit=model.facts.context,
+            bounds=model.bounds,
+            parse_special_tokens=request.parse_special_tokens is not False,
+        )
+
+
+@contextmanager
+def _too_long(model: Model) -> Iterator[None]:
+    """Name the item whose prompt is too long."""
+    try:
+        yield
     except PromptTooLongError as error:
         raise model.facts.too_long(error.tokens, f"items[{error.index}]") from None
 
 
-def _ids(
-    model: Model, query: list[int], items: Sequence[str | list[int]], *, item_first: bool
-) -> tuple[list[int], list[list[int]]]:
-    """Read token ids. All lengths are checked before anything is joined."""
+def _ids(model: Model, query: list[int], items: Sequence[str | list[int]]) -> PrefixAndBranches:
+    """Read token ids. All lengths are checked before anything is joined. Raises :class:`EmptyPromptError`."""
+    lists = _checked_ids(model, query, items)
+    model.bounds.check("max_request_tokens", len(query) + sum(map(len, lists)), "tokens", "items")
+    return join_ids(query, lists)
+
+
+def _checked_ids(model: Model, query: list[int], items: Sequence[str | list[int]]) -> list[list[int]]:
+    """Return the items, which are token ids. Raises :class:`InvalidRequest` for unknown ids and prompts that are too long."""
     lists = [item for item in items if not isinstance(item, str)]
     model.facts.check_ids(query, "query")
     for index, item in enumerate(lists):
         model.facts.check_ids(item, f"items[{index}]")
         model.facts.check_prompt(len(query) + len(item), f"items[{index}]")
-    tokens = len(query) * (len(lists) if item_first else 1) + sum(map(len, lists))
-    model.bounds.check("max_request_tokens", tokens, "tokens", "items")
-    return join_ids(query, lists, item_first=item_first)
+    return lists
 
 
 def _check_kinds(query: str | list[int], items: Sequence[str | list[int]]) -> None:

@@ -15,7 +15,7 @@ from gateway.errors import InvalidRequest
 from gateway.text import tokenizer as module
 from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
 from gateway.text.cuts import cuts_of
-from gateway.text.prompts import PromptTooLongError, tokenise_pairs
+from gateway.text.prompts import PromptTooLongError, tokenise_items, tokenise_pairs
 from gateway.text.tokenizer import Tokenizer
 from tests.gateway.text.conftest import CUTTABLE, byte_level, from_library, sentencepiece_with_bos
 
@@ -55,15 +55,17 @@ def test_both_sides_of_a_cut_are_the_whole(cuttable: Library, cutting: Tokenizer
         ) + cutting.encode(right, parse_special_tokens=False, add_special_tokens=False)
 
 
-@given(query=TEXT, items=st.lists(TEXT, min_size=2, max_size=4), item_first=st.booleans(), special=st.booleans())
+@given(query=TEXT, items=st.lists(TEXT, min_size=2, max_size=4), special=st.booleans())
 def test_a_query_in_two_parts_gives_the_tokens_of_whole_prompts(
-    cuttable: Library, cutting: Tokenizer, query: str, items: list[str], item_first: bool, special: bool
+    cuttable: Library, cutting: Tokenizer, query: str, items: list[str], special: bool
 ) -> None:
     query = f"a b {query} c\nd"
-    prefix, branches = tokenise_pairs(cutting, query, items, item_first=item_first, add_special_tokens=special)
-    joined = [item + query if item_first else query + item for item in items]
+    prefix, branches = tokenise_pairs(cutting, query, items, add_special_tokens=special)
+    joined = [query + item for item in items]
     assert [prefix + branch for branch in branches] == [cuttable.encode(text, add_special_tokens=special).ids for text in joined]
     assert all(branches)
+    rows, suffix = tokenise_items(cutting, query, items)
+    assert [row + suffix for row in rows] == [cuttable.encode(item + query).ids for item in items]
 
 
 @given(text=st.lists(TEXT, max_size=30).map(" ".join), special=st.booleans())
@@ -84,14 +86,14 @@ def test_the_query_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Tokenizer._whole
     monkeypatch.setattr(Tokenizer, "_whole", lambda self, text, adds: (read.append(len(text)), whole(self, text, adds))[1])
     query, items = "red running shoes " * 1000 + "and", [f" item {place}" for place in range(1000)]
-    prefix, branches = tokenise_pairs(tokenizer, query, items, item_first=False)
+    prefix, branches = tokenise_pairs(tokenizer, query, items)
     assert sum(read) < 2 * len(query) + 20 * len(items)
     assert prefix + branches[77] == tokenizer.encode(query + items[77])
 
 
 def test_the_longest_prefix_is_found_beyond_the_cut() -> None:
     tokenizer = from_library(byte_level())
-    prefix, _ = tokenise_pairs(tokenizer, "red running", [" shoes one", " shoes two"], item_first=False)
+    prefix, _ = tokenise_pairs(tokenizer, "red running", [" shoes one", " shoes two"])
     assert prefix == tokenizer.encode("red running shoes")
 
 
@@ -120,8 +122,8 @@ def test_other_structures_have_no_cuts_and_are_bounded() -> None:
     assert tokenizer.cut("red running shoes", last=True) is None
     bounds = Bounds(max_request_characters=1000)
     with pytest.raises(InvalidRequest, match="max_request_characters"):
-        tokenise_pairs(tokenizer, "red " * 100, ["a", "b", "c"], item_first=False, bounds=bounds)
-    tokenise_pairs(tokenizer, "red " * 300, ["a"], item_first=False, bounds=bounds)
+        tokenise_pairs(tokenizer, "red " * 100, ["a", "b", "c"], bounds=bounds)
+    tokenise_pairs(tokenizer, "red " * 300, ["a"], bounds=bounds)
 
 
 @pytest.mark.parametrize(
@@ -145,25 +147,22 @@ def test_an_added_token_across_every_space_leaves_no_cut() -> None:
     assert from_library(library).cut("red red", last=True) is None
 
 
-@pytest.mark.parametrize("item_first", [False, True])
-def test_tokens_of_all_prompts_together_are_bounded(item_first: bool) -> None:
+def test_tokens_of_all_prompts_together_are_bounded() -> None:
     tokenizer = from_library(byte_level())
     bounds = Bounds(max_request_tokens=500)
     query, items = "red running shoes " * 10, ["blue"] * 30 + ["red"]
-    if item_first:
-        with pytest.raises(InvalidRequest, match="max_request_tokens"):
-            tokenise_pairs(tokenizer, query, items, item_first=True, bounds=bounds)
-    else:
-        tokenise_pairs(tokenizer, query, items, item_first=False, bounds=bounds)
-        with pytest.raises(InvalidRequest, match="max_request_tokens"):
-            tokenise_pairs(tokenizer, query, ["blue shoes " * 10] * 31, item_first=False, bounds=bounds)
+    with pytest.raises(InvalidRequest, match="max_request_tokens"):
+        tokenise_items(tokenizer, query, items, bounds=bounds)
+    tokenise_pairs(tokenizer, query, items, bounds=bounds)
+    with pytest.raises(InvalidRequest, match="max_request_tokens"):
+        tokenise_pairs(tokenizer, query, ["blue shoes " * 10] * 31, bounds=bounds)
 
 
 def test_a_prompt_too_long_is_named() -> None:
     tokenizer = from_library(byte_level())
-    for item_first in (False, True):
+    for tokenise in (tokenise_pairs, tokenise_items):
         with pytest.raises(PromptTooLongError) as caught:
-            tokenise_pairs(tokenizer, "red shoes", ["a", "b c d e f g", "c"], item_first=item_first, limit=10, bounds=UNBOUND)
+            tokenise(tokenizer, "red shoes", ["a", "b c d e f g", "c"], limit=10, bounds=UNBOUND)
         assert caught.value.index == 1
 
 

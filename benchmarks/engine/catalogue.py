@@ -1,0 +1,150 @@
+"""Scoring a catalogue: items first and kept in the prefix cache, beside query first: ``python -m benchmarks catalogue``.
+
+A catalogue of items is scored with a new query for each request, in one process and without a gateway. Three variants answer the
+same requests in turn: the query first, which computes every item again; items first with room for the whole catalogue; and items
+first with room for a part of it, where popularity follows Zipf's law. The last two are warm when the measurement begins. Ratios
+are medians of the rounds' ratios. Some item-first scores are compared with each prompt computed alone. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.engine.engines import Engine, seconds
+from benchmarks.engine.subject import SHAPES, Subject, subject
+from engine import wire
+from engine.ints import Ints
+
+LABELS = wire.Labels([17, 42])
+WORKING_TOKENS = 4096
+"""Slots beside those of items: for queries, and for items of the step that are not cached yet."""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Items of random tokens, and how often each is asked for."""
+
+    items: Ints
+    """[items, tokens]"""
+    popularity: np.ndarray[tuple[int], np.dtype[np.float64]]
+    """[items] probability of each."""
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, vocab_size: int) -> Catalogue:
+        """Create the items. The most popular one comes first."""
+        rng = np.random.default_rng(0)
+        weights = 1 / np.arange(1, options.items + 1) ** options.zipf
+        items = rng.integers(0, vocab_size, (options.items, options.item_tokens), np.int32)
+        return cls(items, weights / weights.sum())
+
+    def query_first(self, name: str, query: Ints, places: Ints) -> wire.Score:
+        """Return a request that computes every item."""
+        return wire.Score(name, query.tolist(), self.items[places].tolist(), LABELS)
+
+    def items_first(self, name: str, query: Ints, places: Ints) -> wire.ScoreItems:
+        """Return a request whose items are prefixes."""
+        lengths = wire.pack_ids([self.items.shape[1]] * len(places))
+        return wire.ScoreItems(name, self.items[places].astype("<i4").tobytes(), lengths, query.tolist(), LABELS)
+
+
+class Variants:
+    """The engines of the three variants, warm."""
+
+    def __init__(self, catalogue: Catalogue, options: argparse.Namespace, model: Subject) -> None:
+        decoder = model.load()
+        tokens, per_request = options.item_tokens, options.per_request * (options.item_tokens + options.query_tokens)
+        room = int(options.room * options.items) * tokens
+        self._catalogue, self._options = catalogue, options
+        self._rng = np.random.default_rng(1)
+        self.vocab_size = model.config.vocab_size
+        self.plain = Engine(decoder, model.dtype, slots=2 * per_request)
+        self.whole = Engine(decoder, model.dtype, slots=options.items * tokens + WORKING_TOKENS)
+        self.part = Engine(decoder, model.dtype, slots=room + WORKING_TOKENS)
+        query = self.query()
+        for begin in range(0, options.items, options.per_request):
+            places = np.arange(begin, min(begin + options.per_request, options.items), dtype=np.int32)
+            self.whole.run([catalogue.items_first("warm", query, places)])
+        for _ in range(options.warm_up):
+            self.part.run([catalogue.items_first("warm", self.query(), self.popular())])
+
+    def query(self) -> Ints:
+        """Return a new query."""
+        query: Ints = self._rng.integers(0, self.vocab_size, self._options.query_tokens, np.int32)
+        return query
+
+    def popular(self) -> Ints:
+        """Return the places of the items of one request, drawn by popularity; an item may occur twice."""
+        count = self._options.per_request
+        places: Ints = self._rng.choice(self._options.items, count, p=self._catalogue.popularity).astype(np.int32)
+        return places
+
+    def any(self) -> Ints:
+        """Return the places of the items of one request, each equally likely."""
+        places: Ints = self._rng.choice(self._options.items, self._options.per_request, replace=False).astype(np.int32)
+        return places
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks catalogue", description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="shape of the random model")
+    parser.add_argument("--items", type=int, default=2000, help="items of the catalogue")
+    parser.add_argument("--item-tokens", type=int, default=180)
+    parser.add_argument("--query-tokens", type=int, default=20)
+    parser.add_argument("--per-request", type=int, default=100, help="items of one request")
+    parser.add_argument("--room", type=float, default=0.2, help="part of the catalogue that the last variant can cache")
+    parser.add_argument("--zipf", type=float, default=0.9, help="exponent of the popularity's law")
+    parser.add_argument("--warm-up", type=int, default=40, help="requests before the measurement, of the last variant")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    with subject(options.shape, None, "float32") as model:
+        catalogue = Catalogue.of(options, model.config.vocab_size)
+        variants = Variants(catalogue, options, model)
+        report = measure(catalogue, variants, options)
+    print(json.dumps(vars(options) | report))
+    return 0
+
+
+def measure(catalogue: Catalogue, variants: Variants, options: argparse.Namespace) -> dict[str, float]:
+    """Return medians: items a second of each variant, ratios to the query first, and the hit rate of the last variant."""
+    rates: dict[str, list[float]] = {"query first": [], "all cached": [], "part cached": []}
+    ratios: dict[str, list[float]] = {"all cached": [], "part cached": []}
+    hits = found = 0
+    for number in range(options.rounds):
+        query, places, popular = variants.query(), variants.any(), variants.popular()
+        plain, known = catalogue.query_first(f"q{number}", query, places), catalogue.items_first(f"i{number}", query, places)
+        times = {
+            "query first": seconds(lambda: variants.plain.run([plain])),  # noqa: B023  called at once
+            "all cached": seconds(lambda: variants.whole.run([known])),  # noqa: B023
+        }
+        part = catalogue.items_first(f"p{number}", query, popular)
+        replies: list[wire.Reply] = []
+        times["part cached"] = seconds(lambda: replies.extend(variants.part.run([part])))  # noqa: B023
+        (scored,) = replies
+        assert isinstance(scored, wire.Scored)
+        hits, found = hits + scored.cached_items, found + len(scored.rows)
+        check(catalogue, variants, query, popular[:3], scored)
+        for name, taken in times.items():
+            rates[name].append(options.per_request / taken)
+            if name in ratios:
+                ratios[name].append(times["query first"] / taken)
+        print(f"round {number + 1}: " + ", ".join(f"{name} {rates[name][-1]:.1f} items/s" for name in rates), file=sys.stderr)
+    report = {f"{name}, items/s": round(statistics.median(values), 1) for name, values in rates.items()}
+    report |= {f"{name}, ratio": round(statistics.median(values), 2) for name, values in ratios.items()}
+    return report | {"hit rate, part cached": round(hits / found, 3)}
+
+
+def check(catalogue: Catalogue, variants: Variants, query: Ints, places: Ints, scored: wire.Scored) -> None:
+    """Raise :class:`AssertionError` unless the first rows equal the scores of each prompt alone."""
+    for row, place in zip(scored.rows, places, strict=False):
+        prompt = [*catalogue.items[place].tolist(), *query.tolist()]
+        alone = variants.plain.score(wire.Score("alone", [], [prompt], LABELS))
+        torch.testing.assert_close(torch.tensor(row), torch.tensor(alone[0]), atol=1e-4, rtol=0)

@@ -1,0 +1,132 @@
+"""Chooses which part of a prefix cache is evicted next.
+
+Nodes of generations and queries are evicted in the order of their last use. Items of :class:`engine.wire.ScoreItems` compete by
+how often they were used as well, so a scan of cold items does not evict hot ones. Their rule is a segmented LRU with TinyLFU
+admission (Karedla, Love and Wherry, IEEE Computer 1994; Einziger, Friedman and Manes, https://arxiv.org/abs/1512.00727): items are
+on probation until a request uses them again, also if they were evicted in between. Then they are protected, as long as there is
+room. If there is none, an item takes the place of the oldest protected item only if it was used more often lately. Items on
+probation are evicted first.
+
+Both kinds share all slots. While nodes that are no items have less than :data:`RESERVED_SHARE` of the slots, items are evicted
+before them; above that, whichever was not used for longer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from engine.kvcache.frequency import FrequencySketch
+
+if TYPE_CHECKING:
+    from engine.kvcache.prefix_cache import Node
+
+PROTECTED_SHARE = 0.95
+"""Part of the slots that protected items may have."""
+RESERVED_SHARE = 0.25
+"""Part of the slots that items never take from cached nodes of other kinds."""
+MAX_KEYS = 1 << 20
+"""Most keys that the frequency sketch is sized for. It has one for each slot, so that evicted items are remembered too."""
+
+Valid = Callable[["Node"], bool]
+
+
+class Queue:
+    """Nodes that may be evicted, the least recently used first. Entries gone stale are skipped."""
+
+    def __init__(self, *, protected: bool = False) -> None:
+        """``protected``: whether the nodes are protected; a node that changes this leaves the queue."""
+        self._protected = protected
+        self._heap: list[tuple[int, int, Node]] = []
+        self._ties = itertools.count()
+
+    def push(self, node: Node) -> None:
+        """Add ``node`` with its present time of use."""
+        heapq.heappush(self._heap, (node.used, next(self._ties), node))
+
+    def first(self) -> Node | None:
+        """Return the least recently used node that is evictable, or None."""
+        while self._heap:
+            used, _, node = self._heap[0]
+            if node.evictable and node.used == used and node.protected == self._protected:
+                return node
+            heapq.heappop(self._heap)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def rebuild(self, nodes: Iterable[Node]) -> None:
+        """Hold exactly ``nodes``, without stale entries."""
+        self._heap = [(node.used, next(self._ties), node) for node in nodes]
+        heapq.heapify(self._heap)
+
+
+class Evictor:
+    """The order of eviction of one prefix cache."""
+
+    def __init__(self, slots: int) -> None:
+        self._reserved = int(RESERVED_SHARE * slots)
+        self._room = int(PROTECTED_SHARE * slots)
+        """Tokens that may be protected."""
+        self._sketch = FrequencySketch(min(slots, MAX_KEYS))
+        self._others, self._probation, self._protected = Queue(), Queue(), Queue(protected=True)
+        self._other_tokens = 0
+        self._protected_tokens = 0
+
+    def count(self, node: Node, tokens: int) -> None:
+        """Note that ``node`` has ``tokens`` more; a negative number was removed."""
+        if not node.item:
+            self._other_tokens += tokens
+        elif node.protected:
+            self._protected_tokens += tokens
+
+    def use(self, node: Node) -> None:
+        """Note that a request has used ``node``."""
+        if node.item:
+            self._sketch.use(node.key)
+            if not node.protected and (count := self._sketch.count(node.key)) > 1:
+                self._protect(node, count)
+
+    def offer(self, node: Node) -> None:
+        """Note that ``node`` can be evicted."""
+        self._queue(node).push(node)
+
+    def victim(self) -> Node | None:
+        """Return the node to evict next; None if there is none."""
+        item, other = self._probation.first() or self._protected.first(), self._others.first()
+        if item is None or other is None:
+            return item or other
+        return other if self._other_tokens > self._reserved and other.used < item.used else item
+
+    def tidy(self, nodes: Callable[[], Iterable[Node]], count: int) -> None:
+        """Drop stale entries if they are many. ``nodes``: all evictable nodes; ``count``: number of nodes of the cache."""
+        queues = (self._others, self._probation, self._protected)
+        if sum(map(len, queues)) <= 2 * count + 64:
+            return
+        members: dict[Queue, list[Node]] = {queue: [] for queue in queues}
+        for node in nodes():
+            members[self._queue(node)].append(node)
+        for queue in queues:
+            queue.rebuild(members[queue])
+
+    def _queue(self, node: Node) -> Queue:
+        if not node.item:
+            return self._others
+        return self._protected if node.protected else self._probation
+
+    def _protect(self, node: Node, count: int) -> None:
+        """Protect ``node``, which was used ``count`` times lately, if there is room or it can take the room of others."""
+        while self._protected_tokens + len(node.tokens) > self._room:
+            old = self._protected.first()
+            if old is None or self._sketch.count(old.key) >= count:
+                return
+            self._move(old, protected=False)
+            self._probation.push(old)
+        self._move(node, protected=True)
+
+    def _move(self, node: Node, *, protected: bool) -> None:
+        self._protected_tokens += len(node.tokens) if protected else -len(node.tokens)
+        node.protected = protected

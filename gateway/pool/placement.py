@@ -1,0 +1,58 @@
+"""Places items on replicas, so that each item's keys and values stay in the prefix cache of few replicas."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from engine import wire
+from gateway.pool.replica import Replica
+from gateway.text.prepared import Ids
+
+LOAD_BOUND = 1.5
+SLACK_TOKENS = 1 << 14
+"""A replica may have this multiple of the mean load, and this many tokens more, before items go elsewhere. Items move late, because
+an item that moves has to be computed again, and takes room in a second cache."""
+
+_MASK = (1 << 64) - 1
+_MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+"""Constants of SplitMix64, https://doi.org/10.1145/2714064.2660195."""
+
+
+def item_digests(items: Sequence[Ids], salt: str) -> list[int]:
+    """Return a 64-bit digest of each item. Equal items of one salt have equal digests in every gateway."""
+    start = hashlib.blake2b(digest_size=8, key=salt.encode()[:64])
+    digests = []
+    for item in items:
+        digest = start.copy()
+        digest.update(wire.pack_ids(item))
+        digests.append(int.from_bytes(digest.digest(), "little"))
+    return digests
+
+
+def assign(replicas: Sequence[Replica], digests: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
+    """Return the indices of the items of each replica, ascending.
+
+    Each item goes to the replica with the largest weight of those within the load bound. A replica's weight depends on the item and
+    the replica only, so a replica that joins or leaves moves only its own share (rendezvous hashing), and an item whose replica has
+    too much work goes to the same second replica every time. ``tokens``: of each item's prompt. ``replicas`` is not empty.
+    """
+    if len(replicas) == 1:
+        return [list(range(len(digests)))]
+    seeds = [replica.seed for replica in replicas]
+    loads = [replica.tokens for replica in replicas]
+    bound = LOAD_BOUND * (sum(loads) + sum(tokens)) / len(replicas) + SLACK_TOKENS
+    groups: list[list[int]] = [[] for _ in replicas]
+    for place, (digest, count) in enumerate(zip(digests, tokens, strict=True)):
+        weights = [_mixed(digest ^ seed) if load + count <= bound else -1 for seed, load in zip(seeds, loads, strict=True)]
+        chosen = weights.index(max(weights))
+        loads[chosen] += count
+        groups[chosen].append(place)
+    return groups
+
+
+def _mixed(number: int) -> int:
+    """Return ``number`` (64 bits) with its bits spread evenly."""
+    number = number * _MULTIPLIERS[0] & _MASK
+    number = (number ^ number >> 31) * _MULTIPLIERS[1] & _MASK
+    return number ^ number >> 29

@@ -1,0 +1,214 @@
+"""Scores of items that come first: each item is a prefix that stays in the cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine import wire
+from engine.build import build_loop
+from engine.loop import Loop
+from engine.settings import EngineSettings
+from tests.engine.parity import Reference, assert_equal_rows, make_model, readouts_of, some_tokens
+from tests.engine.test_loop import run
+
+Build = Callable[..., Loop]
+KINDS = ["causal last", "causal mean", "classes"]
+LABELS = wire.Labels([5, 17, 300])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", kind)
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path, kind: str) -> Reference:
+    return Reference(checkpoint, "qwen3", kind)
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("causal"), "qwen3", "causal last")
+
+
+def make_loop(checkpoint: Path, **settings: object) -> Loop:
+    defaults = {"max_total_tokens": 4096}
+    return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
+
+
+def message(name: str, items: list[list[int]], query: list[int], readout: wire.Readout = LABELS, **fields: Any) -> wire.ScoreItems:
+    ids, lengths = [token for item in items for token in item], list(map(len, items))
+    return wire.ScoreItems(name, wire.pack_ids(ids), wire.pack_ids(lengths), query, readout, **fields)
+
+
+def answer(replies: list[wire.Reply]) -> wire.Scored:
+    (reply,) = replies
+    assert isinstance(reply, wire.Scored), reply
+    return reply
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"overlap": True}, {"max_batched_tokens": 23}, {"max_total_tokens": 130, "max_batched_tokens": 33, "overlap": True}],
+    ids=["whole", "chunks", "few slots and chunks"],
+)
+def test_rows_equal_transformers(checkpoint: Path, reference: Reference, kind: str, settings: dict[str, int]) -> None:
+    """All readouts, cold and warm, with items that share a beginning, equal items and items of one token."""
+    rng = random.Random(2)
+    head = some_tokens(rng, 8, 8)
+    items = [[*head, *some_tokens(rng, 1, 40)] for _ in range(6)] + [some_tokens(rng, 1, 1), head]
+    items.append(items[2])
+    loop = make_loop(checkpoint, **settings)
+    for round in range(2):
+        for number, readout in enumerate(readouts_of(kind)):
+            query = some_tokens(rng, 1, 20)
+            found = answer(run(loop, message(f"{round} {number}", items, query, readout), checked=True))
+            assert_equal_rows(found.rows, [reference.row(item, query, readout) for item in items])
+    loop._scheduler.cache.clear()
+    assert loop.stats.slots_free == loop.stats.slots_total
+
+
+def test_a_known_item_costs_only_the_query(causal: Path) -> None:
+    rng = random.Random(3)
+    items, loop = [some_tokens(rng, 30, 30) for _ in range(10)], make_loop(causal)
+    cold = answer(run(loop, message("a", items, [7, 8, 9])))
+    assert (cold.cached_items, cold.cached_tokens, cold.computed_tokens) == (0, 0, 10 * 33)
+    warm = answer(run(loop, message("b", items, [9, 8])))
+    assert (warm.cached_items, warm.cached_tokens, warm.computed_tokens) == (10, 300, 20)
+    stats = loop.stats
+    assert (stats.scored_items, stats.cached_items, stats.slots_items, stats.evicted_item_tokens) == (20, 10, 300, 0)
+    other = answer(run(loop, message("c", [*items, items[0][:10]], [9], caller=wire.Caller(cache_salt="theirs"))))
+    assert (other.cached_items, other.cached_tokens) == (1, 10), "only the short item, which begins another item of this salt"
+
+
+def test_empty_items_and_no_items(causal: Path) -> None:
+    loop = make_loop(causal)
+    alone = answer(run(loop, wire.Score("x", [], [[7, 8]], LABELS)))
+    assert answer(run(loop, message("a", [[], [5]], [7, 8]))).rows[0] == pytest.approx(alone.rows[0], abs=1e-5)
+    assert answer(run(loop, message("b", [], [7]))).rows == []
+
+
+def test_more_items_than_running_places(causal: Path) -> None:
+    rng = random.Random(4)
+    items, loop = [some_tokens(rng, 5, 5) for _ in range(40)], make_loop(causal, max_running_requests=2, max_waiting=3)
+    found = answer(run(loop, message("a", items, [7])))
+    assert len(found.rows) == 40
+    assert loop.stats.steps == 1, "items take no running places"
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"query": []}, "The query must be one or more token ids"),
+        ({"query": [1 << 20]}, "The query must be one or more token ids"),
+        ({"items": b"\0\0\0"}, "32-bit integers"),
+        ({"items": wire.pack_ids([1 << 20])}, "An item has a token id"),
+        ({"lengths": wire.pack_ids([2])}, "lengths must be those of the items"),
+        ({"lengths": np.array([-1, 2], "<i4").tobytes()}, "lengths must be those of the items"),
+        ({"readout": wire.Likelihood(), "lengths": wire.pack_ids([0, 1])}, "An item is empty"),
+        ({"items": wire.pack_ids([1] * 999), "lengths": wire.pack_ids([999])}, "makes a prompt of 1000 tokens; 100 fit"),
+        ({"readout": wire.Labels([])}, "0 labels"),
+    ],
+)
+def test_faulty_messages(causal: Path, fields: dict[str, object], problem: str) -> None:
+    loop = make_loop(causal, max_total_tokens=100)
+    (reply,) = run(loop, msgspec.structs.replace(message("a", [[1]], [7]), **fields))
+    assert isinstance(reply, wire.Failed)
+    assert reply.code == "invalid"
+    assert problem in reply.message
+    assert len(answer(run(loop, message("b", [[1]], [7]))).rows) == 1
+
+
+def test_an_id_in_use_is_refused(causal: Path) -> None:
+    loop = make_loop(causal)
+    loop.submit(message("a", [[1, 2]], [7]))
+    replies = run(loop, message("a", [[3]], [7]))
+    assert sorted(type(reply).__name__ for reply in replies) == ["Failed", "Scored"]
+
+
+def test_aborted_and_late_groups_answer_once(causal: Path) -> None:
+    now = [0.0]
+    rng = random.Random(5)
+    items = [some_tokens(rng, 20, 20) for _ in range(10)]
+    loop = build_loop(EngineSettings(model=str(causal), name="test", max_total_tokens=4096, max_batched_tokens=50))
+    loop._clock = loop._scheduler._clock = lambda: now[0]
+    loop.submit(message("late", items, [7], deadline=5.0))
+    loop.submit(message("aborted", items, [8]))
+    loop.step()
+    now[0] = 6.0
+    loop.submit(wire.Abort("aborted"))
+    replies = run(loop)
+    assert {(reply.id, reply.code) for reply in replies if isinstance(reply, wire.Failed)} == {
+        ("late", "deadline"),
+        ("aborted", "aborted"),
+    }
+    assert len(replies) == 2
+    assert loop.idle
+    loop._scheduler.cache.clear()
+    assert loop.stats.slots_free == loop.stats.slots_total
+
+
+def test_a_failed_step_fails_the_group_once(causal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(6)
+    items, loop = [some_tokens(rng, 20, 20) for _ in range(10)], make_loop(causal, max_batched_tokens=50)
+    loop.submit(message("a", items, [7]))
+    loop.step()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._runner, "launch", fail)
+        (failed,) = loop.step()
+    assert isinstance(failed, wire.Failed)
+    assert (failed.id, failed.code) == ("a", "internal")
+    assert loop.idle
+    assert len(answer(run(loop, message("a", items, [7]))).rows) == 10
+
+
+def test_a_scan_of_cold_items_leaves_hot_ones(causal: Path) -> None:
+    """100 hot items are scored five times; then 1,000 cold ones pass once, with room for 200 items."""
+    rng = random.Random(7)
+    loop = make_loop(causal, max_total_tokens=2000, max_batched_tokens=500)
+    hot = [some_tokens(rng, 10, 10) for _ in range(100)]
+    for number in range(5):
+        run(loop, message(f"hot {number}", hot, [7]))
+    for number in range(10):
+        run(loop, message(f"cold {number}", [some_tokens(rng, 10, 10) for _ in range(100)], [7]))
+    assert loop.stats.evicted_item_tokens > 8000
+    assert loop.stats.slots_items <= 2000
+    found = answer(run(loop, message("hot", hot, [7])))
+    assert found.cached_items >= 90
+
+
+def test_items_leave_a_reserve_for_other_prefixes(causal: Path) -> None:
+    """A conversation survives a flood of items, and items may use the slots that nothing else uses."""
+    rng = random.Random(8)
+    loop = make_loop(causal, max_total_tokens=2000, max_batched_tokens=500)
+    prompt = some_tokens(rng, 300, 300)
+    run(loop, wire.Score("chat", prompt, [[7]], LABELS))
+    for number in range(10):
+        items = [some_tokens(rng, 10, 10) for _ in range(100)]
+        run(loop, message(f"a {number}", items, [7]))
+        run(loop, message(f"b {number}", items, [8]))
+    assert loop._scheduler.cache.evictable >= 1900
+    assert answer(run(loop, wire.Score("again", prompt, [[7]], LABELS))).cached_tokens == 300
+
+
+def test_a_request_that_keeps_nothing_leaves_no_items(causal: Path) -> None:
+    loop = make_loop(causal)
+    run(loop, message("a", [[1, 2, 3], [4, 5]], [7], caller=wire.Caller(keep_prefix=False)))
+    assert loop.stats.slots_cached == 0
+    assert loop.stats.slots_free == loop.stats.slots_total

@@ -174,6 +174,7 @@ def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[
         over.set()
         thread.join()
     wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    time.sleep(0.2)  # Redis is told in the background
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -24,7 +24,7 @@ download() {
 
 rm -rf wheelhouse
 "$PYTHON" scripts/requirements.py engine dev | grep -Ev "^($not_needed)\\b" | download --requirement /dev/stdin "${flashinfer_needs[@]}"
-"$PYTHON" scripts/requirements.py gpu | download --no-deps --requirement /dev/stdin
+"$PYTHON" scripts/requirements.py gpu | grep -v '^kubernetes' | download --no-deps --requirement /dev/stdin
 rm -f wheelhouse/hf_xet-*.whl # makes downloads from the hub faster
 if [ -n "${FLASHINFER_ZIP:-}" ]; then "$PYTHON" scripts/flashinfer_wheel.py "$FLASHINFER_ZIP" wheelhouse; fi
 if compgen -G 'wheelhouse/torch-*' || compgen -G 'wheelhouse/nvidia_c*'; then

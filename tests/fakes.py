@@ -324,7 +324,7 @@ class _Call:
 
 def joined(message: wire.ScoreItems) -> wire.Score:
     """A message with the same prompts, whole."""
-    ids, lengths = wire.unpack_ids(message.items).tolist(), wire.unpack_ids(message.lengths).tolist()
+    ids, lengths = (memoryview(packed).cast("I").tolist() for packed in (message.items, message.lengths))
     ends = list(accumulate(lengths))
     branches = [ids[end - length : end] + message.query for end, length in zip(ends, lengths, strict=True)]
     return wire.Score(message.id, [], branches, message.readout, message.priority, message.deadline, message.caller)

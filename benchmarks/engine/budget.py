@@ -30,7 +30,7 @@ PRODUCTS, QUANTIZED_PRODUCTS, ATTENTION, COPIES = 0.80, 0.65, 0.35, 0.90
 """Shares of the peaks; docs/gpu-budget.md says where they come from."""
 QUERY, ITEM, ITEMS, TOKENS = 120, 180, 10, 8192
 BLOCK_ROWS, BLOCK_KEYS = 128, 64
-"""Of attention in 16 bits (:mod:`kernels.paged_attention`)."""
+"""Rows and keys of one block of the attention kernel in 16 bits (:mod:`kernels.paged_attention`)."""
 QWEN25_7B = replace(
     QWEN3_06B,
     vocab_size=152_064,
@@ -145,7 +145,7 @@ def step_table(*, fp8: bool) -> str:
 
 
 def savings_table() -> str:
-    """What the last layer's rows save, and what attention computes in vain."""
+    """Return the table of two effects: the last layer computes fewer rows, and attention computes masked parts of its blocks."""
     lines = ["| | bf16 | FP8 |", "| --- | --- | --- |"]
     cases: dict[str, tuple[bool, float]] = {
         "predicted step, ms": (True, 1.0),

@@ -6,7 +6,7 @@ and answered as in service. Counted is the processor time of the loop's thread. 
 - *score*: steps of 8,192 tokens, 43 items of 180 tokens; ten items share a query of 120 tokens.
 - *decode*: 256 rows of 300 to 450 tokens that draw at temperature 1.
 - *guided*: the same with length guidance.
-- *structured*: 64 rows with a grammar. The time of the threads that compute masks is told apart.
+- *structured*: 64 rows with a grammar. The time of the threads that compute masks is reported separately.
 
 Times are scaled to a clock of 2.5 GHz: the clock is measured beside each case, with a loop that takes one cycle a round.
 ``--against CHECKOUT`` alternates with the engine of another checkout and tells the median of the ratios.
@@ -51,7 +51,7 @@ ITEMS, ITEM_TOKENS, QUERY_TOKENS, OPEN_REQUESTS = 10, 180, 120, 16
 PROMPT_TOKENS = 300
 BYTES = 256
 COLUMNS = 8
-"""Of the logits: few, so that operations on the device take little more than their dispatch."""
+"""Columns of the logits. They are few, so that operations on the device take little more than their dispatch."""
 LIMITS = {"score": 4.0, "decode": 5.0, "guided": 8.0}
 """Milliseconds of a step."""
 COUNT_DOWN = bytes.fromhex("48ffcf 75fb c3")

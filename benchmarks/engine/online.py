@@ -24,7 +24,8 @@ FRACTIONS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 """Fractions of the capacity to measure, if no rates are given."""
 REPEATED = (0.0, 0.5, 0.9)
 RUN_FACTOR, RUN_SECONDS = 1.5, 2.0
-"""A run of arrivals takes at most so many times their duration, where the rate is above the capacity, and so much longer."""
+"""A run whose rate is above the capacity takes at most :data:`RUN_FACTOR` times the duration of its arrivals, and
+:data:`RUN_SECONDS` more."""
 REPEATED_AT = 0.9
 """Fraction of the capacity for the run with repeated items."""
 

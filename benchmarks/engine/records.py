@@ -30,7 +30,7 @@ class Records:
         self.store.stored = self._save_rows
         self._saved = 0
         self.wrong: list[str] = []
-        """What gave other scores than the engine."""
+        """Names of the scorers whose scores differed from those of the engine."""
         self.console = Console(record=True, highlight=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
         self._progress = Console(stderr=True)
 

@@ -40,7 +40,7 @@ def serving(subject: Subject, engine_flags: Sequence[str]) -> Iterator[tuple[str
 
 
 def describe_engine(url: str) -> dict[str, Any]:
-    """What a running engine computes with, as :func:`benchmarks.engine.engines.describe_loop` does."""
+    """Describe the backend of a running engine, in the form of :func:`benchmarks.engine.engines.describe_loop`."""
     info = msgspec.msgpack.decode(httpx.get(f"{url}/info", timeout=5, trust_env=False).content, type=wire.Info)
     metrics = httpx.get(f"{url}/metrics", timeout=5, trust_env=False).text
     counts = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line and not line.startswith("#")}

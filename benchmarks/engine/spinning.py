@@ -34,7 +34,7 @@ QUERY, ITEM, ITEMS = 120, 180, 10
 BUSY = "while True: pass"
 
 Figures = dict[str, dict[str, list[float]]]
-"""What was measured -> setting -> one figure for each round."""
+"""Workload, setting, and one figure for each round."""
 
 
 def environment(setting: str) -> dict[str, str]:
@@ -149,7 +149,7 @@ def ratios_of(by_setting: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def of_quiet(figures: Figures) -> dict[str, dict[str, float]]:
-    """What each setting keeps of its quiet throughput beside another process, paired by round: medians."""
+    """Return the throughput beside another process as a fraction of the quiet one, for each setting: medians of the rounds."""
     kept: dict[str, dict[str, float]] = {}
     for what, by_setting in figures.items():
         if what.endswith(SHARED):

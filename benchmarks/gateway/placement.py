@@ -58,7 +58,7 @@ class Simulation:
         rng = np.random.default_rng(0)
         weights = 1 / np.arange(1, options.items + 1) ** options.zipf
         self._items = rng.integers(0, 1 << 15, (options.items, options.item_tokens), np.int32)
-        self._digests = item_digests([item.tolist() for item in self._items], "")
+        self._digests = list(item_digests((item.tolist() for item in self._items), ""))
         self._popularity = weights / weights.sum()
         self._options, self._rng = options, rng
         self.replicas = [Simulated(number, slots) for number in range(replicas)]

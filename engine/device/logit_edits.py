@@ -1,4 +1,4 @@
-"""What the parameters of one draw do to its logits: values for some tokens, and exclusions. Computed on the host.
+"""Changes of one draw's logits that its parameters ask for: values for some tokens, and exclusions. Computed on the host.
 
 The order is that of :mod:`engine.device.sampling`.
 """

@@ -56,7 +56,8 @@ __all__ = [
 ]
 
 FEW = 4
-"""A row is drawn among its allowed tokens alone where they are at most one in so many: gathering them costs time, too."""
+"""If at most one token of this many is allowed, only the allowed ones are gathered and drawn from. With more, gathering costs too
+much."""
 _MASK = (1 << 64) - 1
 _INCREMENT = np.uint64(GOLDEN)
 _ROUNDS = ((np.uint64(30), np.uint64(MIX_1)), (np.uint64(27), np.uint64(MIX_2)))

@@ -54,7 +54,6 @@ from engine.wire.scoring import (
     ScoreItems,
     pack_ids,
     row_length,
-    unpack_ids,
 )
 from engine.wire.server import Attention, Info, Limits, Stats, TokenizerFiles
 from engine.wire.vocabulary import GrammarVocabulary
@@ -108,5 +107,4 @@ __all__ = [
     "pack_ids",
     "prompt_parts",
     "row_length",
-    "unpack_ids",
 ]

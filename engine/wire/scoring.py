@@ -122,17 +122,7 @@ def row_length(readout: Readout, branch: Sequence[int], info: Info) -> int:
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as 32-bit integers, the least significant byte first."""
-    packed = ids if isinstance(ids, array) and ids.typecode == "I" else array("I", ids)
-    return packed.tobytes() if sys.byteorder == "little" else _swapped(packed).tobytes()
-
-
-def unpack_ids(packed: bytes) -> array[int]:
-    """Return the token ids of :func:`pack_ids`. Raises :class:`ValueError` where ``packed`` ends within an id."""
-    ids = array("I", packed)
-    return ids if sys.byteorder == "little" else _swapped(ids)
-
-
-def _swapped(ids: array[int]) -> array[int]:
-    swapped = array("I", ids)
-    swapped.byteswap()
-    return swapped
+    packed = array("I", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

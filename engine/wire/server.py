@@ -30,7 +30,7 @@ class Attention(msgspec.Struct, frozen=True):
     fallback: bool = False
     """Whether ``auto`` chose it because the fastest backend of the device cannot be used."""
     modules: str = ""
-    """Of FlashInfer: ``prebuilt`` or ``compiled`` on this machine."""
+    """Origin of FlashInfer's modules: ``prebuilt``, or ``compiled`` on this machine. Empty for other backends."""
 
 
 class Info(msgspec.Struct, tag="info", frozen=True):

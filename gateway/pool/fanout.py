@@ -12,12 +12,13 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from engine import wire
+from gateway.breathing import Breath
 from gateway.errors import GatewayError, InternalError
 from gateway.ids import new_id
 from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
-from gateway.pool.placement import assign, item_digests
+from gateway.pool.placement import Placement, item_digests
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.split import split
 from gateway.telemetry import Telemetry
@@ -98,7 +99,7 @@ class FanOut:
                     take(part.places, scored)
 
         if prompts.suffix and prompts.caller.keep_prefix and model.usable:
-            parts = self._by_item(model, prompts, branches)
+            parts = await self._by_item(model, prompts, branches)
         else:
             parts = self._evenly(model, prompts, branches)
         self._telemetry.split(len(parts))
@@ -117,10 +118,16 @@ class FanOut:
         first = affinity_of(prompts.prefix, prompts.caller)
         return [_Part(part, affinity=None if number else first) for number, part in enumerate(parts)]
 
-    def _by_item(self, model: ServedModel, prompts: Prompts, items: Sequence[Ids]) -> list[_Part]:
+    async def _by_item(self, model: ServedModel, prompts: Prompts, items: Sequence[Ids]) -> list[_Part]:
         """Divide items by the replicas that keep them."""
         replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
-        groups = assign(replicas, item_digests(items, prompts.caller.cache_salt), lengths)
+        placement = Placement(replicas, sum(lengths))
+        groups: list[list[int]] = [[] for _ in replicas]
+        breath = Breath()
+        for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt)):
+            groups[placement.choose(digest, lengths[index])].append(index)
+            if breath.due:
+                await breath.take()
         row = wire.row_length(prompts.readout, prompts.suffix, model.info)
         return [
             _Part([group[index] for index in few], preferred=replica)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine import wire
 from gateway.pool.replica import Replica
@@ -19,35 +19,46 @@ _MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 """Constants of SplitMix64, https://doi.org/10.1145/2714064.2660195."""
 
 
-def item_digests(items: Sequence[Ids], salt: str) -> list[int]:
-    """Return a 64-bit digest of each item. Equal items of one salt have equal digests in every gateway."""
+def item_digests(items: Iterable[Ids], salt: str) -> Iterator[int]:
+    """Yield a 64-bit digest of each item. Equal items of one salt have equal digests in every gateway."""
     start = hashlib.blake2b(digest_size=8, key=salt.encode()[:64])
-    digests = []
     for item in items:
         digest = start.copy()
         digest.update(wire.pack_ids(item))
-        digests.append(int.from_bytes(digest.digest(), "little"))
-    return digests
+        yield int.from_bytes(digest.digest(), "little")
 
 
-def assign(replicas: Sequence[Replica], digests: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
-    """Return the indices of the items of each replica, ascending.
+class Placement:
+    """Assigns the items of one request to replicas.
 
     Each item goes to the replica with the largest weight of those within the load bound. A replica's weight depends on the item and
     the replica only, so a replica that joins or leaves moves only its own share (rendezvous hashing), and an item whose replica has
-    too much work goes to the same second replica every time. ``tokens``: of each item's prompt. ``replicas`` is not empty.
+    too much work goes to the same second replica every time.
     """
-    if len(replicas) == 1:
-        return [list(range(len(digests)))]
-    seeds = [replica.seed for replica in replicas]
-    loads = [replica.tokens for replica in replicas]
-    bound = LOAD_BOUND * (sum(loads) + sum(tokens)) / len(replicas) + SLACK_TOKENS
+
+    def __init__(self, replicas: Sequence[Replica], tokens: int) -> None:
+        """``replicas``: at least one. ``tokens``: of all prompts of the request."""
+        self._seeds = [replica.seed for replica in replicas]
+        self._loads = [replica.tokens for replica in replicas]
+        self._bound = LOAD_BOUND * (sum(self._loads) + tokens) / len(replicas) + SLACK_TOKENS
+
+    def choose(self, digest: int, tokens: int) -> int:
+        """Return the number of the replica for the next item. ``tokens``: of its prompt."""
+        if len(self._seeds) == 1:
+            return 0
+        pairs = zip(self._seeds, self._loads, strict=True)
+        weights = [_mixed(digest ^ seed) if load + tokens <= self._bound else -1 for seed, load in pairs]
+        chosen = weights.index(max(weights))
+        self._loads[chosen] += tokens
+        return chosen
+
+
+def assign(replicas: Sequence[Replica], digests: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
+    """Return the indices of the items of each replica, ascending, as a :class:`Placement` of all of them chooses."""
+    placement = Placement(replicas, sum(tokens))
     groups: list[list[int]] = [[] for _ in replicas]
     for place, (digest, count) in enumerate(zip(digests, tokens, strict=True)):
-        weights = [_mixed(digest ^ seed) if load + count <= bound else -1 for seed, load in zip(seeds, loads, strict=True)]
-        chosen = weights.index(max(weights))
-        loads[chosen] += count
-        groups[chosen].append(place)
+        groups[placement.choose(digest, count)].append(place)
     return groups
 
 

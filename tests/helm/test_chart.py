@@ -41,7 +41,7 @@ from tests.helm.chart import (
 from tests.helm.readme import readme
 
 VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
-OTHERS = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 """Kinds that are not Kubernetes's own."""
 LOCKED_DOWN = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 POD_KINDS = ("StatefulSet", "Deployment", "Pod")

@@ -75,14 +75,13 @@ class Reader:
 
         Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`.
         """
-        if body.size > INLINE_BYTES:
+        if len(body.content) > INLINE_BYTES:
             return self._open_long(request, NAMES[kind], body)
         endpoint: Endpoint[T] = ENDPOINTS[NAMES[kind]]
-        whole = body.joined()
-        fields, ignored = endpoint.decode(whole)
+        fields, ignored = endpoint.decode(body.content)
         if ignored:
             RequestContext.of(request).name_ignored(ignored)
-        return _Short(self, request, endpoint, fields, whole)
+        return _Short(self, request, endpoint, fields, body.content)
 
     @asynccontextmanager
     async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
@@ -199,9 +198,9 @@ class _Long(Reading[T]):
         """Decode the body in a worker and set ``fields``. Raises :class:`GatewayError`."""
         job = Decode(self.name)
         try:
-            decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
+            decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
         except NotReady:
-            decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
+            decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
         assert isinstance(decoded, Decoded)
         RequestContext.of(self.request).name_ignored(decoded.ignored)
         self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
@@ -212,13 +211,13 @@ class _Long(Reading[T]):
             return await self.reader.prepared(self.channel, order, _sliced(earlier))
         except NotReady:
             return await self.reader.prepared(
-                await self._new_worker(), Whole(self.name, order), [*self.body.chunks, *_sliced(earlier)]
+                await self._new_worker(), Whole(self.name, order), [self.body.content, *_sliced(earlier)]
             )
 
     async def _new_worker(self) -> Channel:
         """Replace the worker by a new one."""
         await self.held.aclose()
-        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, self.body.size))
+        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, len(self.body.content)))
         return self.channel
 
 

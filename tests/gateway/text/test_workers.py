@@ -29,10 +29,11 @@ from gateway.text.channel import WorkerLostError
 from gateway.text.facts import Facts
 from gateway.text.fair import FairQueue
 from gateway.text.forks import start_fork_server
+from gateway.text.job_queue import Capacity, JobQueue, Waiter
 from gateway.text.messages import Answer, Broken, Decode, Decoded, Read, Refused, Whole
 from gateway.text.prepared import Packed, unpack
 from gateway.text.spelling import TokenizerError
-from gateway.text.workers import BULK, Capacity, Workers
+from gateway.text.workers import BULK, Workers
 from tests.fakes import EOS, TEMPLATE, ids, library
 from tests.processes import until
 
@@ -353,6 +354,39 @@ def test_costs_and_weights_divide_the_queue() -> None:
     assert taken.count("dear") == pytest.approx(10, abs=2)
     assert taken.count("cheap") == pytest.approx(30, abs=2)
     assert taken.count("heavy") == pytest.approx(30, abs=2)
+
+
+def test_a_job_that_finds_the_queue_empty_counts_like_one_that_waits() -> None:
+    orders = []
+    for passes in (True, False):
+        queue: FairQueue[str] = FairQueue()
+        for cost in (30, 5):
+            if passes:
+                queue.passed(tenant="a", cost=cost)
+            else:
+                queue.push("first", tenant="a", cost=cost)
+                assert queue.pop(bulk=True) == "first"
+        for number in range(3):
+            queue.push(f"a{number}", tenant="a", cost=10)
+            queue.push(f"b{number}", tenant="b", cost=10)
+        orders.append([queue.pop(bulk=True) for _ in range(6)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] == "b0"
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_bulk_jobs_pass_only_to_their_share_of_the_workers(bulk: bool) -> None:
+    queue = JobQueue(Capacity(2, 64, 10, 1000))
+    assert queue.passes(1, "a", 1.0, bulk=bulk)
+    assert queue.passes(1, "a", 1.0, bulk=bulk) != bulk
+    queue.ended(bulk=bulk)
+    assert queue.passes(1, "b", 1.0, bulk=bulk)
+
+
+async def test_no_job_passes_one_that_waits() -> None:
+    queue = JobQueue(Capacity(2, 64, 10, 1000))
+    queue.push(Waiter(1, bulk=False), "a", 1.0)
+    assert not queue.passes(1, "b", 1.0, bulk=False)
 
 
 def test_discarded_jobs_are_not_given() -> None:

@@ -127,16 +127,14 @@ class Worker:
 def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:
     """Receive a message and its body; None at the end of the connection. A small job takes one system call, because the gateway
     sends nothing more before its answer."""
-    begin = connection.recv(FIRST_BYTES)
-    if len(begin) < HEADER.size and not (begin := _exactly(connection, HEADER.size, begin)):
+    begin = _filled(connection, connection.recv(FIRST_BYTES), HEADER.size)
+    if begin is None:
         return None
     message_bytes, body_bytes, _last = HEADER.unpack_from(begin)
     end = HEADER.size + message_bytes
-    message, body = begin[HEADER.size : end], begin[end:]
-    if len(message) < message_bytes and not (message := _exactly(connection, message_bytes, message)):
-        return None
-    found = _exactly(connection, body_bytes, body)
-    return None if found is None else (message, found)
+    message = _filled(connection, begin[HEADER.size : end], message_bytes)
+    body = _filled(connection, begin[end:], body_bytes)
+    return None if message is None or body is None else (bytes(message), body)
 
 
 def die_with_parent() -> None:
@@ -157,11 +155,9 @@ def give_memory_back() -> None:
         libc.malloc_trim(0)
 
 
-def _exactly(connection: socket.socket, size: int, begin: bytes) -> bytearray | None:
-    """Return ``begin`` and the bytes after it, ``size`` in all; None if the other end closed the connection before."""
-    if len(begin) == size:
-        return bytearray(begin)
-    data = bytearray(size)
+def _filled(connection: socket.socket, begin: bytes | bytearray, size: int) -> bytearray | None:
+    """Return ``begin`` and what follows it, at least ``size`` bytes in all; None if the other end closed the connection before."""
+    data = bytearray(max(size, len(begin)))
     data[: len(begin)] = begin
     view, got = memoryview(data), len(begin)
     while got < size:

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,9 +32,10 @@ from gateway.text.facts import Facts
 from gateway.text.fair import FairQueue
 from gateway.text.forks import start_fork_server
 from gateway.text.job_queue import Capacity, JobQueue, Waiter
-from gateway.text.messages import Answer, Broken, Decode, Decoded, Read, Refused, Whole
+from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused, Whole
 from gateway.text.prepared import Packed, unpack
 from gateway.text.spelling import TokenizerError
+from gateway.text.worker import FIRST_BYTES, receive
 from gateway.text.workers import BULK, Workers
 from tests.fakes import EOS, TEMPLATE, ids, library
 from tests.processes import until
@@ -316,6 +319,26 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("cut", [0, 3, 15, FIRST_BYTES, 100_000])
+@pytest.mark.parametrize(("message", "body"), [(10, 0), (10, 100), (10, 300_000), (100_000, 0), (100_000, 300_000)])
+def test_a_job_is_received_however_it_is_cut(message: int, body: int, cut: int) -> None:
+    data = HEADER.pack(message, body, False) + os.urandom(message + body)
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        with ours:
+            for part in (data[:cut], data[cut:], data[:-1]):
+                ours.sendall(part)
+                time.sleep(0.002)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with theirs:
+        assert receive(theirs) == (data[HEADER.size :][:message], data[HEADER.size :][message:])
+        assert receive(theirs) is None
+    sender.join()
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), max_size=60))

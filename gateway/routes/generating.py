@@ -30,7 +30,7 @@ from gateway.telemetry import Telemetry
 _encoder = msgspec.json.Encoder()
 
 FEW_PIECES = 64
-"""Pieces of a whole answer up to which all steps of building it together take less than a millisecond."""
+"""Pieces of a whole answer up to which the event loop gets no pause between the steps of building it."""
 TOKENS_AT_ONCE = 32
 """Tokens whose log-probabilities are converted to JSON at a time; with twenty for each token, this takes less than 2 ms."""
 
@@ -99,7 +99,6 @@ class Generator:
     ) -> AsyncGenerator[bytes, None]:
         opened = False
         choices = {sequence.index: generation for generation in generations for sequence in generation.sequences}
-
         continuous = fields.continuous_usage
 
         def usage_so_far(index: int, completion_tokens: int = 0) -> Usage | None:

@@ -59,8 +59,8 @@ class ControlTokens:
         self._prefixes = {text[:end] for text in self._ids for end in range(1, len(text))}
         self._suffixes = {text[start:] for text in self._ids for start in range(1, len(text))}
         self._longest = max(map(len, self._ids), default=0)
-        self._first_characters = {text[0] for text in self._ids}
-        self._last_characters = {text[-1] for text in self._ids}
+        self._first_characters = {text[:1] for text in self._ids}
+        self._last_characters = {text[-1:] for text in self._ids}
 
     @property
     def flags(self) -> set[Flags]:

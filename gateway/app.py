@@ -22,7 +22,7 @@ from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
 from gateway.edge.protocol import protocol_factory
 from gateway.edge.refusal import answer_refusal
-from gateway.errors import ClientGone, GatewayError, from_status
+from gateway.errors import GatewayError, from_status
 from gateway.keyring import KeyRing
 from gateway.lifecycle import Lifecycle
 from gateway.limits.admission import Admission
@@ -72,8 +72,6 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 1.0
 """Time after the start from which the watchdog measures delays of the event loop."""
-_LEFT = "client disconnected prematurely"
-"""The framework's message for a request whose client disconnects."""
 
 
 def create_app(
@@ -267,8 +265,6 @@ def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Respo
 def _answer_refusal(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
     """Convert the framework's own errors. It refuses only empty bodies; ``routes/body.py`` handles all others."""
     detail = "The request body is empty; send a JSON object." if isinstance(error, ValidationException) else error.detail
-    if error.detail == _LEFT:
-        return _answer_error(request, ClientGone("The client left before its request was read."))
     if error.status_code >= 500:
         return _answer_fault(request, error)
     answer = _answer_error(request, from_status(error.status_code, detail))

@@ -81,7 +81,8 @@ class RequestContext:
     @staticmethod
     def of(connection: ASGIConnection) -> RequestContext:  # type: ignore[type-arg]
         """Return the context of the request of ``connection``."""
-        return RequestContext.in_scope(connection.scope)
+        context: RequestContext = connection.scope[_KEY]  # type: ignore[literal-required]
+        return context
 
     @staticmethod
     def in_scope(scope: Scope) -> RequestContext:

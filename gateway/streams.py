@@ -71,20 +71,11 @@ class while_connected:
 
 
 class Outlet:
-    """A way to write events without resuming the iterator of events, for a response that has begun."""
+    """A way to write events without resuming the iterator of events, for a response that has begun. The iterator must have yielded
+    all earlier events, and wait for news."""
 
     line: _Line | None = None
     """The response's connection; None before its beginning and after its end."""
-
-    @property
-    def writable(self) -> bool:
-        """Whether :meth:`write` can be called now."""
-        return self.line is not None and self.line.writable
-
-    def write(self, event: bytes) -> None:
-        """Write one event. The iterator must have yielded all earlier ones, and wait for news."""
-        assert self.line is not None
-        self.line.write(event)
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,7 @@ class EventStream(Response[Any]):
         failure: Callable[[GatewayError], bytes],
         outlet: Outlet,
     ) -> None:
-        super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         self._parts = (streams, request, first, rest, failure, outlet)
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
@@ -137,8 +128,6 @@ class EventStream(Response[Any]):
 
 
 class _ASGIEventStream(ASGIResponse):
-    _should_set_content_length = False
-
     def __init__(
         self,
         streams: Streams,
@@ -150,7 +139,7 @@ class _ASGIEventStream(ASGIResponse):
         *,
         headers: dict[str, Any],
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers=headers)
+        self._fields = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._streams = streams
         self._context = RequestContext.of(request)
         self._scope = request.scope
@@ -159,8 +148,9 @@ class _ASGIEventStream(ASGIResponse):
         self._failure = failure
         self._outlet = outlet
 
-    async def send_body(self, send: Send, receive: Receive) -> None:  # noqa: ARG002 - the framework's signature
-        """Send all events, or those before the client leaves."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        """Send the head and all events, or those before the client leaves."""
+        await send({"type": "http.response.start", "status": 200, "headers": self._fields})
         self._outlet.line = line = _Line(send, self._streams.keepalive_seconds, Incoming.of(self._scope).cycle())
         try:
             async with aclosing(self._rest), while_connected(self._scope):
@@ -182,7 +172,9 @@ class _ASGIEventStream(ASGIResponse):
                 await line.send(KEEP_ALIVE)
             await line.send(await self._first)
             async for event in self._rest:
-                if not line.write(event):
+                if line.writable:
+                    line.write(event)
+                else:
                     await line.send(event)
         except GatewayError as error:
             await self._send_error(line, error)
@@ -220,15 +212,14 @@ class _Line:
 
     @property
     def writable(self) -> bool:
-        """Whether :meth:`write` writes."""
+        """Whether :meth:`write` can be called now; otherwise it takes :meth:`send`."""
         return self._cycle is not None and self._cycle.writable
 
-    def write(self, event: bytes) -> bool:
-        """Pass bytes of the body to the connection. Returns False if that takes :meth:`send`."""
-        if self._cycle is None or not self._cycle.write(event):
-            return False
+    def write(self, event: bytes) -> None:
+        """Pass bytes of the body to the connection. Only while :attr:`writable`."""
+        assert self._cycle is not None
+        self._cycle.write(event)
         self._sent = self._loop.time()
-        return True
 
     async def send(self, event: bytes) -> None:
         """Send bytes of the body."""

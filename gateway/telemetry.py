@@ -171,7 +171,7 @@ class Telemetry:
     def generated(self, account: Account) -> None:
         """Count the generations of a request that was answered or abandoned."""
         self._count(account)
-        self._tokens.labels(account.model, "completion").inc(account.completion_tokens)
+        self._completions(account.model).inc(account.completion_tokens)
 
     def guided(self, model: str, mode: str, prompts: int) -> None:
         """Count ``prompts`` that were continued with ``mode``, a guidance mode or constraint."""
@@ -276,6 +276,7 @@ class Telemetry:
             )
         )
         self._scored = cache(lambda model: (self._items.labels(model, "cache"), self._items.labels(model, "engine")))
+        self._completions = cache(lambda model: self._tokens.labels(model, "completion"))
         self._prompts = cache(lambda model: (self._tokens.labels(model, "prompt"), self._tokens.labels(model, "prompt_cached")))
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:

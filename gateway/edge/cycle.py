@@ -63,18 +63,14 @@ class Cycle(RequestResponseCycle):
 
     @property
     def writable(self) -> bool:
-        """Whether :meth:`write` writes: not before the response begins, for a response without chunks, and while the client reads
-        too slowly."""
+        """Whether :meth:`write` can be called: not before the response begins, for a response without chunks, and while the client
+        reads too slowly."""
         return bool(self.response_started and self.chunked_encoding) and not (self.flow.write_paused or self.disconnected)
 
-    def write(self, data: bytes) -> bool:
-        """Write a part of the body without the layers between ``send`` and the connection. Returns False, and writes nothing, if
-        ``send`` is needed."""
-        if not self.writable:
-            return False
+    def write(self, data: bytes) -> None:
+        """Write a part of the body without the layers between ``send`` and the connection. Only while :attr:`writable`."""
         if data and self.scope["method"] != "HEAD":  # an empty chunk would end the body
             self.transport.write_now(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
 
     def receive(self) -> Coroutine[Any, Any, Any]:
         """The ASGI ``receive``. Raises :class:`InvalidRequest` if the body is not valid HTTP, and :class:`RequestTimeout`."""

@@ -91,6 +91,8 @@ class Sequence:
         self.logprob = 0.0
         """Sum of the log-probabilities of these tokens, if log-probabilities were requested."""
         self._options = options
+        self._simple = not (options.stops or options.format or options.token_ids)
+        """Whether a delta in the middle of the sequence is its text, which is certain, and log-probabilities."""
         shown = options.format.shown if options.format else ()
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=options.skip_special_tokens, shown=shown)
         self.reader = AnswerReader(options.format) if options.format else None
@@ -111,6 +113,12 @@ class Sequence:
         """Process one delta and return the new output. Raises :class:`EngineLost` if ``delta`` does not follow the last one."""
         if delta.offset != self._received:
             raise EngineLost(f"The engine skipped or repeated output: at {delta.offset} instead of {self._received}.")
+        if self._simple and delta.finish is None and self.finish is None:
+            if not self._options.logprobs:
+                self.completion_tokens = self._received = self._received + len(delta.tokens)
+                return Piece(self.index, self._detokenizer.push(delta.tokens), completion_tokens=self._received)
+            if len(delta.tokens) == 1:
+                return self._push_one(delta)
         if delta.finish == "abort":
             raise EngineLost("The engine aborted the request; try again.")
         self._received += len(delta.tokens)
@@ -134,6 +142,18 @@ class Sequence:
         calls = 0 if self.reader is None else self.reader.calls
         counted = delta.tokens[: self.completion_tokens - before] if self._options.token_ids else []
         return Piece(self.index, text, told, self.finish, self.completion_tokens, parts, calls, counted)
+
+    def _push_one(self, delta: wire.Delta) -> Piece:
+        """Do what :meth:`push` does, for one token with log-probabilities whose text is certain."""
+        token = _token(delta.tokens[0], 0, delta.logprobs, self._read)
+        self.logprob += token.logprob or 0.0
+        self._waiting.append(token)
+        self.completion_tokens = self._received = self._received + 1
+        if not (text := self._detokenizer.push(delta.tokens)):
+            return Piece(self.index, "", completion_tokens=self._received)
+        self._read = self._told = self._read + len(text)
+        told, self._waiting = self._waiting, []
+        return Piece(self.index, text, told, completion_tokens=self._received)
 
     @property
     def reasoning_tokens(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -20,8 +20,8 @@ from engine import wire
 from gateway.errors import EngineSilent, GatewayError, from_engine
 from gateway.ids import new_id
 from gateway.pool.faults import lost, silent, unreachable, unreadable
-from gateway.pool.stream import EngineStream, Take
-from gateway.pool.streams import EngineStreams
+from gateway.pool.stream import Take
+from gateway.pool.streams import EngineStreams, Exchange, Target
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ class EngineClient:
         self._connections = connections
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=engine_seconds)
         self._probe_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=PROBE_SECONDS)
-        self._score_url = URL(f"{url}/score")
-        self._generate_url = URL(f"{url}/generate")
+        self._score_target = Target(URL(f"{url}/score"))
+        self._generate_target = Target(URL(f"{url}/generate"))
 
     async def ready(self) -> Readiness | None:
         """Return whether the pod takes requests, and its model; None if the pod does not answer."""
@@ -162,7 +162,7 @@ class EngineClient:
         """Score one sub-batch. A missing deadline is set to the read timeout, so that the engine stops when the gateway does."""
         deadline = self._engine_seconds if score.deadline is None else score.deadline
         score = msgspec.structs.replace(score, id=new_id(), deadline=deadline)
-        async with self._post(self._score_url, wire.encode(score), framed=False) as stream:
+        async with self._post(self._score_target, wire.encode(score), framed=False) as stream:
             content = await stream.read_whole()
             return _read(_scored, stream.status, content)
 
@@ -170,7 +170,7 @@ class EngineClient:
         """Yield the deltas of all sequences in batches, as they arrive. ``take`` may process single deltas, which are not yielded.
         Close the iterator to abort."""
         generate = msgspec.structs.replace(generate, id=new_id())
-        async with self._post(self._generate_url, wire.encode(generate)) as stream:
+        async with self._post(self._generate_target, wire.encode(generate)) as stream:
             while replies := await stream.read(take):
                 deltas: list[wire.Delta] = []  # filled by a loop: a comprehension is one more call for each token
                 for reply in replies:
@@ -183,9 +183,9 @@ class EngineClient:
             if stream.status != 200:
                 raise from_engine(_failure(stream.status, stream.refusal))
 
-    def _post(self, url: URL, body: bytes, *, framed: bool = True) -> AbstractAsyncContextManager[EngineStream]:
+    def _post(self, target: Target, body: bytes, *, framed: bool = True) -> Exchange:
         return self._connections.streams.post(
-            url,
+            target,
             {**self._headers, "content-type": "application/msgpack"},
             body,
             connect_seconds=self._connect_seconds,

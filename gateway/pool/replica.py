@@ -6,8 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
@@ -67,6 +66,24 @@ class Wait:
             self._task.cancel()
 
 
+class Busy:
+    """Context manager around a request to a replica. It is no generator, because every request enters it."""
+
+    __slots__ = ("_replica", "_tokens")
+
+    def __init__(self, replica: Replica, tokens: int) -> None:
+        self._replica = replica
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._replica.in_flight += 1
+        self._replica.tokens += self._tokens
+
+    def __exit__(self, *_: object) -> None:
+        self._replica.in_flight -= 1
+        self._replica.tokens -= self._tokens
+
+
 @dataclass(eq=False)
 class Replica:
     """One engine pod and its state as known to this gateway."""
@@ -122,16 +139,9 @@ class Replica:
         for wait in list(self._waits):
             wait.end()
 
-    @contextmanager
-    def busy(self, tokens: int) -> Iterator[None]:
+    def busy(self, tokens: int) -> Busy:
         """Count one request of ``tokens`` while the block runs."""
-        self.in_flight += 1
-        self.tokens += tokens
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            self.tokens -= tokens
+        return Busy(self, tokens)
 
     @cached_property
     def seed(self) -> int:

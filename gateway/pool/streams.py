@@ -5,14 +5,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 import ssl
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from functools import partial
 
 from yarl import URL
 
 from gateway.pool.faults import unreachable
 from gateway.pool.stream import EngineStream
+
+
+class Target:
+    """A URL that requests are posted to."""
+
+    def __init__(self, url: URL) -> None:
+        self.url = url
+        self._headers: Mapping[str, str] | None = None
+        self._head = b""
+
+    def head(self, headers: Mapping[str, str]) -> bytes:
+        """Return the head of a request, up to the value of ``content-length``."""
+        if headers != self._headers:
+            fields = {"host": self.url.host_port_subcomponent, **headers}
+            lines = [f"POST {self.url.raw_path} HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in fields.items())]
+            self._headers, self._head = headers, "".join([*lines, "content-length: "]).encode("ascii")
+        return self._head
 
 
 class EngineStreams:
@@ -22,33 +38,39 @@ class EngineStreams:
         """``keepalive_seconds``: time after which an idle connection is closed."""
         self._keepalive_seconds = keepalive_seconds
         self._tls = ssl.create_default_context()
-        self._idle: dict[URL, list[EngineStream]] = {}
+        self._idle: dict[Target, list[EngineStream]] = {}
 
-    @asynccontextmanager
-    async def post(
+    def post(
         self,
-        url: URL,
+        target: Target,
         headers: Mapping[str, str],
         body: bytes,
         *,
         connect_seconds: float,
         silence_seconds: float,
         framed: bool = True,
-    ) -> AsyncIterator[EngineStream]:
+    ) -> Exchange:
         """Send a request. Leaving the block before the end of the answer aborts it. ``framed``: see :meth:`EngineStream.send`.
         Raises :class:`NotReady`."""
-        stream = self._take_idle(url) or await self._connect(url, connect_seconds)
-        fields = {"host": url.host_port_subcomponent, **headers, "content-length": len(body)}
-        head = "".join([f"POST {url.raw_path} HTTP/1.1\r\n", *(f"{name}: {value}\r\n" for name, value in fields.items()), "\r\n"])
-        stream.send(head.encode("ascii") + body, silence_seconds, framed=framed)
-        try:
-            yield stream
-        finally:
-            if stream.reusable:
-                self._idle.setdefault(url, []).append(stream)
-                stream.retire_after(self._keepalive_seconds, partial(self._retire, url, stream))
-            else:
-                stream.close()
+        request = b"%b%d\r\n\r\n%b" % (target.head(headers), len(body), body)
+        return Exchange(self, target, request, connect_seconds, silence_seconds, framed=framed)
+
+    async def take(self, target: Target, connect_seconds: float) -> EngineStream:
+        """Return the idle connection to ``target`` that was used last, or a new one. Raises :class:`NotReady`."""
+        idle = self._idle.get(target, [])
+        while idle:
+            if (stream := idle.pop()).reusable:
+                return stream
+            stream.close()
+        return await self._connect(target.url, connect_seconds)
+
+    def give_back(self, target: Target, stream: EngineStream) -> None:
+        """Keep a connection for the next request, or close it if its answer is incomplete."""
+        if stream.reusable:
+            self._idle.setdefault(target, []).append(stream)
+            stream.retire_after(self._keepalive_seconds, partial(self._retire, target, stream))
+        else:
+            stream.close()
 
     def close(self) -> None:
         """Close idle connections."""
@@ -56,22 +78,13 @@ class EngineStreams:
             stream.close()
         self._idle.clear()
 
-    def _take_idle(self, url: URL) -> EngineStream | None:
-        """Return the connection to ``url`` that was used last, if one is still open."""
-        idle = self._idle.get(url, [])
-        while idle:
-            if (stream := idle.pop()).reusable:
-                return stream
-            stream.close()
-        return None
-
-    def _retire(self, url: URL, stream: EngineStream) -> None:
+    def _retire(self, target: Target, stream: EngineStream) -> None:
         """Close an idle connection."""
         stream.close()
-        idle = self._idle[url]
+        idle = self._idle[target]
         idle.remove(stream)
         if not idle:
-            del self._idle[url]
+            del self._idle[target]
 
     async def _connect(self, url: URL, seconds: float) -> EngineStream:
         tls = self._tls if url.scheme == "https" else None
@@ -83,3 +96,34 @@ class EngineStreams:
         except (OSError, TimeoutError):
             raise unreachable() from None
         return stream
+
+
+class Exchange:
+    """An async context manager around a request and its answer. It is no generator, because every request enters it."""
+
+    __slots__ = ("_connect_seconds", "_framed", "_request", "_silence_seconds", "_stream", "_streams", "_target")
+
+    def __init__(
+        self,
+        streams: EngineStreams,
+        target: Target,
+        request: bytes,
+        connect_seconds: float,
+        silence_seconds: float,
+        *,
+        framed: bool,
+    ) -> None:
+        self._streams = streams
+        self._target = target
+        self._request = request
+        self._connect_seconds = connect_seconds
+        self._silence_seconds = silence_seconds
+        self._framed = framed
+
+    async def __aenter__(self) -> EngineStream:
+        self._stream = await self._streams.take(self._target, self._connect_seconds)
+        self._stream.send(self._request, self._silence_seconds, framed=self._framed)
+        return self._stream
+
+    async def __aexit__(self, *_: object) -> None:
+        self._streams.give_back(self._target, self._stream)

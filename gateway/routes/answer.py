@@ -25,31 +25,37 @@ class Answer(ABC):
     def logprobs(self, tokens: list[Token]) -> msgspec.Struct | None:
         """Return a struct of lists with one entry for each of ``tokens``, or None if no log-probabilities were requested."""
 
-    @property
-    @abstractmethod
-    def text_only(self) -> bool:
-        """Whether the chunks of one choice that have text and nothing else differ in the text only."""
+    text_only = True
+    """Whether the chunks of one choice that have text and log-probabilities differ in nothing else."""
 
     def event(self, piece: Piece, usage: Usage | None) -> bytes | None:
         """Return :meth:`chunk` as an event."""
-        has_more = piece.tokens or piece.finish or piece.token_ids or piece.parts is not None
+        has_more = piece.finish or piece.token_ids or piece.parts is not None
         if has_more or usage is not None or not piece.text or not self.text_only:
             chunk = self.chunk(piece, usage)
             return None if chunk is None else sse(chunk)
         around = self._around.get(piece.index) or self._around.setdefault(piece.index, self._encode_around(piece.index))
-        return around[0] + _encoder.encode(piece.text) + around[1]
+        before, middle, after = around
+        logprobs = self.logprobs(piece.tokens) if after else None
+        if logprobs is None:
+            return before + _encoder.encode(piece.text) + middle
+        return b"%b%b%b%b%b" % (before, _encoder.encode(piece.text), middle, _encoder.encode(logprobs), after)
 
     @cached_property
-    def _around(self) -> dict[int, tuple[bytes, bytes]]:
-        """The encoded event of each choice before and after its text."""
+    def _around(self) -> dict[int, tuple[bytes, bytes, bytes]]:
+        """The encoded event of each choice before its text, after it, and after its log-probabilities, if they were requested."""
         return {}
 
-    def _encode_around(self, index: int) -> tuple[bytes, bytes]:
+    def _encode_around(self, index: int) -> tuple[bytes, bytes, bytes]:
         mark = new_id()
         chunk = self.chunk(Piece(index, mark), None)
         assert chunk is not None
         before, after = sse(chunk).split(b'"%b"' % mark.encode())
-        return before, after
+        if (logprobs := self.logprobs([])) is None:
+            return before, after, b""
+        middle, empty, after = after.partition(_encoder.encode(logprobs))
+        assert empty, "log-probabilities follow the text"
+        return before, middle, after
 
     @abstractmethod
     def whole(self, choices: list[Piece], logprobs: list[Any], usage: Usage, prompts: list[PromptOutput]) -> msgspec.Struct:

@@ -1,4 +1,4 @@
-"""Passes a request body to a handler in the parts in which it arrived, and documents its schema."""
+"""Passes the bytes of a request body to a handler, and documents its schema."""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Body(Generic[T]):
-    """The bytes of a request body that should hold a ``T`` as JSON, in the parts in which they arrived. Joining the parts of a
-    large body would block the event loop."""
+    """The bytes of a request body that should hold a ``T`` as JSON."""
 
-    def __init__(self, chunks: list[bytes]) -> None:
-        self.chunks = chunks
-        self.size = sum(map(len, chunks))
-
-    def joined(self) -> bytes:
-        """Return all bytes as one object."""
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+    def __init__(self, content: bytes) -> None:
+        self.content = content
 
 
 def post_json(path: str | Sequence[str], kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
@@ -42,23 +36,25 @@ def post_json(path: str | Sequence[str], kind: type[msgspec.Struct], tag: str) -
         responses=ERRORS,
         operation_class=ApiOperation,
         tags=[tag],
-        request_class=_Parts,
+        request_class=_Whole,
     )
 
 
-class _Parts(Request[Any, Any, Any]):
-    """A request whose body parts are not joined."""
+class _Whole(Request[Any, Any, Any]):
+    """A request whose body arrives in one message, because :class:`gateway.limits.admission.Admission` has read it."""
 
-    async def body(self) -> Any:
-        """Return a list of parts, empty for an empty body."""
-        return [chunk async for chunk in self.stream()]
+    async def body(self) -> bytes:
+        """Return the body."""
+        message: Any = await self.receive()
+        body: bytes = message["body"]
+        return body
 
 
 class JsonBody(AbstractDTO[T]):
     """Passes the body on without decoding it; ``gateway/routes/reading.py`` decodes it."""
 
     def decode_bytes(self, value: Any) -> Any:
-        """Wrap the parts that ``_Parts`` has read."""
+        """Wrap the body."""
         return Body[T](value)
 
     @classmethod

@@ -198,10 +198,6 @@ class ChatAnswer(Answer):
         self._spellings = model.tokenizer.spellings(skip_special_tokens=False)
         self._encoded = None if gamma is not None or fields.return_tokens_as_token_ids else model.tokenizer.encoded
 
-    @property
-    def text_only(self) -> bool:
-        return True
-
     def logprobs(self, tokens: list[Token]) -> ChatLogprobs | None:
         return ChatLogprobs([self._token_logprob(token) for token in tokens]) if self._logprobs else None
 
@@ -285,8 +281,12 @@ class ChatAnswer(Answer):
 def _as_json(encoded: Mapping[int, tuple[bytes, bytes]], id: int, logprob: float, top: Sequence[tuple[int, float]]) -> msgspec.Raw:
     """Return a :class:`TokenLogprob` as JSON. Most of it depends on the token only, and is encoded once for each token."""
     own, *numbers = _encoder.encode([logprob, *[each for _, each in top]])[1:-1].split(b",")
-    tops = b",".join(
-        [b"%b%b%b}" % (encoded[each][0], number, encoded[each][1]) for (each, _), number in zip(top, numbers, strict=True)]
-    )
     before, after = encoded[id]
-    return msgspec.Raw(b'%b%b%b,"top_logprobs":[%b]}' % (before, own, after, tops))
+    parts = [before, own, after, b',"top_logprobs":[']
+    for (each, _), number in zip(top, numbers, strict=True):
+        before, after = encoded[each]
+        parts += (before, number, after, b"},")
+    if top:
+        parts[-1] = b"}"
+    parts.append(b"]}")
+    return msgspec.Raw(b"".join(parts))

@@ -114,13 +114,10 @@ class CompletionAnswer(Answer):
             generation.sequences[0].index: ids for generation in generations if (ids := prompt_ids(generation, fields)) is not None
         }
         """Prompts' token ids to show in a stream, by the index of their first choice, which shows them once."""
+        self.text_only = not self._unshown
         self._id = f"cmpl-{new_id()}"
         self._created = int(time.time())
         self._fingerprint = system_fingerprint(model)
-
-    @property
-    def text_only(self) -> bool:
-        return not self._unshown  # the first chunk of a choice may have the ids of its prompt
 
     def logprobs(self, tokens: list[Token]) -> CompletionLogprobs | None:
         top = self._fields.logprobs
@@ -154,7 +151,7 @@ class CompletionAnswer(Answer):
     def chunk(self, piece: Piece, usage: Usage | None) -> Completion:
         choice = self._choice(piece, self.logprobs(piece.tokens))
         if self._unshown and (ids := self._unshown.pop(piece.index, None)) is not None:
-            choice.prompt_token_ids = ids
+            choice.prompt_token_ids, self.text_only = ids, not self._unshown
         return self._completion([choice], usage)
 
     def opening(self, _: int, _usage: Usage | None, /) -> None:

@@ -21,6 +21,7 @@ from gateway.limits.quotas import Quotas
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.routes.answer import Answer
+from gateway.routes.large import JsonResponse
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from gateway.streams import DONE, Outlet, Streams, sse, while_connected
@@ -28,6 +29,8 @@ from gateway.telemetry import Telemetry
 
 _encoder = msgspec.json.Encoder()
 
+FEW_PIECES = 64
+"""Pieces of a whole answer up to which the event loop gets no pause between the steps of building it."""
 TOKENS_AT_ONCE = 32
 """Tokens whose log-probabilities are converted to JSON at a time; with twenty for each token, this takes less than 2 ms."""
 
@@ -58,12 +61,16 @@ class Generator:
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
                     pieces = [piece async for batch in batches for piece in batch]
-                await asyncio.sleep(0)  # here and below: each of these steps takes milliseconds for a thousand prompts
-            await asyncio.sleep(0)
+                many = len(pieces) > FEW_PIECES
+                if many:  # here and below: each of these steps takes milliseconds for a thousand prompts
+                    await asyncio.sleep(0)
+            if many:
+                await asyncio.sleep(0)
             choices = joined(pieces)
             choices.sort(key=lambda piece: piece.index)
             choices = answer.chosen(choices, generations)
-            await asyncio.sleep(0)
+            if many:
+                await asyncio.sleep(0)
             logprobs, breath = [], Breath()
             for choice in choices:
                 logprobs.append(await _encoded(answer, choice.tokens))
@@ -74,10 +81,12 @@ class Generator:
                 prompts.append(await prompt_output(generation, fields))
                 if breath.due:
                     await breath.take()
-            await asyncio.sleep(0)
+            if many:
+                await asyncio.sleep(0)
             usage = usage_of(generations)
-            await asyncio.sleep(0)
-        return Response(answer.whole(choices, logprobs, usage, prompts))
+            if many:
+                await asyncio.sleep(0)
+        return JsonResponse(answer.whole(choices, logprobs, usage, prompts))
 
     async def _events(
         self,
@@ -90,14 +99,15 @@ class Generator:
     ) -> AsyncGenerator[bytes, None]:
         opened = False
         choices = {sequence.index: generation for generation in generations for sequence in generation.sequences}
+        continuous = fields.continuous_usage
 
         def usage_so_far(index: int, completion_tokens: int = 0) -> Usage | None:
-            if not fields.continuous_usage:
+            if not continuous:
                 return None
             prompt = len(choices[index].request.prompt)
             return Usage(prompt, prompt + completion_tokens, completion_tokens)
 
-        direct = _Direct(answer, usage_so_far, outlet)
+        direct = _Direct(answer, usage_so_far if continuous else None, outlet)
         with self.counted(generations, lease, account):
             async with aclosing(run_all(generations, self.dispatcher, direct)) as batches:
                 async for batch in batches:
@@ -148,7 +158,8 @@ class Generator:
 class _Direct(Direct):
     """Writes pieces to the response as events."""
 
-    def __init__(self, answer: Answer, usage: Callable[[int, int], Usage | None], outlet: Outlet) -> None:
+    def __init__(self, answer: Answer, usage: Callable[[int, int], Usage | None] | None, outlet: Outlet) -> None:
+        """``usage``: returns the token counts of a choice so far; None: chunks have none."""
         self._answer = answer
         self._usage = usage
         self._outlet = outlet
@@ -156,12 +167,16 @@ class _Direct(Direct):
         """Whether the events that introduce the choices have been made."""
 
     def is_open(self) -> bool:
-        return self.opened and self._outlet.writable
+        line = self._outlet.line
+        return line is not None and self.opened and line.writable
 
     def send(self, piece: Piece) -> None:
-        for part in [piece] if _is_small(piece) else small([piece]):
-            if (event := self._answer.event(part, self._usage(part.index, part.completion_tokens))) is not None:
-                self._outlet.write(event)
+        line = self._outlet.line
+        assert line is not None
+        for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
+            usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
+            if (event := self._answer.event(part, usage)) is not None:
+                line.write(event)
 
 
 def system_fingerprint(model: ServedModel) -> str:

@@ -1,4 +1,4 @@
-"""Responses with long lists: they are built and encoded in slices, so that the event loop serves other requests in between."""
+"""JSON responses. Those with long lists are built and encoded in slices, so that the event loop serves others in between."""
 
 from __future__ import annotations
 
@@ -9,16 +9,41 @@ from typing import Any, TypeVar
 import msgspec
 from litestar import Response
 from litestar.response.base import ASGIResponse
-from litestar.types import Receive, Send
+from litestar.types import Receive, Scope, Send
 
 from gateway.breathing import Breath
 
 T = TypeVar("T", bound=msgspec.Struct)
+C = TypeVar("C")
 
 PART_BYTES = 1 << 16
 """Bytes of a large response after which a new part begins; each part is sent separately."""
 
 _encoder = msgspec.json.Encoder()
+
+
+class JsonResponse(Response[C]):
+    """A response with status 200 and ``content`` as JSON. It takes a fifth of the function calls of the framework's own."""
+
+    def __init__(self, content: C, headers: Mapping[str, str] | None = None) -> None:
+        self.content = content
+        self.headers = dict(headers or {})
+
+    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
+        """Return the ASGI response that the framework sends."""
+        return _ASGIJson(_encoder.encode(self.content), self.headers)
+
+
+class _ASGIJson(ASGIResponse):
+    def __init__(self, body: bytes, headers: Mapping[str, str]) -> None:
+        self.body = body
+        self._fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self._fields += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        """Send the response."""
+        await send({"type": "http.response.start", "status": 200, "headers": self._fields})
+        await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
 
 async def with_rows(
@@ -27,7 +52,7 @@ async def with_rows(
     """Return a response with ``rows`` in place of the empty list in the field ``name`` of ``answer``. ``large``: building and
     encoding the rows takes more than a millisecond."""
     if not large:
-        return Response(msgspec.structs.replace(answer, **{name: list(rows)}), headers=headers)
+        return JsonResponse(msgspec.structs.replace(answer, **{name: list(rows)}), headers)
     before, after = _encoder.encode(answer).split(b'"%b":[]' % name.encode(), 1)
     return _InParts(await _parts(before + b'"%b":[' % name.encode(), rows, b"]" + after), headers)
 
@@ -35,7 +60,7 @@ async def with_rows(
 async def listed(rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None) -> Response[Any]:
     """Return a response that is a list of ``rows``; see :func:`with_rows`."""
     if not large:
-        return Response(list(rows), headers=headers)
+        return JsonResponse(list(rows), headers)
     return _InParts(await _parts(b"[", rows, b"]"), headers)
 
 

@@ -75,17 +75,16 @@ class Reader:
 
         Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`.
         """
-        if body.size > INLINE_BYTES:
+        if len(body.content) > INLINE_BYTES:
             return self._open_long(request, NAMES[kind], body)
         endpoint: Endpoint[T] = ENDPOINTS[NAMES[kind]]
-        whole = body.joined()
-        fields, ignored = endpoint.decode(whole)
+        fields, ignored = endpoint.decode(body.content)
         context = RequestContext.of(request)
         if ignored:
             context.name_ignored(ignored)
         if fields.timeout is not None:
             context.limits.end_within(fields.timeout)
-        return _Short(self, request, endpoint, fields, whole)
+        return _Short(self, request, endpoint, fields, body.content)
 
     @asynccontextmanager
     async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
@@ -202,9 +201,9 @@ class _Long(Reading[T]):
         """Decode the body in a worker and set ``fields``. Raises :class:`GatewayError`."""
         job = Decode(self.name)
         try:
-            decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
+            decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
         except NotReady:
-            decoded = await self.reader.ask(await self._new_worker(), job, self.body.chunks)
+            decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
         assert isinstance(decoded, Decoded)
         context = RequestContext.of(self.request)
         context.name_ignored(decoded.ignored)
@@ -218,13 +217,13 @@ class _Long(Reading[T]):
             return await self.reader.prepared(self.channel, order, _sliced(earlier))
         except NotReady:
             return await self.reader.prepared(
-                await self._new_worker(), Whole(self.name, order), [*self.body.chunks, *_sliced(earlier)]
+                await self._new_worker(), Whole(self.name, order), [self.body.content, *_sliced(earlier)]
             )
 
     async def _new_worker(self) -> Channel:
         """Replace the worker by a new one."""
         await self.held.aclose()
-        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, self.body.size))
+        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, len(self.body.content)))
         return self.channel
 
 

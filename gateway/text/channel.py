@@ -13,6 +13,8 @@ import msgspec
 
 from gateway.text.messages import HEADER, Answer, Decode, Drop, Job, frame
 
+JOINED_BYTES = 1 << 16
+"""Longest body that is sent in one write with its message."""
 GRACE_SECONDS = 0.3
 """Time that a worker has to finish a job whose caller has left."""
 
@@ -92,8 +94,11 @@ class Channel(asyncio.Protocol):
         try:
             await self._send(frame(job, sum(map(len, body))), body)
             self.keeps_request = isinstance(job, Decode)
-            # shielded: the answer stays awaited if the caller is cancelled
-            return _answer.decode(await asyncio.shield(self._answer))
+            return _answer.decode(await self._answer)
+        except asyncio.CancelledError:
+            if self._answer is not None:  # the answer stays awaited
+                self._answer = loop.create_future()
+            raise
         except ConnectionError:
             raise WorkerLostError(await self._loss()) from None
         finally:
@@ -130,7 +135,7 @@ class Channel(asyncio.Protocol):
 
     async def _send(self, start: bytes, body: Sequence[bytes]) -> None:
         """Write a message without joining the parts of a large body."""
-        if len(body) <= 1:
+        if not body or (len(body) == 1 and len(body[0]) <= JOINED_BYTES):
             self._transport.write(start + body[0] if body else start)
             return
         self._sending = True

@@ -17,13 +17,24 @@ class TimeIsUp(BaseException):
     """The code took too long. This is a BaseException, so that ``except Exception`` does not catch it."""
 
 
+_keeps_alarm = False
+
+
+def keep_alarm() -> None:
+    """Handle SIGALRM from here on, in a process that uses it for :func:`at_most` only. Setting the handler for each block takes as
+    long as a short template."""
+    global _keeps_alarm
+    signal.signal(signal.SIGALRM, _raise)
+    _keeps_alarm = True
+
+
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
     """Raise :class:`TimeIsUp` from the block after ``seconds``. Works only in the main thread of a process.
 
     If the block uses CPU time of :data:`HARD_FACTOR` times ``seconds``, the kernel ends the process with SIGVTALRM.
     """
-    previous = signal.signal(signal.SIGALRM, _raise)
+    previous = None if _keeps_alarm else signal.signal(signal.SIGALRM, _raise)
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds * HARD_FACTOR)
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -31,7 +42,8 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        if not _keeps_alarm:
+            signal.signal(signal.SIGALRM, previous)
 
 
 @contextmanager

@@ -40,7 +40,13 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Return the text that ``ids`` complete; "" while a character is incomplete."""
-        return self._decode(b"".join(map(self._spelling, ids)), final=False)
+        data = b"".join(map(self._spelling, ids))
+        if self._unfinished or self._strip_space:
+            return self._decode(data, final=False)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        if used < len(data):
+            self._unfinished = data[used:]
+        return text
 
     def finish(self) -> str:
         """Return U+FFFD if the last character is incomplete, else ""."""

@@ -40,9 +40,23 @@ class FairQueue(Generic[T]):
 
     def push(self, item: T, *, tenant: str, cost: float, weight: float = 1.0, bulk: bool = False) -> None:
         """Add ``item``, which must not be in the queue."""
+        heapq.heappush(self._heaps[bulk], _Entry(self._start(tenant, cost, weight), next(self._numbers), item))
+
+    def passed(self, *, tenant: str, cost: float, weight: float = 1.0) -> None:
+        """Account for an item that found the queue empty, as if it was added and removed."""
+        self._virtual = self._start(tenant, cost, weight)
+        self._forget()
+
+    def _start(self, tenant: str, cost: float, weight: float) -> float:
+        """Return the start tag of a tenant's next job, and record its finish tag."""
         start = max(self._virtual, self._finish.get(tenant, 0.0))
         self._finish[tenant] = start + cost / weight
-        heapq.heappush(self._heaps[bulk], _Entry(start, next(self._numbers), item))
+        return start
+
+    def _forget(self) -> None:
+        """Forget tenants without a debt if there are many."""
+        if len(self._finish) > _REMEMBERED:
+            self._finish = {tenant: finish for tenant, finish in self._finish.items() if finish > self._virtual}
 
     def pop(self, *, bulk: bool) -> T | None:
         """Remove and return the next item, or with ``bulk`` False the next small one; None if there is none."""
@@ -51,8 +65,7 @@ class FairQueue(Generic[T]):
             return None
         entry = heapq.heappop(min(heads, key=lambda heap: heap[0]))
         self._virtual = entry.start
-        if len(self._finish) > _REMEMBERED:
-            self._finish = {tenant: finish for tenant, finish in self._finish.items() if finish > self._virtual}
+        self._forget()
         return entry.item
 
     def discard(self, item: T) -> None:

@@ -44,6 +44,7 @@ class JobQueue:
         self._queue: FairQueue[Waiter] = FairQueue()
         self._bytes = 0
         self._bulk_running = 0
+        self._bulk_workers = max(1, capacity.workers // 2)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -56,9 +57,17 @@ class JobQueue:
         self._queue.push(waiter, tenant=tenant, cost=max(waiter.size, LEAST_COST), weight=weight, bulk=waiter.bulk)
         self._bytes += waiter.size
 
+    def passes(self, size: int, tenant: str, weight: float, *, bulk: bool) -> bool:
+        """Return whether a job may have an idle worker without waiting, and if so, count it as :meth:`push` and :meth:`pop` do."""
+        if len(self._queue) or (bulk and self._bulk_running >= self._bulk_workers):
+            return False
+        self._queue.passed(tenant=tenant, cost=max(size, LEAST_COST), weight=weight)
+        self._bulk_running += bulk
+        return True
+
     def pop(self) -> Waiter | None:
         """Remove and return the next job that may have a worker; None if there is none. Jobs that were cancelled are left out."""
-        while waiter := self._queue.pop(bulk=self._bulk_running < max(1, self._capacity.workers // 2)):
+        while waiter := self._queue.pop(bulk=self._bulk_running < self._bulk_workers):
             if not waiter.ready.cancelled():
                 self._bytes -= waiter.size
                 self._bulk_running += waiter.bulk

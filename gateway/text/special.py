@@ -59,6 +59,8 @@ class ControlTokens:
         self._prefixes = {text[:end] for text in self._ids for end in range(1, len(text))}
         self._suffixes = {text[start:] for text in self._ids for start in range(1, len(text))}
         self._longest = max(map(len, self._ids), default=0)
+        self._first_characters = {text[:1] for text in self._ids}
+        self._last_characters = {text[-1:] for text in self._ids}
 
     @property
     def flags(self) -> set[Flags]:
@@ -113,10 +115,14 @@ class ControlTokens:
 
     def _begins_one(self, text: str) -> bool:
         """Whether ``text`` ends with the beginning of a control token."""
+        if self._first_characters.isdisjoint(text[-self._longest :]):
+            return False
         return any(text[-length:] in self._prefixes for length in range(1, min(self._longest, len(text) + 1)))
 
     def _ends_one(self, text: str) -> bool:
         """Whether ``text`` begins with the end of a control token."""
+        if self._last_characters.isdisjoint(text[: self._longest]):
+            return False
         return any(text[:length] in self._suffixes for length in range(1, min(self._longest, len(text) + 1)))
 
 

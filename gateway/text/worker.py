@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 
 from gateway.errors import InvalidRequest
+from gateway.text.deadline import keep_alarm
 from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Drop, Dropped, Job, Read, Refused, Whole
 from gateway.text.prepared import pack
 from gateway.text.reading.endpoint import Endpoint, Model, TextSide
@@ -31,6 +32,8 @@ LARGE_BYTES = 1 << 20
 """Size of a job's body plus answer, in bytes, above which freed memory is returned to the system."""
 KEPT_BYTES = 48 << 20
 """Growth of a worker's memory since its start, in bytes, above which it ends and another is forked."""
+FIRST_BYTES = 1 << 16
+"""Bytes of a job that are received at first."""
 NICENESS = 5
 """If processors are scarce, the event loop, which serves all clients, gets three times a worker's share (man 7 sched)."""
 MAX_MESSAGE = 2000
@@ -48,6 +51,7 @@ def run(connection: socket.socket, texts: Mapping[str, TextSide], job_mib: int) 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_status_bytes("VmData") + (job_mib << 20), resource.RLIM_INFINITY))
+    keep_alarm()
     gc.disable()  # collections would slow a job with millions of objects many times; its objects are freed at its end
     worker = Worker(texts)
     least = _status_bytes("VmRSS")
@@ -121,12 +125,15 @@ class Worker:
 
 
 def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:
-    """Receive a message and its body; None at the end of the connection."""
-    header = _exactly(connection, HEADER.size)
-    if header is None:
+    """Receive a message and its body; None at the end of the connection. A small job takes one system call, because the gateway
+    sends nothing more before its answer."""
+    begin = _filled(connection, connection.recv(FIRST_BYTES), HEADER.size)
+    if begin is None:
         return None
-    message_bytes, body_bytes, _last = HEADER.unpack(header)
-    message, body = _exactly(connection, message_bytes), _exactly(connection, body_bytes)
+    message_bytes, body_bytes, _last = HEADER.unpack_from(begin)
+    end = HEADER.size + message_bytes
+    message = _filled(connection, begin[HEADER.size : end], message_bytes)
+    body = _filled(connection, begin[end:], body_bytes)
     return None if message is None or body is None else (bytes(message), body)
 
 
@@ -148,10 +155,11 @@ def give_memory_back() -> None:
         libc.malloc_trim(0)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytearray | None:
-    """Receive ``size`` bytes; None if the other end closed the connection before."""
-    data = bytearray(size)
-    view, got = memoryview(data), 0
+def _filled(connection: socket.socket, begin: bytes | bytearray, size: int) -> bytearray | None:
+    """Return ``begin`` and what follows it, at least ``size`` bytes in all; None if the other end closed the connection before."""
+    data = bytearray(max(size, len(begin)))
+    data[: len(begin)] = begin
+    view, got = memoryview(data), len(begin)
     while got < size:
         count = connection.recv_into(view[got:])
         if not count:

@@ -16,8 +16,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -107,20 +106,22 @@ class Workers:
         """Return the files of a model whose tokeniser is loaded. ``key``: from :meth:`load`."""
         return self._files[key]
 
-    @asynccontextmanager
-    async def job(self, *, tenant: str, size: int, bulk: bool, weight: float = 1.0) -> AsyncIterator[Channel]:
+    def job(self, *, tenant: str, size: int, bulk: bool, weight: float = 1.0) -> Held:
         """Hold a worker for one job whose body has ``size`` bytes. ``weight`` scales the tenant's share. Raises
         :class:`Overloaded`."""
-        began = time.perf_counter()
-        bulk = bulk and self._capacity.workers > 1
-        channel = await self._acquire(Waiter(size, bulk), tenant, weight)
-        self._telemetry.text_waited(time.perf_counter() - began)
-        try:
-            yield channel
-        finally:
-            self._release(channel, bulk)
+        return Held(self, tenant, size, bulk=bulk and self._capacity.workers > 1, weight=weight)
 
-    async def _acquire(self, waiter: Waiter, tenant: str, weight: float) -> Channel:
+    async def acquire(self, size: int, tenant: str, weight: float, *, bulk: bool) -> Channel:
+        """Return a worker, which the caller releases. Raises :class:`Overloaded`."""
+        if self._idle and self._queue.passes(size, tenant, weight, bulk=bulk):
+            self._telemetry.text_waited(0.0)
+            return self._idle.pop()
+        began = time.perf_counter()
+        channel = await self._wait(Waiter(size, bulk), tenant, weight)
+        self._telemetry.text_waited(time.perf_counter() - began)
+        return channel
+
+    async def _wait(self, waiter: Waiter, tenant: str, weight: float) -> Channel:
         self._queue.push(waiter, tenant, weight)
         self._dispatch()
         if waiter.ready.done():
@@ -130,7 +131,7 @@ class Workers:
                 return await waiter.ready
         except (TimeoutError, asyncio.CancelledError) as error:
             if waiter.ready.done() and not waiter.ready.cancelled():
-                self._release(waiter.ready.result(), waiter.bulk)
+                self.release(waiter.ready.result(), bulk=waiter.bulk)
             else:
                 self._queue.discard(waiter)
             if isinstance(error, TimeoutError):
@@ -142,7 +143,7 @@ class Workers:
         while self._idle and (waiter := self._queue.pop()):
             waiter.ready.set_result(self._idle.pop())
 
-    def _release(self, channel: Channel, bulk: bool) -> None:
+    def release(self, channel: Channel, *, bulk: bool) -> None:
         """Release a worker whose job ended or was abandoned."""
         if channel.busy or channel.keeps_request:
             self._spawn(self._clear(channel, bulk))
@@ -161,7 +162,7 @@ class Workers:
         except (TimeoutError, WorkerLostError):
             self._telemetry.text_worker_ended("left")
             channel.kill()
-        self._release(channel, bulk)
+        self.release(channel, bulk=bulk)
 
     def _renew(self) -> None:
         """Replace the workers by ones that have all tokenisers: idle ones now, the others after their jobs."""
@@ -259,6 +260,26 @@ class Workers:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class Held:
+    """An async context manager that holds a worker. It is no generator, because every chat enters it."""
+
+    __slots__ = ("_bulk", "_channel", "_size", "_tenant", "_weight", "_workers")
+
+    def __init__(self, workers: Workers, tenant: str, size: int, *, bulk: bool, weight: float) -> None:
+        self._workers = workers
+        self._tenant = tenant
+        self._size = size
+        self._bulk = bulk
+        self._weight = weight
+
+    async def __aenter__(self) -> Channel:
+        self._channel = await self._workers.acquire(self._size, self._tenant, self._weight, bulk=self._bulk)
+        return self._channel
+
+    async def __aexit__(self, *_: object) -> None:
+        self._workers.release(self._channel, bulk=self._bulk)
 
 
 def default_workers() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,7 @@ from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, NotReady
 from gateway.generation.plan import WHOLE_TOKENS
 from gateway.pool.stream import MAX_MESSAGE, MAX_UNREAD, EngineStream
-from gateway.pool.streams import EngineStreams
+from gateway.pool.streams import EngineStreams, Target
 from gateway.schemas.generation import MAX_LOGPROBS
 from tests.processes import until
 
@@ -75,7 +76,10 @@ def post(
     streams: EngineStreams, url: URL, seconds: float = 5, *, framed: bool = True
 ) -> contextlib.AbstractAsyncContextManager[EngineStream]:
     headers = {"authorization": "Bearer t"}
-    return streams.post(url, headers, b"body", connect_seconds=1, silence_seconds=seconds, framed=framed)
+    return streams.post(target(url), headers, b"body", connect_seconds=1, silence_seconds=seconds, framed=framed)
+
+
+target = functools.cache(Target)
 
 
 async def read_all(stream: EngineStream, take: Callable[[wire.Delta], bool] | None = None) -> list[wire.Reply]:

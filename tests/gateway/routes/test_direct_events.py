@@ -13,12 +13,14 @@ from engine import wire
 from gateway.edge.cycle import Cycle
 from gateway.generation.generation import Generation
 from gateway.generation.relay import Relay
-from gateway.generation.sequence import TextOptions
+from gateway.generation.sequence import Piece, TextOptions, Token
 from gateway.pool.dispatch import Dispatcher
 from gateway.routes.chat import ChatAnswer
+from gateway.routes.completions import CompletionAnswer
 from gateway.routes.generating import _Direct
 from gateway.schemas.chat import ChatChunk, ChatRequest
-from gateway.streams import Outlet, _Line
+from gateway.schemas.completions import CompletionRequest
+from gateway.streams import Outlet, _Line, sse
 from gateway.telemetry import Telemetry
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes import ids, library
@@ -114,3 +116,26 @@ async def test_sequences_that_may_end_early_are_left_to_the_reader(stream: Strea
     generation = Generation(stream.generation.model, stream.generation.request, TextOptions(stops=["x"]), most_expected=10)
     assert generation.sequences[0].may_end_early
     assert not stream.generation.sequences[0].may_end_early
+
+
+TOKENS = [
+    Token(id=SAID[0], logprob=-0.5, top=[(SAID[0], -0.5), (SAID[1], -1.25)], values={}, offset=0),
+    Token(id=SAID[2], logprob=-1e-05, top=[], values={}, offset=3),
+]
+
+
+@pytest.mark.parametrize("tokens", [[], TOKENS[:1], TOKENS], ids=len)
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_an_event_is_its_encoded_chunk(stream: Stream, endpoint: str, logprobs: int | None, tokens: list[Token]) -> None:
+    """Constant parts are encoded once."""
+    model = stream.generation.model
+    answer: ChatAnswer | CompletionAnswer
+    if endpoint == "chat":
+        fields = ChatRequest(messages=[], logprobs=logprobs is not None, top_logprobs=logprobs)
+        answer = ChatAnswer(model, fields, None, gamma=None)
+    else:
+        answer = CompletionAnswer(model, CompletionRequest(prompt="", logprobs=logprobs), [stream.generation], gamma=None)
+    for text in (' the "quick"\n', "🦊", ""):
+        piece = Piece(0, text, tokens if logprobs is not None else [])
+        assert answer.event(piece, None) == sse(answer.chunk(piece, None))  # type: ignore[arg-type]

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,10 +31,12 @@ from gateway.text.channel import WorkerLostError
 from gateway.text.facts import Facts
 from gateway.text.fair import FairQueue
 from gateway.text.forks import start_fork_server
-from gateway.text.messages import Answer, Broken, Decode, Decoded, Read, Refused, Whole
+from gateway.text.job_queue import Capacity, JobQueue, Waiter
+from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused, Whole
 from gateway.text.prepared import Packed, unpack
 from gateway.text.spelling import TokenizerError
-from gateway.text.workers import BULK, Capacity, Workers
+from gateway.text.worker import FIRST_BYTES, receive
+from gateway.text.workers import BULK, Workers
 from tests.fakes import EOS, TEMPLATE, ids, library
 from tests.processes import until
 
@@ -327,6 +331,26 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("cut", [0, 3, 15, FIRST_BYTES, 100_000])
+@pytest.mark.parametrize(("message", "body"), [(10, 0), (10, 100), (10, 300_000), (100_000, 0), (100_000, 300_000)])
+def test_a_job_is_received_however_it_is_cut(message: int, body: int, cut: int) -> None:
+    data = HEADER.pack(message, body, False) + os.urandom(message + body)
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        with ours:
+            for part in (data[:cut], data[cut:], data[:-1]):
+                ours.sendall(part)
+                time.sleep(0.002)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with theirs:
+        assert receive(theirs) == (data[HEADER.size :][:message], data[HEADER.size :][message:])
+        assert receive(theirs) is None
+    sender.join()
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), max_size=60))
 def test_the_queue_gives_everything_once(jobs: list[tuple[str, int, bool]]) -> None:
     queue: FairQueue[tuple[int, bool]] = FairQueue()
@@ -363,6 +387,39 @@ def test_costs_and_weights_divide_the_queue() -> None:
     assert taken.count("dear") == pytest.approx(10, abs=2)
     assert taken.count("cheap") == pytest.approx(30, abs=2)
     assert taken.count("heavy") == pytest.approx(30, abs=2)
+
+
+def test_a_job_that_finds_the_queue_empty_counts_like_one_that_waits() -> None:
+    orders = []
+    for passes in (True, False):
+        queue: FairQueue[str] = FairQueue()
+        for cost in (30, 5):
+            if passes:
+                queue.passed(tenant="a", cost=cost)
+            else:
+                queue.push("first", tenant="a", cost=cost)
+                assert queue.pop(bulk=True) == "first"
+        for number in range(3):
+            queue.push(f"a{number}", tenant="a", cost=10)
+            queue.push(f"b{number}", tenant="b", cost=10)
+        orders.append([queue.pop(bulk=True) for _ in range(6)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] == "b0"
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_bulk_jobs_pass_only_to_their_share_of_the_workers(bulk: bool) -> None:
+    queue = JobQueue(Capacity(2, 64, 10, 1000))
+    assert queue.passes(1, "a", 1.0, bulk=bulk)
+    assert queue.passes(1, "a", 1.0, bulk=bulk) != bulk
+    queue.ended(bulk=bulk)
+    assert queue.passes(1, "b", 1.0, bulk=bulk)
+
+
+async def test_no_job_passes_one_that_waits() -> None:
+    queue = JobQueue(Capacity(2, 64, 10, 1000))
+    queue.push(Waiter(1, bulk=False), "a", 1.0)
+    assert not queue.passes(1, "b", 1.0, bulk=False)
 
 
 def test_discarded_jobs_are_not_given() -> None:

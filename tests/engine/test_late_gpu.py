@@ -279,8 +279,12 @@ class Scarce:
 
 @pytest.mark.parametrize(
     ("launches", "reads"),
-    [({2}, set()), ({2, 3, 4, 5}, set()), (set(), {2}), ({3}, {2})],
-    ids=["launch", "launches", "read", "both"],
+    [
+        pytest.param({2}, set(), marks=pytest.mark.slow, id="launch"),
+        pytest.param({2, 3, 4, 5}, set(), marks=pytest.mark.slow, id="launches"),
+        pytest.param(set(), {2}, marks=pytest.mark.slow, id="read"),
+        pytest.param({3}, {2}, id="both"),
+    ],
 )
 def test_what_a_failed_step_has_queued_is_waited_for(base: Path, launches: set[int], reads: set[int]) -> None:
     """Half of a step may be queued when its launch fails, and all of one when the step before it fails."""

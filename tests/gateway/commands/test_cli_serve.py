@@ -310,7 +310,7 @@ def test_with_keys_only_their_owners_score(model: Path, tmp_path: Path) -> None:
     ("number", "code"),
     [
         pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow, id="ctrl-c"),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="kill"),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow, id="kill"),
     ],
 )
 def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number: int, code: int) -> None:

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Runs the tests that EXPRESSION (of pytest's -m) selects, with more options of pytest: test.sh EXPRESSION [OPTION ...]. First those that
 # are not marked `alone`, in one process for each core; then those that measure time or load the machine, one by one. Fails where either
-# fails. Reads PYTHON, the interpreter.
+# fails. Reads PYTHON, the interpreter, and PART: `parallel` or `alone` runs only that part.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The tests start some hundred Python processes, each of which would compile the project anew.
 unset PYTHONDONTWRITEBYTECODE
 status=0
-OMP_NUM_THREADS=1 "${PYTHON:?}" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not alone and $1" "${@:2}" || status=$?
-"$PYTHON" -m pytest -q -m "alone and $1" "${@:2}" || status=$?
+if [ "${PART:-parallel}" = parallel ]; then
+  OMP_NUM_THREADS=1 "${PYTHON:?}" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not alone and $1" "${@:2}" || status=$?
+fi
+if [ "${PART:-alone}" = alone ]; then
+  "${PYTHON:?}" -m pytest -q -m "alone and $1" "${@:2}" || status=$?
+fi
 exit $status

@@ -24,8 +24,9 @@ from tests import warm
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ALONE = [Path(__file__).parent / name for name in ("attacks", "cluster")]
 """Folders whose tests load the machine and measure what that does to others; all of them are marked ``alone``."""
-BESIDE_OTHERS = [Path(__file__).parent / "attacks" / name for name in ("test_http_edge.py", "test_isolation.py")]
-"""Files in those folders whose tests count rather than measure; the few that measure are marked there."""
+BESIDE_OTHERS = [Path(__file__).parent / "attacks" / name for name in ("test_http_edge.py", "test_isolation.py", "test_soak.py")]
+"""Files in those folders whose tests count rather than measure; the few that measure are marked there. A soak measures latency only
+where it is asked to last for minutes."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 hypothesis.settings.register_profile("quick", max_examples=30)  # for `make test`; the default is 100

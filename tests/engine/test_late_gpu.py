@@ -220,7 +220,7 @@ def test_mixed_traffic_with_aborts(base: Path, pace: Pace, attention: str, graph
 
 @pytest.mark.parametrize(
     ("tokens", "step"),
-    [pytest.param(700, 32, id="short"), pytest.param(38_000, 2048, id="38,000 tokens", marks=[pytest.mark.slow])],
+    [pytest.param(700, 32, id="short"), pytest.param(19_000, 1024, id="19,000 tokens", marks=[pytest.mark.slow])],
 )
 def test_steps_of_a_long_prompt_without_results(base: Path, tokens: int, step: int) -> None:
     """Nothing but the event tells the host that such a step is done."""

@@ -35,6 +35,7 @@ def test_it_compares_with_a_checkout(capsys: pytest.CaptureFixture[str]) -> None
     assert told["machine"]["commit"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("raise ValueError('broken')")

@@ -11,8 +11,10 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 import torch
@@ -53,6 +55,14 @@ def warm_fork_servers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(os, "pidfd_open"):
             patch.setattr("gateway.text.forks.start_fork_server", warm.start_fork_server)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_tls() -> Iterator[None]:
+    """HTTP clients in this process share their TLS contexts. Each would take 30 ms to read the certificate authorities."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
         yield
 
 

@@ -7,11 +7,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The tests start some hundred Python processes, each of which would compile the project anew.
 unset PYTHONDONTWRITEBYTECODE
+part=${PART:-}
+unset PART # which tests of this script would inherit
 status=0
-if [ "${PART:-parallel}" = parallel ]; then
+if [ "${part:-parallel}" = parallel ]; then
   OMP_NUM_THREADS=1 "${PYTHON:?}" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not alone and $1" "${@:2}" || status=$?
 fi
-if [ "${PART:-alone}" = alone ]; then
+if [ "${part:-alone}" = alone ]; then
   "${PYTHON:?}" -m pytest -q -m "alone and $1" "${@:2}" || status=$?
 fi
 exit $status

@@ -9,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE
 part=${PART:-}
 unset PART # which tests of this script would inherit
+case $part in '' | parallel | alone) ;; *) echo "PART must be parallel or alone, and is $part." >&2 && exit 2 ;; esac
 status=0
 if [ "${part:-parallel}" = parallel ]; then
   OMP_NUM_THREADS=1 "${PYTHON:?}" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not alone and $1" "${@:2}" || status=$?

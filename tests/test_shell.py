@@ -231,6 +231,12 @@ def test_each_part_of_the_tests_runs_by_itself(machine: Path, part: str, express
     assert line.endswith(f"-m {expression}")
 
 
+def test_an_unknown_part_of_the_tests_is_an_error(machine: Path) -> None:
+    environment = os.environ | tools_of(machine, "python") | {"PART": "both"}
+    done = subprocess.run([SCRIPTS / "test.sh", "not slow"], env=environment, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, b"PART must be parallel or alone, and is both.\n")
+
+
 def tools_of(machine: Path, python: str) -> dict[str, str]:
     return {"PYTHON": str(machine / python), "LOG": str(machine / "log"), "PATH": f"{machine}:{os.environ['PATH']}"}
 

@@ -225,7 +225,7 @@ def test_health_of_an_engine_whose_loop_is_stopped(pod: Pod) -> None:
         assert (status, reply.code, reply.retryable) == (503, "not_ready", True)
         assert metric_of(pod, "yardstick_engine_last_step_seconds") >= 2
     wait_until(lambda: pod.client.get("/readyz").status_code == 200, 4)
-    assert metric_of(pod, "yardstick_engine_last_step_seconds") < 2
+    wait_until(lambda: metric_of(pod, "yardstick_engine_last_step_seconds") < 2, 1)  # CPU time makes it ready before its first beat
 
 
 @pytest.mark.slow

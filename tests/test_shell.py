@@ -216,7 +216,8 @@ def test_the_tests_that_measure_run_alone_and_after_the_others(machine: Path, en
     done = subprocess.run([SCRIPTS / "test.sh", "not slow"], env=os.environ | tools_of(machine, "python"), timeout=60, check=False)
     assert done.returncode == ended
     first, second = (machine / "log").read_text().splitlines()
-    assert "-n auto" in first
+    cores = os.sysconf("SC_NPROCESSORS_ONLN")
+    assert f"-n {min(8, (3 * cores + 1) // 2)} " in first
     assert "--dist worksteal" in first
     assert first.endswith("-m not alone and not slow")
     assert second == "-m pytest -q -m alone and not slow"

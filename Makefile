@@ -73,7 +73,7 @@ $(READY): pyproject.toml constraints.txt
 	$(if $(too_old),$(complain))
 	@echo "Making .venv; the first time takes some minutes."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,dev]'
-	@$(BIN)/python -m pip install --quiet --no-deps --target .venv/openai-2 $(SDK_2)
-	@touch $@
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --retries 1 $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[engine,dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --target .venv/openai-2 $(SDK_2)
+	@$(BIN)/python -m compileall -qq -j 0 .venv; touch $@ # packages have files for other versions of Python, which do not compile

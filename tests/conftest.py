@@ -11,8 +11,10 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 import torch
@@ -24,8 +26,9 @@ from tests import warm
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ALONE = [Path(__file__).parent / name for name in ("attacks", "cluster")]
 """Folders whose tests load the machine and measure what that does to others; all of them are marked ``alone``."""
-BESIDE_OTHERS = [Path(__file__).parent / "attacks" / name for name in ("test_http_edge.py", "test_isolation.py")]
-"""Files in those folders whose tests count rather than measure; the few that measure are marked there."""
+BESIDE_OTHERS = [Path(__file__).parent / "attacks" / name for name in ("test_http_edge.py", "test_isolation.py", "test_soak.py")]
+"""Files in those folders whose tests count rather than measure; the few that measure are marked there. A soak measures latency only
+where it is asked to last for minutes."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 hypothesis.settings.register_profile("quick", max_examples=30)  # for `make test`; the default is 100
@@ -52,6 +55,14 @@ def warm_fork_servers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(os, "pidfd_open"):
             patch.setattr("gateway.text.forks.start_fork_server", warm.start_fork_server)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_tls() -> Iterator[None]:
+    """HTTP clients in this process share their TLS contexts. Each would take 30 ms to read the certificate authorities."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
         yield
 
 

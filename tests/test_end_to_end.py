@@ -144,21 +144,6 @@ def test_likelihoods_as_lm_eval_asks_for_them(gateway: Program, reference):
     assert [top == token for top, token in zip(tops, logprobs["tokens"][1:], strict=True)] == greedy
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_the_openai_sdk_on_a_real_engine(gateway: Program, version: int):
-    path = {"PYTHONPATH": str(SDK_2)} if version == 2 else {}
-    command = [sys.executable, "-W", "ignore", str(TOUR), f"{gateway.url}/v1", "tiny"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=path | {"PATH": ""})
-    assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout)
-    assert told["version"].startswith(f"{version}.")
-    assert told["completions"]["texts"] == told["completions"]["streamed"]
-    assert told["chat"]["text"] == told["chat"]["streamed"] == told["async"]["helped"]
-    assert told["chat"]["logprobs"] == pytest.approx(told["chat"]["streamed_logprobs"], abs=1e-5)
-    assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]
-    assert {error["status"] for error in told["errors"].values()} == {400, 404}
-
-
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Program]:
     """A gateway before the demo models, the length model among them."""
@@ -169,16 +154,24 @@ def demo() -> Iterator[Program]:
     pod.close()
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_guidance_through_the_openai_sdk(demo: Program, version: int):
+@pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_the_openai_sdk_on_a_real_engine(demo: Program, version: int):
+    """Every endpoint, with and without length guidance. tests/gateway/routes/test_sdk.py runs both versions on a fake engine."""
     path = {"PYTHONPATH": str(SDK_2)} if version == 2 else {}
     command = [sys.executable, "-W", "ignore", str(TOUR), f"{demo.url}/v1", "demo"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=path | {"PATH": ""})
     assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout)["length"]
-    assert told["values"] == told["streamed_values"]
-    assert len(told["values"]) == len(told["written_values"]) == 8
-    assert 0 < told["aimed_tokens"] <= 56
+    told = json.loads(run.stdout)
+    assert told["version"].startswith(f"{version}.")
+    assert told["completions"]["texts"] == told["completions"]["streamed"]
+    assert told["chat"]["text"] == told["chat"]["streamed"] == told["async"]["helped"]
+    assert told["chat"]["logprobs"] == pytest.approx(told["chat"]["streamed_logprobs"], abs=1e-5)
+    assert told["async"]["text"] == told["async"]["streamed"] == told["completions"]["texts"][0]
+    assert {error["status"] for error in told["errors"].values()} == {400, 404}
+    length = told["length"]
+    assert length["values"] == length["streamed_values"]
+    assert len(length["values"]) == len(length["written_values"]) == 8
+    assert 0 < length["aimed_tokens"] <= 56
 
 
 @torch.inference_mode()

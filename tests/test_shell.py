@@ -111,7 +111,9 @@ def test_ci_runs_what_everybody_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
-    assert re.search(r"^make check \|\| again ", script.read_text(), flags=re.M)
+    (parts,) = re.findall(r"^check: (.*) ##", (ROOT / "Makefile").read_text(), flags=re.M)
+    ran = re.findall(r"^(?:PART=\w+ )?make (.*?)(?: \|\| failed=1)?$", script.read_text(), flags=re.M)
+    assert set(" ".join(ran).split()) == {"setup", *parts.split()}
     checks = make("-n", "check").stdout
     for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports", "scripts/test.sh"):
         assert tool in checks
@@ -255,10 +257,26 @@ def test_the_tests_that_measure_run_alone_and_after_the_others(machine: Path, en
     done = subprocess.run([SCRIPTS / "test.sh", "not slow"], env=os.environ | tools_of(machine, "python"), timeout=60, check=False)
     assert done.returncode == ended
     first, second = (machine / "log").read_text().splitlines()
-    assert "-n auto" in first
+    cores = os.sysconf("SC_NPROCESSORS_ONLN")
+    assert f"-n {min(8, (3 * cores + 1) // 2)} " in first
     assert "--dist worksteal" in first
     assert first.endswith("-m not alone and not slow")
     assert second == "-m pytest -q -m alone and not slow"
+
+
+@pytest.mark.parametrize(("part", "expression"), [("parallel", "not alone and not slow"), ("alone", "alone and not slow")])
+def test_each_part_of_the_tests_runs_by_itself(machine: Path, part: str, expression: str) -> None:
+    pretend(machine, "python", 'echo "$*" >>"$LOG"')
+    environment = os.environ | tools_of(machine, "python") | {"PART": part}
+    subprocess.run([SCRIPTS / "test.sh", "not slow"], env=environment, timeout=60, check=True)
+    (line,) = (machine / "log").read_text().splitlines()
+    assert line.endswith(f"-m {expression}")
+
+
+def test_an_unknown_part_of_the_tests_is_an_error(machine: Path) -> None:
+    environment = os.environ | tools_of(machine, "python") | {"PART": "both"}
+    done = subprocess.run([SCRIPTS / "test.sh", "not slow"], env=environment, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, b"PART must be parallel or alone, and is both.\n")
 
 
 def tools_of(machine: Path, python: str) -> dict[str, str]:
@@ -351,16 +369,49 @@ def test_images_that_cannot_be_built_and_tests_that_fail_are_failures(machine: P
     assert (machine / "done").read_text().split() == ["up", "kubeconfig", "load-image", "down"]
 
 
-@pytest.mark.parametrize(("status", "words"), [(0, ""), (3, "left out, because no cluster can run"), (2, "CLUSTER TESTS FAILED")])
-def test_ci_tells_what_became_of_the_cluster_tests(machine: Path, status: int, words: str) -> None:
-    for name in (".ci/run", "tests/cluster/local.sh"):
-        (machine.parent / name).parent.mkdir(parents=True)
-    shutil.copy(ROOT / ".ci" / "run", machine.parent / ".ci")
-    pretend(machine.parent / "tests" / "cluster", "local.sh", f"exit {status}")
+@pytest.fixture
+def ci(machine: Path) -> Path:
+    """CI's script in a checkout of which nothing else is real."""
+    root = machine.parent
+    for directory in (".ci", ".venv/bin", "tests/cluster"):
+        (root / directory).mkdir(parents=True)
     for name in ("redis-server", "chromium", "python3"):
         pretend(machine, name, "")
+    pretend(root / "tests" / "cluster", "local.sh", "")
+    pretend(root / ".venv" / "bin", "python", 'echo "$*" >>"$LOG"')
+    return Path(shutil.copy(ROOT / ".ci" / "run", root / ".ci"))
+
+
+@pytest.mark.parametrize(("status", "words"), [(0, ""), (3, "left out, because no cluster can run"), (2, "CLUSTER TESTS FAILED")])
+def test_ci_tells_what_became_of_the_cluster_tests(machine: Path, ci: Path, status: int, words: str) -> None:
+    pretend(machine.parent / "tests" / "cluster", "local.sh", f"exit {status}")
     pretend(machine, "make", "! env | grep YARDSTICK_")
-    done = on(machine, machine.parent / ".ci" / "run", YARDSTICK_CLUSTER=str(machine / "cluster"))
+    done = on(machine, ci, YARDSTICK_CLUSTER=str(machine / "cluster"))
     assert done.returncode == (0 if status == 3 else status), done.stderr
     assert words in done.stdout
     assert ("left out" in done.stdout, "FAILED" in done.stdout) == (status == 3, status == 2)
+
+
+def test_ci_runs_the_cluster_tests_beside_the_others_but_not_beside_those_that_measure(machine: Path, ci: Path) -> None:
+    pretend(machine, "make", 'echo "$PART $*" >>"$LOG"')
+    pretend(machine.parent / "tests" / "cluster", "local.sh", 'while ! grep -q parallel "$LOG"; do :; done; echo cluster >>"$LOG"')
+    done = on(machine, ci, YARDSTICK_CLUSTER=str(machine / "cluster"))
+    assert done.returncode == 0, done.stderr
+    steps = [" setup lint types imports", "parallel test-all", "cluster", "alone test-all"]
+    assert (machine / "log").read_text().splitlines() == steps
+
+
+@pytest.mark.parametrize("part", ["parallel", "alone"])
+@pytest.mark.parametrize("again", [0, 1])
+def test_ci_runs_tests_that_fail_once_more(machine: Path, ci: Path, part: str, again: int) -> None:
+    pretend(machine, "make", f'[ "$PART" != {part} ]')
+    pretend(machine.parent / ".venv" / "bin", "python", f'echo "$*" >>"$LOG"; exit {again}')
+    assert on(machine, ci).returncode == again
+    (line,) = (machine / "log").read_text().splitlines()
+    assert "--last-failed --last-failed-no-failures none" in line
+
+
+def test_a_failed_check_of_style_ends_ci(machine: Path, ci: Path) -> None:
+    pretend(machine, "make", 'echo "$*" >>"$LOG"; exit 1')
+    assert on(machine, ci).returncode != 0
+    assert len((machine / "log").read_text().splitlines()) == 1

@@ -6,12 +6,18 @@ import asyncio
 import itertools
 import ssl
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 
 from yarl import URL
 
 from gateway.pool.faults import unreachable
 from gateway.pool.stream import EngineStream
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """The authorities that sign certificates of engines. Gateways in one process share them, because reading them takes 30 ms."""
+    return ssl.create_default_context()
 
 
 class Target:
@@ -37,7 +43,7 @@ class EngineStreams:
     def __init__(self, keepalive_seconds: float) -> None:
         """``keepalive_seconds``: time after which an idle connection is closed."""
         self._keepalive_seconds = keepalive_seconds
-        self._tls = ssl.create_default_context()
+        self._tls = _tls()
         self._idle: dict[Target, list[EngineStream]] = {}
 
     def post(

@@ -411,7 +411,6 @@ def test_a_refused_body_is_not_asked_for(gateway: Program) -> None:
 # --- times
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("sent", [b"G", b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: "])
 def test_headers_that_do_not_come(gateway: Program, sent: bytes) -> None:
     with connected(gateway) as connection:
@@ -423,7 +422,6 @@ def test_headers_that_do_not_come(gateway: Program, sent: bytes) -> None:
     assert SECONDS <= took < SECONDS + 2
 
 
-@pytest.mark.alone
 def test_headers_that_come_byte_by_byte(gateway: Program) -> None:
     with connected(gateway) as connection:
         began = time.monotonic()
@@ -435,7 +433,6 @@ def test_headers_that_come_byte_by_byte(gateway: Program) -> None:
     assert time.monotonic() - began >= SECONDS
 
 
-@pytest.mark.alone
 def test_connections_without_a_request_are_closed(gateway: Program) -> None:
     with connected(gateway) as silent, connected(gateway) as used:
         began = time.monotonic()
@@ -447,7 +444,6 @@ def test_connections_without_a_request_are_closed(gateway: Program) -> None:
         assert 2 * SECONDS <= time.monotonic() - began < 2 * SECONDS + 2
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
     route = 'yardstick_requests_total{route="/v1/score",status="408"}'

@@ -288,6 +288,7 @@ def test_the_oracle_of_cached_tokens_recovers_nothing(server: Server, shared_by_
     assert attacked(server, path, "d", "c", next(prompts)[:20], secret) == secret, "and within a trust group"
 
 
+@pytest.mark.slow
 def test_the_oracle_recovers_nothing_from_a_real_engine(keys: Path, tmp_path: Path) -> None:
     pod = Pod(make_checkpoint(tmp_path, "qwen3"), "--name", "tiny")
     try:

@@ -74,6 +74,7 @@ def test_yardstick_bench_of_an_installed_package_names_the_checkout(tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 def test_tokenising_is_measured_and_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokenise", "--requests", "4", "--rounds", "1"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -76,6 +76,8 @@ make --no-print-directory wheels images BASE=localhost/yardstick-base:bookworm O
 for image in "localhost/yardstick-gateway:$RELEASE" "localhost/yardstick-engine:$RELEASE"; do
   "$CLUSTER" load-image "$image"
 done
-# One node that does everything may be late: tests that fail get one more go.
+# One node that does everything may be late: tests that fail get one more go. Other tests may run meanwhile; each part has a cache of its
+# own.
+export PYTEST_ADDOPTS="-o cache_dir=.pytest_cache/cluster"
 make --no-print-directory "${TARGET:-test-cluster}" ||
   .venv/bin/python -m pytest -q -m cluster --last-failed --last-failed-no-failures none tests/cluster

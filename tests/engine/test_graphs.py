@@ -43,7 +43,9 @@ SLOTS = 400
 BUCKETS = (1, 4, 13)
 
 
-@pytest.fixture(scope="module", params=[("qwen3", 2), ("llama", 1)], ids=["qwen3", "llama"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(("qwen3", 2), id="qwen3"), pytest.param(("llama", 1), marks=pytest.mark.slow, id="llama")]
+)
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Decoder:
     """With and without QK-norm."""
     family, layers = request.param

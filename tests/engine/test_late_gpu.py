@@ -220,7 +220,7 @@ def test_mixed_traffic_with_aborts(base: Path, pace: Pace, attention: str, graph
 
 @pytest.mark.parametrize(
     ("tokens", "step"),
-    [pytest.param(700, 32, id="short"), pytest.param(38_000, 2048, id="38,000 tokens", marks=[pytest.mark.slow])],
+    [pytest.param(700, 32, id="short"), pytest.param(19_000, 1024, id="19,000 tokens", marks=[pytest.mark.slow])],
 )
 def test_steps_of_a_long_prompt_without_results(base: Path, tokens: int, step: int) -> None:
     """Nothing but the event tells the host that such a step is done."""
@@ -279,8 +279,12 @@ class Scarce:
 
 @pytest.mark.parametrize(
     ("launches", "reads"),
-    [({2}, set()), ({2, 3, 4, 5}, set()), (set(), {2}), ({3}, {2})],
-    ids=["launch", "launches", "read", "both"],
+    [
+        pytest.param({2}, set(), marks=pytest.mark.slow, id="launch"),
+        pytest.param({2, 3, 4, 5}, set(), marks=pytest.mark.slow, id="launches"),
+        pytest.param(set(), {2}, marks=pytest.mark.slow, id="read"),
+        pytest.param({3}, {2}, id="both"),
+    ],
 )
 def test_what_a_failed_step_has_queued_is_waited_for(base: Path, launches: set[int], reads: set[int]) -> None:
     """Half of a step may be queued when its launch fails, and all of one when the step before it fails."""

@@ -68,7 +68,7 @@ def asked(model: tuple[str, str], reference: Reference) -> Asked:
     return Asked(messages, rows, [generation] if model[1].startswith("causal") else [])
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")])
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Build:
     """Every test holds for the plain and for the overlapped loop."""
 
@@ -104,12 +104,11 @@ def renamed(message: wire.Score, name: str) -> wire.Score:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"max_batched_tokens": 7},
-        {"max_total_tokens": 130},
-        {"max_total_tokens": 130, "max_batched_tokens": 33},
+        pytest.param({}, id="whole"),
+        pytest.param({"max_batched_tokens": 7}, marks=pytest.mark.slow, id="chunks"),
+        pytest.param({"max_total_tokens": 130}, marks=pytest.mark.slow, id="few slots"),
+        pytest.param({"max_total_tokens": 130, "max_batched_tokens": 33}, id="few slots and chunks"),
     ],
-    ids=["whole", "chunks", "few slots", "few slots and chunks"],
 )
 def test_rows_equal_transformers(build: Build, asked: Asked, settings: dict[str, int]) -> None:
     """All readouts and generations in the same steps; then again with a warm cache, in another order."""

@@ -44,7 +44,7 @@ def tokenizer(checkpoint: Path) -> tokenizers.Tokenizer:
 Build = Callable[..., Loop]
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")])
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Build]:
     made: list[Loop] = []
 

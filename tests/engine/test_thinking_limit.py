@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")])
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Build]:
     made: list[Loop] = []
 

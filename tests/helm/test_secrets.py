@@ -71,8 +71,7 @@ def test_redis_starts_with_the_password_of_the_file(password: str, tmp_path: Pat
             assert password not in Path(f"/proc/{process.pid}/cmdline").read_text()
             assert oct((tmp_path / "redis.conf").stat().st_mode)[-3:] == "600"
         finally:
-            process.terminate()
-            process.wait(10)
+            process.kill()
 
 
 def answers(client: redis.Redis) -> bool:

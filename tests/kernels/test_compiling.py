@@ -77,6 +77,7 @@ def compiled_within_limits(*launches: str) -> list[list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 def test_sampling_compiles_for_hopper() -> None:
     """For a large vocabulary; logits are loaded 16 bytes at a time."""
     found = compiled_within_limits(*SAMPLING)

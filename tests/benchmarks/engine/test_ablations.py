@@ -21,6 +21,7 @@ def decoder(tmp_path_factory):
         return tiny.load()
 
 
+@pytest.mark.slow
 def test_all_score_alike_and_are_timed(decoder):
     engine, records = Engine(decoder, "float32", slots=4096), Records()
     scorers = variants(engine, decoder)

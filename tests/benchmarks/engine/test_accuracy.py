@@ -51,6 +51,7 @@ def test_a_model_that_is_wrong_shows(base, monkeypatch):
     assert cost.same_next < 0.5
 
 
+@pytest.mark.slow
 def test_values_stay_near():
     found = value_costs(QUICK)
     for form in found.keys() - {"float32", "bfloat16"}:

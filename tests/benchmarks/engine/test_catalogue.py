@@ -10,6 +10,7 @@ from benchmarks.engine.catalogue import main
 from benchmarks.gateway.placement import main as placement
 
 
+@pytest.mark.slow
 def test_cached_items_are_faster(capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         "--items",

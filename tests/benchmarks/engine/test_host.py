@@ -13,7 +13,7 @@ TOKENS = {"score": 8192, "decode": 256, "guided": 256, "structured": 32}
 """Tokens of a step. Structured rows wait for their masks, so each step has half of the 64."""
 
 
-@pytest.mark.parametrize("case", TOKENS)
+@pytest.mark.parametrize("case", [case if case == "guided" else pytest.param(case, marks=pytest.mark.slow) for case in TOKENS])
 def test_each_case_measures_full_steps(case: str) -> None:
     """In a process of its own, because null kernels take the place of the real ones."""
     found = in_process(HERE, case, steps=4)
@@ -27,6 +27,7 @@ def test_it_tells_medians_and_ratios() -> None:
     assert summary(here, there, 3.0) == {"ms": 2.0, "tokens": 8.0, "limit_ms": 3.0, "against_ms": 2.0, "ratio": 1.0}
 
 
+@pytest.mark.slow
 def test_it_compares_with_a_checkout(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decode", "--steps", "2", "--rounds", "1", "--against", str(HERE)]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -34,6 +35,7 @@ def test_it_compares_with_a_checkout(capsys: pytest.CaptureFixture[str]) -> None
     assert told["machine"]["commit"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "__init__.py").write_text("raise ValueError('broken')")

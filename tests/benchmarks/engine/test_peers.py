@@ -13,6 +13,7 @@ from kernels.int8 import instructions
 from tests.checkpoints import make_checkpoint
 
 
+@pytest.mark.slow
 def test_runtimes_that_are_missing_are_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
     arguments = ["--model", str(model), "--rounds", "1", "--formats", "float32", "--out", str(tmp_path / "out")]

@@ -34,7 +34,7 @@ def plain(checkpoints: tuple[Path, Path]) -> Plain:
     return Plain(*checkpoints)
 
 
-@pytest.fixture(params=["compact", "overlapped"])
+@pytest.fixture(params=[pytest.param("compact", marks=pytest.mark.slow), "overlapped"])
 def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Build:
     return partial(build_guided, checkpoints, request.param)
 

@@ -83,6 +83,7 @@ def test_the_value_head_is_a_file_of_its_own() -> None:
         }
 
 
+@pytest.mark.slow
 def test_relevance_of_held_out_products(base: Decoder, tokenizer: Tokenizer) -> None:
     assert relevance_auc(base, tokenizer, hard=0.7, questions=1500) >= 0.95
     assert relevance_auc(base, tokenizer, hard=1.0, questions=1500) >= 0.93

@@ -35,6 +35,7 @@ def test_a_short_run_writes_both_models(tmp_path: Path) -> None:
     assert {path.relative_to(out) for folder in ("base", "lenvm") for path in (out / folder).iterdir()} == shipped
 
 
+@pytest.mark.slow
 def test_the_program_makes_the_shipped_tokeniser() -> None:
     assert train_tokenizer(sample_texts(0, 4000)).to_str() == load_tokenizer(MODELS / "base").to_str()
 

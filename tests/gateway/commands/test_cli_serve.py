@@ -125,23 +125,27 @@ def test_the_openai_lines_that_are_shown_work(served: Served) -> None:
     assert "'object': 'scoring'" in done.stdout
 
 
-def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(tmp_path: Path) -> None:
-    served = start(tmp_path)
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = start(tmp_path_factory.mktemp("demo"))
+    yield served
+    served.process.terminate()
+    assert served.process.wait(END_SECONDS) == 0
+
+
+def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(demo: Served) -> None:
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     (steering,) = [block for block in re.findall(r"```python\n(.*?)```", readme, flags=re.S) if "length_guidance" in block]
-    text = served.out.read_text()
-    for program in (steering.replace("http://127.0.0.1:8000", served.url), text[text.index("from openai import") :]):
+    text = demo.out.read_text()
+    for program in (steering.replace("http://127.0.0.1:8000", demo.url), text[text.index("from openai import") :]):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         tokens, _, words = done.stdout.splitlines()[-1].partition(" ")
         assert 20 <= int(tokens) <= 60
         assert words.startswith("A ")
-    check_clients(served.url)
-    served.process.terminate()
-    assert served.process.wait(END_SECONDS) == 0
-    (seconds,) = re.findall(r"Ready after ([\d.]+) s", served.err.read_text())
+    (seconds,) = re.findall(r"Ready after ([\d.]+) s", demo.err.read_text())
     assert float(seconds) < 30, "a few seconds on a quiet machine"
-    rows = re.findall(r"^│ ([a-z ]+?) +│ +([\d.]+) │ +([\d.]+) │$", served.out.read_text(), flags=re.M)
+    rows = re.findall(r"^│ ([a-z ]+?) +│ +([\d.]+) │ +([\d.]+) │$", text, flags=re.M)
     assert {item for item, *_ in rows} == set(ITEMS_SHOWN)
     assert all(float(yes) + float(no) == pytest.approx(1, abs=1e-3) for _, yes, no in rows)
     assert [yes for _, yes, _ in rows] == sorted((yes for _, yes, _ in rows), reverse=True)
@@ -151,12 +155,12 @@ def test_the_demo_model_is_ready_soon_and_shows_what_it_can_do(tmp_path: Path) -
 CLIENTS = Path(__file__).parents[3] / "examples" / "clients"
 
 
-def check_clients(url: str) -> None:
-    """Run the example clients and check what they print."""
+@pytest.mark.slow
+def test_the_example_clients(demo: Served) -> None:
     said: dict[str, list[str]] = {}
     for path in (*CLIENTS.glob("*.py"), *CLIENTS.glob("*.sh")):
         command = [sys.executable, str(path)] if path.suffix == ".py" else [str(path)]
-        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*command, demo.url], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         said[path.name] = done.stdout.splitlines()
     assert said.pop("score.py")[0].endswith(" crimson jogging sneakers")
@@ -310,7 +314,7 @@ def test_with_keys_only_their_owners_score(model: Path, tmp_path: Path) -> None:
     ("number", "code"),
     [
         pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow, id="ctrl-c"),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="kill"),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow, id="kill"),
     ],
 )
 def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number: int, code: int) -> None:

@@ -164,6 +164,7 @@ def test_a_key_of_another_tab_is_not_seen(visit: Open, keyed: str) -> None:
     other = page.context.new_page()
     other.goto(keyed)
     expect(other.locator("#key-dialog")).to_be_visible()
+    other.close()
 
 
 def test_themes(visit: Open, server: str) -> None:

@@ -168,7 +168,7 @@ def test_a_server_that_restarts_is_waited_for(yardstick: Yardstick, tmp_path: Pa
     assert second.requests > 0
 
 
-@pytest.mark.parametrize(("status", "requests"), [(500, 1), (502, 3), (429, 1), (503, 1)])
+@pytest.mark.parametrize(("status", "requests"), [(500, 1), pytest.param(502, 3, marks=pytest.mark.slow), (429, 1), (503, 1)])
 def test_errors_without_a_remedy_fail_one_row(
     embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path, status: int, requests: int
 ) -> None:

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+PACKED_ROWS = 256
+"""Rows of the input that a packed weight is laid out for; products of other numbers of rows take it as well."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x · weightᵀ + bias``. x: [rows, in]; weight: [out, in]; bias: [out]. -> [rows, out]"""
@@ -20,6 +23,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _product(x, weight, bias)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """``weight`` [out, in], float32, for :func:`packed_linear`: a tensor that only oneDNN reads."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear` with a weight from :func:`pack`; no gradients. x: [rows, in] float32 -> [rows, out]"""
     return _product(x, weight, bias)
 
 

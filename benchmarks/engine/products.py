@@ -1,7 +1,8 @@
 """Float32 matrix products of a model's layers with each library on a CPU: ``python -m benchmarks products``.
 
-Each round multiplies the same matrices with every library, one after the other; figures are medians of the rounds. *Packed* weights
-were brought into the library's own layout before. The last line is JSON.
+Each round multiplies the same matrices with every library, one after the other; figures are medians of the rounds. Time is CPU time
+of all threads, which other programs on the machine change little. *Packed* weights were brought into the library's own layout
+before. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     config = load_config(MODELS / "base") if options.shape == "demo" else SHAPES[options.shape]
     records = Records()
-    table = Table("rows × in × out", title=f"GFLOP/s, {options.shape}")
+    table = Table("rows × in × out", title=f"GFLOP per second of CPU time, {options.shape}")
     products: dict[str, dict[str, float]] = {}
     with torch.inference_mode():
         for name, size, out in matrices(config):
@@ -77,7 +78,7 @@ def matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
 
 
 def measure(rows: int, size: int, out: int, rounds: int) -> dict[str, float]:
-    """GFLOP/s of each library: medians of the rounds."""
+    """GFLOP per second of CPU time of each library: medians of the rounds."""
     ways = products_of(torch.randn(rows, size), torch.randn(out, size))
     taken: dict[str, list[float]] = {library: [] for library in ways}
     for _ in range(rounds):
@@ -94,17 +95,17 @@ def products_of(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
         OURS: lambda: packed_linear(x, ours),
         "torch": lambda: torch.nn.functional.linear(x, weight),
     }
-    if torch.backends.mkl.is_available():
+    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         theirs = torch.ops.mkl._mkl_reorder_linear_weight(weight, len(x))
         ways["MKL, packed"] = lambda: torch.ops.mkl._mkl_linear(x, theirs, weight, None, len(x))
     return ways
 
 
 def seconds_of(multiply: Callable[[], Tensor]) -> float:
-    """Mean seconds of a call, without the first one."""
+    """Mean CPU seconds of a call, without the first one."""
     multiply()
-    calls, start = 0, time.perf_counter()
-    while (passed := time.perf_counter() - start) < REPEATED_SECONDS or not calls:
+    calls, start = 0, time.process_time()
+    while (passed := time.process_time() - start) < REPEATED_SECONDS or not calls:
         multiply()
         calls += 1
     return passed / calls

@@ -10,8 +10,8 @@ of forward passes of 256-1920 tokens (6 layers, hidden 512, float32)."""
 
 IDLE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 """OpenMP threads that wait for the next product spin for a thousand turns, some tens of microseconds, and then sleep. libgomp,
-which torch's wheels for Linux bring, reads the second variable; other libraries read the first. By default libgomp lets threads spin for
-milliseconds, on cores that gateway and client need (docs/benchmarks, "Threads that wait")."""
+which torch's wheels for Linux bring, reads the second variable, other libraries the first. By default libgomp lets threads spin
+for milliseconds, on cores that gateway and client need (docs/benchmarks, "Threads that wait")."""
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables with which a user says how OpenMP threads wait; the first holds for every OpenMP library."""
 

@@ -5,8 +5,8 @@ Torch multiplies float32 matrices with MKL, which keeps to AVX2 on processors th
 as many tokens a second. On Zen 4, whose units are half as wide, the two are about as fast.
 
 oneDNN has a layout of its own for weights, which it otherwise makes anew in each call. :func:`pack` makes it once. On Zen 4 packed
-weights are the fastest of four ways, but for products below 100 µs in a tiny model (``python -m benchmarks products``), so there is no
-choice of a library at the start.
+weights are the fastest of four ways, but for products below 100 µs in a tiny model (``python -m benchmarks products``). So no
+library is chosen at the start.
 """
 
 from __future__ import annotations

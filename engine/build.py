@@ -35,7 +35,7 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
-from engine.models.quantization import FORMATS, arithmetic_of
+from engine.models.quantization import FORMATS, arithmetic_of, format_of
 from engine.models.source import locate
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
@@ -66,7 +66,7 @@ def build_loop(settings: EngineSettings) -> Loop:
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
     else:
-        decoder = load_model(directory, dtype, settings.quantize).to(device)
+        decoder = load_model(directory, dtype, format_of(settings.quantize, device, dtype)).to(device)
     digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel)
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
     if settings.lenvm_model is None:
@@ -113,7 +113,7 @@ def load_pair(directory: Path, base: Path, settings: EngineSettings, dtype: torc
             f"A length model guides generations, and the model {base.name} has no language-model head; leave --lenvm-model out."
         )
     check_pairing(base, directory)
-    model = load_lenvm(directory, dtype, settings.quantize).to(device)
+    model = load_lenvm(directory, dtype, format_of(settings.quantize, device, dtype)).to(device)
     problem = problem_of("triton", device, model.config, dtype) if device.type == "cuda" else None
     if problem is not None:
         raise ModelError(f"The length model cannot serve here: {problem}.")

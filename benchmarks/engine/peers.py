@@ -29,6 +29,7 @@ from benchmarks.engine.subject import SHAPES, subject
 from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.models.loader import load_model
+from engine.models.quantization import format_of
 from kernels.int8 import instructions
 
 RUNTIMES = ("openvino", "onnxruntime")
@@ -132,7 +133,7 @@ def start(checkpoint: Path, options: argparse.Namespace, left_out: dict[str, str
         if form == "int8" and instructions() is None:
             left_out["int8"] = "the processor has no instructions for it"
             continue
-        quantize = None if form == "float32" else form
+        quantize = format_of(None if form == "float32" else form, torch.device("cpu"), torch.float32)
         scorers[f"Yardstick, {form}"] = Engine(load_model(checkpoint, quantize=quantize), "float32", slots=SLOTS)
         for runtime in RUNTIMES:
             name, python = f"{runtime}, {form}", getattr(options, runtime)

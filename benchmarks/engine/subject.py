@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model, save_model
-from engine.models.quantization import FORMATS
+from engine.models.quantization import FORMATS, format_of
 from engine.models.rope import Rope
 from engine.models.source import locate
 
@@ -57,7 +57,7 @@ class Subject:
         device, dtype = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), getattr(torch, self.dtype)
         if self.quantize is not None:
             FORMATS[self.quantize].check_device(device, dtype)
-        return load_model(self.directory, dtype, self.quantize).to(device)
+        return load_model(self.directory, dtype, format_of(self.quantize, device, dtype)).to(device)
 
 
 @contextmanager

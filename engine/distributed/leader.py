@@ -23,6 +23,7 @@ from engine.ints import Ints
 from engine.models.config import load_config
 from engine.models.decoder import Attend, FusedAttend, PlainAttend
 from engine.models.errors import ModelError
+from engine.models.quantization import format_of
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class LeadingDecoder(ShardedDecoder):
         super().__init__(load_config(directory), dtype, 0, settings.tensor_parallel)
         self._planned: Sequence[ExtendSegment] = ()
         self._workers = Workers(settings)  # the workers load their parts while this process loads its own
-        load_part(self, directory, settings.quantize)
+        load_part(self, directory, format_of(settings.quantize, device, dtype))
         self.to(device)
         self._workers.join(device)
 

@@ -24,6 +24,7 @@ from engine.distributed.placement import device_of, dtype_of, set_threads
 from engine.distributed.shard import ShardedDecoder, join, load_part
 from engine.models.config import load_config
 from engine.models.errors import ModelError
+from engine.models.quantization import format_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,9 @@ def _load(assignment: Assignment) -> ShardedDecoder:
     set_threads(settings)
     directory = Path(settings.model)
     device = device_of(settings, assignment.rank)
-    decoder = ShardedDecoder(load_config(directory), dtype_of(settings, device), assignment.rank, settings.tensor_parallel)
-    load_part(decoder, directory, settings.quantize)
+    dtype = dtype_of(settings, device)
+    decoder = ShardedDecoder(load_config(directory), dtype, assignment.rank, settings.tensor_parallel)
+    load_part(decoder, directory, format_of(settings.quantize, device, dtype))
     return decoder.to(device)
 
 

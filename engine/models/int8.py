@@ -10,52 +10,36 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.models.decoder import Decoder, DecoderLayer, Linear
+from engine.models import packed
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.errors import ModelError
+from engine.models.packed import PROJECTIONS, PackedLinear
 from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_linear, pack
 
 logger = logging.getLogger(__name__)
 
-PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-"""Parts of a layer that are quantised."""
 
+class Int8Linear(PackedLinear):
+    """A linear layer of codes."""
 
-class Int8Linear(nn.Module):
-    """A linear layer of codes, which are missing until :meth:`fill`; its bias is that of the layer it is made like."""
+    weight: PackedWeight
 
-    def __init__(self, like: Linear) -> None:
-        super().__init__()
-        self.bias = like.bias
-        self.weight: PackedWeight | None = None
-
-    def fill(self, weight: Tensor) -> None:
-        """weight: [out, in]."""
-        self.weight = pack(weight)
+    def pack(self, weight: Tensor) -> PackedWeight:
+        return pack(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
-        assert self.weight is not None
         return int8_linear(x, self.weight, self.bias)
 
 
 def convert(layer: DecoderLayer) -> None:
     """Give a layer its quantised projections, without weights, in place of those it has."""
-    for name in PROJECTIONS:
-        projection = layer.get_submodule(name)
-        assert isinstance(projection, Linear)
-        layer.set_submodule(name, Int8Linear(projection))
+    packed.convert(layer, Int8Linear)
 
 
-@torch.no_grad()
-def fill(layer: DecoderLayer, source: DecoderLayer) -> None:
-    """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
-    for name, parameter in layer.named_parameters():  # norms and biases
-        parameter.copy_(source.get_parameter(name))
-    for name, part in layer.named_modules():
-        if isinstance(part, Int8Linear):
-            part.fill(source.get_parameter(f"{name}.weight"))
+fill = packed.fill
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Formats in which the matrix products of a decoder's layers are computed instead of its dtype."""
+"""Formats of the weights of a decoder's layers: 8 bits, or float32 as oneDNN wants it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from engine.models import fp8, int8
+from engine.models import fp8, int8, packed
 from engine.models.decoder import Decoder, DecoderLayer
 from kernels.int8 import instructions
 
@@ -27,8 +27,13 @@ class Format(Protocol):
         """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
 
 
-FORMATS: dict[str, Format] = {"fp8": fp8, "int8": int8}
-"""Values of :attr:`~engine.settings.EngineSettings.quantize`."""
+FORMATS: dict[str, Format] = {"fp8": fp8, "int8": int8, "packed": packed}
+"""Values of :attr:`~engine.settings.EngineSettings.quantize`, and ``packed``, which changes no numbers."""
+
+
+def format_of(quantize: str | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The format in which layers are served: ``quantize``, or else ``packed`` where that is faster; None for plain weights."""
+    return quantize or ("packed" if packed.suits(device, dtype) else None)
 
 
 def arithmetic_of(dtype: torch.dtype, quantize: str | None) -> str:

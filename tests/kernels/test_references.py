@@ -10,7 +10,7 @@ import torch
 
 import kernels
 from kernels.label_logprobs import label_logprobs
-from kernels.linear import linear
+from kernels.linear import linear, pack, packed_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
@@ -91,6 +91,15 @@ def test_linear(rows: int, biased: bool, dtype: torch.dtype) -> None:
     found = linear(x, weight, bias)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33, 500])
+@pytest.mark.parametrize("biased", [True, False])
+def test_packed_linear(rows: int, biased: bool) -> None:
+    x, weight = torch.randn(rows, 48), torch.randn(20, 48) / 7
+    bias = torch.randn(20) if biased else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(packed_linear(x, pack(weight), bias).double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_linear_of_parts_of_larger_tensors() -> None:

@@ -1,0 +1,116 @@
+"""Float32 matrix products of a model's layers with each library on a CPU: ``python -m benchmarks products``.
+
+Each round multiplies the same matrices with every library, one after the other; figures are medians of the rounds. Time is CPU time
+of all threads, which other programs on the machine change little. *Packed* weights were brought into the library's own layout
+before. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.engine import machine
+from benchmarks.engine.records import Records
+from benchmarks.engine.subject import SHAPES
+from engine.demo import MODELS
+from engine.models.config import ModelConfig, load_config
+from kernels.linear import linear, pack, packed_linear
+
+ROWS = (8, 32, 128, 1920)
+"""Decoding steps, and a score request of the standard workload."""
+REPEATED_SECONDS = 0.02
+"""A round repeats a product for this long."""
+BASE, OURS = "oneDNN", "oneDNN, packed"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print a table and one line of JSON; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks products", description="Float32 matrix products with each library.")
+    parser.add_argument("--shape", choices=("demo", *SHAPES), default="small", help="of the layers (%(default)s)")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="of the input (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
+    options = parser.parse_args(arguments)
+    config = load_config(MODELS / "base") if options.shape == "demo" else SHAPES[options.shape]
+    records = Records()
+    table = Table("rows × in × out", title=f"GFLOP per second of CPU time, {options.shape}")
+    products: dict[str, dict[str, float]] = {}
+    with torch.inference_mode():
+        for name, size, out in matrices(config):
+            for rows in map(int, options.rows.split(",")):
+                where = f"{rows} × {size} × {out}"
+                products[f"{name}, {where}"] = found = measure(rows, size, out, options.rounds)
+                for library in found if not table.rows else ():
+                    table.add_column(library)
+                table.add_row(f"{name}, {where}", *(f"{speed:.0f}" for speed in found.values()))
+    records.console.print(table)
+    summary: dict[str, Any] = {
+        "bench": "products",
+        "machine": machine.describe(),
+        "shape": options.shape,
+        "rounds": options.rounds,
+        "gflops": products,
+        "least_ratio": {library: least(products, library) for library in next(iter(products.values())) if library != OURS},
+    }
+    if options.out is not None:
+        records.write(options.out, summary)
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+def matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
+    """Name, input and output size of each projection of a layer."""
+    hidden, inner, attended = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    yield "qkv_proj", hidden, attended + 2 * config.num_kv_heads * config.head_dim
+    yield "o_proj", attended, hidden
+    yield "gate_up_proj", hidden, 2 * inner
+    yield "down_proj", inner, hidden
+
+
+def measure(rows: int, size: int, out: int, rounds: int) -> dict[str, float]:
+    """GFLOP per second of CPU time of each library: medians of the rounds."""
+    ways = products_of(torch.randn(rows, size), torch.randn(out, size))
+    taken: dict[str, list[float]] = {library: [] for library in ways}
+    for _ in range(rounds):
+        for library, multiply in ways.items():
+            taken[library].append(seconds_of(multiply))
+    return {library: 2e-9 * rows * size * out / statistics.median(times) for library, times in taken.items()}
+
+
+def products_of(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """The ways to multiply that this build of torch has; x: [rows, in], weight: [out, in]."""
+    ours = pack(weight)
+    ways = {
+        BASE: lambda: linear(x, weight),
+        OURS: lambda: packed_linear(x, ours),
+        "torch": lambda: torch.nn.functional.linear(x, weight),
+    }
+    if torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        theirs = torch.ops.mkl._mkl_reorder_linear_weight(weight, len(x))
+        ways["MKL, packed"] = lambda: torch.ops.mkl._mkl_linear(x, theirs, weight, None, len(x))
+    return ways
+
+
+def seconds_of(multiply: Callable[[], Tensor]) -> float:
+    """Mean CPU seconds of a call, without the first one."""
+    multiply()
+    calls, start = 0, time.process_time()
+    while (passed := time.process_time() - start) < REPEATED_SECONDS or not calls:
+        multiply()
+        calls += 1
+    return passed / calls
+
+
+def least(products: dict[str, dict[str, float]], library: str) -> float:
+    """The smallest ratio of our speed to the library's."""
+    return min(found[OURS] / found[library] for found in products.values())

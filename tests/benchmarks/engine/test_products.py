@@ -1,0 +1,28 @@
+"""The benchmark of matrix products."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.engine import products
+
+
+def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "REPEATED_SECONDS", 0.0)
+    assert products.main(["--shape", "demo", "--rows", "2,3", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "gate_up_proj, 3 × 192 × 1280" in summary["gflops"]
+    assert len(summary["gflops"]) == 8
+    assert all(speed > 0 for found in summary["gflops"].values() for speed in found.values())
+    assert summary["least_ratio"].keys() >= {"oneDNN", "torch"}
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_all_libraries_compute_the_same() -> None:
+    x, weight = torch.randn(7, 48), torch.randn(20, 48)
+    for multiply in products.products_of(x, weight).values():
+        torch.testing.assert_close(multiply(), x @ weight.t(), rtol=1e-4, atol=1e-4)

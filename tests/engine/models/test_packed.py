@@ -1,0 +1,55 @@
+"""Layers with packed weights: the same numbers, and where they are used."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.models import packed
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model
+from engine.models.quantization import format_of
+from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.engine.models.causal import causal
+
+CPU = torch.device("cpu")
+BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED[request.param])
+
+
+def logits(decoder: Decoder, count: int) -> Tensor:
+    tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return decoder.logits(decoder(tokens, torch.arange(count), causal))
+
+
+@pytest.mark.parametrize("count", [1, 60])
+def test_the_numbers_are_those_of_plain_weights(model: Path, count: int) -> None:
+    decoder, plain = load_model(model, quantize="packed"), load_model(model)
+    parts = [decoder.layers[2].get_submodule(name) for name in packed.PROJECTIONS]
+    assert all(isinstance(part, packed.PackedLinear) for part in parts)
+    torch.testing.assert_close(logits(decoder, count), logits(plain, count), rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_layers_matrices_are_packed(model: Path) -> None:
+    state, before = load_model(model, quantize="packed").state_dict(), load_model(model).state_dict()
+    assert before.keys() - state.keys() == {f"layers.{index}.{name}.weight" for index in range(3) for name in packed.PROJECTIONS}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
+def test_a_cpu_packs_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert format_of(None, CPU, torch.float32) == "packed"
+    assert format_of("int8", CPU, torch.float32) == "int8"
+    assert format_of(None, CPU, torch.bfloat16) is None
+    assert format_of(None, torch.device("cuda", 0), torch.float32) is None
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert format_of(None, CPU, torch.float32) is None

@@ -39,6 +39,8 @@ class Allocator:
         """Those of them that are items."""
         self.step = 0
         """Number of the step being scheduled; requests that are already in it are not preempted."""
+        self.flows = queue.flows
+        """All flows, by tenant."""
         self._preemption = Preemption(queue, self.running)
         self._queue = queue
 
@@ -48,13 +50,19 @@ class Allocator:
 
     def allocate(self, count: int, request: Request, branch: Branch | None, *, may_preempt: bool) -> Ints:
         """Return ``count`` slots for ``branch`` (None: the prefix), or none at all."""
-        pool, cache = self.kv_pools[request.on_lenvm]
-        while pool.available < count:
-            if cache.evict(count - pool.available):
-                continue
+        kv_pool = int(request.on_lenvm)
+        while not self.make_available(kv_pool, count):
             if not (may_preempt and self._preempt_behind(request, branch)):
                 return EMPTY
-        return pool.allocate(count)
+        return self.kv_pools[kv_pool].pool.allocate(count)
+
+    def make_available(self, kv_pool: int, count: int) -> bool:
+        """Return whether ``count`` slots of a model are free, after evictions where needed."""
+        pool, cache = self.kv_pools[kv_pool]
+        while pool.available < count:
+            if not cache.evict(count - pool.available):
+                return False
+        return True
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
         """Free slots of this model: those of another request or, if no other has any to give, of a later branch of ``request``."""
@@ -138,4 +146,4 @@ class Allocator:
     def count_taken(self, request: Request, count: int) -> None:
         """Count slots that ``request`` took from the pool; a negative number was given back."""
         request.taken += count
-        self._queue.flows[request.caller.tenant].held[request.on_lenvm] += count
+        self.flows[request.caller.tenant].held[request.on_lenvm] += count

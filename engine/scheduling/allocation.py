@@ -50,19 +50,18 @@ class Allocator:
 
     def allocate(self, count: int, request: Request, branch: Branch | None, *, may_preempt: bool) -> Ints:
         """Return ``count`` slots for ``branch`` (None: the prefix), or none at all."""
-        kv_pool = int(request.on_lenvm)
-        while not self.make_available(kv_pool, count):
+        pool, cache = self.kv_pools[request.on_lenvm]
+        while pool.available < count:
+            if cache.evict(count - pool.available):
+                continue
             if not (may_preempt and self._preempt_behind(request, branch)):
                 return EMPTY
-        return self.kv_pools[kv_pool].pool.allocate(count)
+        return pool.allocate(count)
 
-    def make_available(self, kv_pool: int, count: int) -> bool:
-        """Return whether ``count`` slots of a model are free, after evictions where needed."""
+    def has_room(self, kv_pool: int, count: int) -> bool:
+        """Return whether ``count`` slots of a model can be allocated without preemption."""
         pool, cache = self.kv_pools[kv_pool]
-        while pool.available < count:
-            if not cache.evict(count - pool.available):
-                return False
-        return True
+        return pool.available + cache.evictable >= count
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
         """Free slots of this model: those of another request or, if no other has any to give, of a later branch of ``request``."""

@@ -223,8 +223,10 @@ class Scheduler:
         self._allocator.release_unused(candidate_pass)
 
     def remove(self, request: Request) -> None:
-        """Remove a request and free everything that it holds."""
+        """Remove a request and free everything that it holds. Results of its branches are no longer wanted."""
         del self._requests[request.id]
+        for branch in request.branches:
+            branch.done = True
         self._items -= request.is_item
         self._wait_estimator.leave(request, begun=False)
         self._allocator.let_go(request)

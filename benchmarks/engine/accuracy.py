@@ -144,8 +144,7 @@ def costs(
     store: Store | None = None,
     name: str = "",
 ) -> dict[str, Cost]:
-    """Return the errors of ``model`` in every format that this machine supports, and that ``store`` has the time for. ``name``: of
-    the model, in the keys of the store."""
+    """Return the errors of ``model``, called ``name``, in the formats that this machine supports and ``store`` has time for."""
     store = store or Store()
     chosen = [dataclasses.replace(model, dtype=dtype, quantize=quantize) for dtype, quantize in formats or FORMATS]
     chosen = [each for each in chosen if supported(each.dtype, each.quantize)]
@@ -242,8 +241,8 @@ def random_material(sizes: Sizes, vocab_size: int) -> Material:
 
 
 def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | None = None) -> dict[str, dict[str, float]]:
-    """Return differences of the value in every state of new texts, and its rank correlation with the truth, for the formats that
-    this machine supports and that ``store`` has the time for."""
+    """Return differences of the value in every state of new texts, and its rank correlation with the truth; formats as in
+    :func:`costs`."""
     store = store or Store()
     chosen = [form for form in formats or FORMATS if form[1] != "int8" or supported(*form)]
 

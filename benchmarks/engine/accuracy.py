@@ -262,8 +262,8 @@ def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | Non
 
     config = load_config(MODELS / "lenvm")
     names = {Subject(MODELS / "lenvm", config, *form).format: form for form in chosen}
-    costs = {name: store.measure(f"length values: {name}", SECONDS, partial(measured, *form)) for name, form in names.items()}
-    return {name: cost for name, cost in costs.items() if cost is not None}
+    found = {name: store.measure(f"length values: {name}", SECONDS, partial(measured, *form)) for name, form in names.items()}
+    return {name: cost for name, cost in found.items() if cost is not None}
 
 
 def show(title: str, formats: Mapping[str, Mapping[str, float | None]], records: Records) -> None:

@@ -63,12 +63,17 @@ class Branch:
     pending: bool = False
     """Whether a pending step draws the newest token, which is :data:`PENDING` until then."""
     done: bool = False
+    """Whether it has ended. With overlap a step may compute more of it than was needed, whose results are dropped."""
     constraint: Constraint | None = None
     """The state of the grammar that the output follows; None without a grammar."""
     section: GuidedSection | None = None
     """Section of the output whose draws are guided; None for all of it."""
     thinking: GuidedSection | None = None
     """The thinking section, if its length has a limit."""
+    packed_sampling: bytes = b""
+    """:func:`engine.device.sampling_rows.pack` of its parameters; empty before its first draw."""
+    plain_sampling: bool = False
+    """Whether ``packed_sampling`` and a position are all that decides a draw (:mod:`engine.device.sampling_rows`)."""
     aux_branch: Branch | None = None
     """Branch of this sequence on the length model; None if the sequence is not guided. Both branches share one token buffer."""
     main_branch: Branch | None = None

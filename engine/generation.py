@@ -17,7 +17,7 @@ import numpy as np
 from engine import wire
 from engine.core import Branch, Request
 from engine.ints import EMPTY, IntBuffer, Ints, ints
-from engine.length_guidance import GuidedSection, effective, section_of, top_k
+from engine.length_guidance import GuidedSection, closing, effective, section_of, top_k
 from engine.structured.bits import Bits, bits_of, words_of
 
 
@@ -44,13 +44,15 @@ class GenerateRequest(Request):
     prompt: Ints
     length_guidance: wire.LengthGuidance | None = None
     """None also where the message's guidance has no effect."""
+    packed_guidance: bytes = b""
+    """:func:`engine.lenvm.guided_rows.pack` of it; empty before the first guided draw."""
+    section_ends: tuple[int, ...] = ()
+    """Tokens, beside the end of sequence, that end the guided section."""
     candidates: int = 0
     """Largest number of tokens that the length model evaluates for a draw."""
     aux_request: AuxRequest | None = None
     allowed: Bits | None = None
     """``Sampling.allowed_token_ids``."""
-    packed_sampling: bytes = b""
-    """:func:`engine.device.sampling.pack` of the message's sampling, once it was needed."""
     depends_on_output: bool = False
     """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
 
@@ -80,6 +82,7 @@ class GenerateRequest(Request):
                 branch.thinking = GuidedSection(message.thinking_limit.thinking, "thinking")
         if request.length_guidance is not None:
             request.candidates = top_k(message)
+            request.section_ends = (*message.sampling.stop_token_ids, *closing(request.length_guidance))
             request.aux_request = AuxRequest(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
             for branch in request.branches:
                 branch.section = section_of(request.length_guidance)
@@ -97,7 +100,8 @@ class GenerateRequest(Request):
 
     @property
     def reserve(self) -> int:
-        if self.prefix.size != self.prefix_slots.size or (self.aux_request is not None and self.aux_request.prefix_remaining):
+        aux = self.aux_request
+        if self.prefix.size != self.prefix_slots.size or (aux is not None and aux.prefix.size != aux.prefix_slots.size):
             return 0
         return len(self.branches) * (1 + self.candidates)
 
@@ -121,7 +125,7 @@ class GenerateRequest(Request):
     def guided_from(self, branch: Branch) -> int | None:
         """Return the number of output tokens before the section that is guided; None if the next draw of ``branch`` is not guided.
         The newest token must be known, unless the section is settled."""
-        if self.length_guidance is None or self.forced_token(branch) is not None:
+        if self.length_guidance is None or (branch.thinking is not None and self.forced_token(branch) is not None):
             return None
         if branch.section is None:
             return 0

@@ -71,6 +71,11 @@ def section_of(guidance: wire.LengthGuidance | None) -> GuidedSection | None:
     return GuidedSection(guidance.thinking, guidance.applies_to)
 
 
+def closing(guidance: wire.LengthGuidance) -> tuple[int, ...]:
+    """The token that ends the guided section, where that is the thinking section."""
+    return (guidance.thinking.close,) if guidance.applies_to == "thinking" and guidance.thinking else ()
+
+
 def top_k(message: wire.Generate) -> int:
     """Largest number of candidates of a draw: the guidance's ``top_k``, or the sampling's where that is smaller."""
     guidance, own = message.length_guidance, message.sampling.top_k

@@ -19,7 +19,7 @@ import torch
 
 from engine import wire
 from engine.batch import Batch
-from engine.checks import MAX_CALLER_CHARACTERS, check
+from engine.checks import check
 from engine.core import Branch, Request, ScoreRequest
 from engine.counters import Counters
 from engine.deltas import Deltas, unsent
@@ -27,6 +27,7 @@ from engine.device.compilations import Compilations
 from engine.generation import GenerateRequest
 from engine.item_groups import ItemGroups
 from engine.readouts.base import StepResult
+from engine.refusals import Message, Refusals, overloaded
 from engine.request_log import Ending, RequestLog
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
@@ -38,8 +39,6 @@ DEVICE_ERRORS = (RuntimeError, MemoryError)
 """Errors of a step that are no fault of the program, above all out of memory."""
 WAIT_SECONDS = 0.001
 """Pause between steps where every request waits for a grammar or a mask."""
-Message = wire.Score | wire.ScoreItems | wire.Generate
-QUEUE_FULL = "The engine's queue is full."
 
 
 class Loop:
@@ -75,6 +74,7 @@ class Loop:
         self._clock = clock
         self._log = RequestLog(clock)
         self._counters = Counters((runner.replayed, runner.replayed_lenvm_passes))
+        self._refusals = Refusals(self._counters.refused, self._log)
         self._deltas = Deltas(info, scheduler, structured, self._counters)
         self._groups = ItemGroups(scheduler, self._counters)
         self._step_seconds = 0.0
@@ -99,9 +99,7 @@ class Loop:
 
     def refuse(self, request_id: str, problem: str) -> None:
         """Refuse a message that could not be decoded; the next :meth:`step` replies."""
-        self._counters.refused.invalid += 1
-        self._log.write("refused", wire.Caller(), request_id[:MAX_CALLER_CHARACTERS], code="invalid")
-        self._ended.append(wire.Failed(request_id, "invalid", problem))
+        self._ended.append(self._refusals.invalid(request_id, problem))
 
     @property
     def idle(self) -> bool:
@@ -172,35 +170,22 @@ class Loop:
     def _refusal(self, message: Message) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
         if self._request(message.id) is not None or self._groups.get(message.id) is not None:
-            return self._invalid(message, "A request of this id is still running; ids must be unique.")
+            return self._refusals.invalid(message.id, "A request of this id is still running; ids must be unique.", message.caller)
         problem = check(message, self.info)
         if problem is not None:
-            return self._invalid(message, problem)
+            return self._refusals.invalid(message.id, problem, message.caller)
         wait = self._scheduler.wait_seconds(message.priority, message.caller.tenant)
         if wait > self._max_wait_seconds:
-            self._counters.refused.wait += 1
-            return self._overloaded(message, "wait", wait)
+            return self._refusals.overloaded(message, "wait", wait)
         compiling = 0 if self._structured is None else self._structured.compiling
         if self._groups.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
-            self._counters.refused.queue += 1
-            return self._overloaded(message, "queue_full", wait)
+            return self._refusals.overloaded(message, "queue_full", wait)
         return None
 
     def _request(self, request_id: str) -> Request | None:
         """The request with this id, or None if it has ended."""
         compiling = None if self._structured is None else self._structured.get(request_id)
         return compiling or self._scheduler.get(request_id)
-
-    def _invalid(self, message: Message, problem: str) -> wire.Failed:
-        """The refusal of a faulty message. Its strings may be of any length, so that the log gets their beginnings."""
-        self._counters.refused.invalid += 1
-        caller = wire.Caller(message.caller.request_id[:MAX_CALLER_CHARACTERS], message.caller.tenant[:MAX_CALLER_CHARACTERS])
-        self._log.write("refused", caller, message.id[:MAX_CALLER_CHARACTERS], code="invalid")
-        return wire.Failed(message.id, "invalid", problem)
-
-    def _overloaded(self, message: Message, reason: str, wait: float) -> wire.Failed:
-        self._log.write("refused", message.caller, message.id, code="overloaded", reason=reason, wait_seconds=round(wait, 3))
-        return wire.Failed(message.id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait))
 
     def _displace(self, caller: wire.Caller) -> bool:
         """Make a place in the full queue for ``caller``, at the cost of the tenant with most requests in it."""
@@ -209,9 +194,7 @@ class Loop:
             return False
         self._counters.refused.displaced += 1
         wait = self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)
-        for request in self._groups.end([displaced]):
-            failed = wire.Failed(request.message_id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait))
-            self._ended.append(failed)
+        self._ended += [overloaded(request.message_id, wait) for request in self._groups.end([displaced])]
         self._note("displaced", displaced, code="overloaded")
         return True
 
@@ -275,11 +258,11 @@ class Loop:
             if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
                 part.branch.prompt_logprobs += part.logprobs
         for branch, row in result.rows:
-            if self._open(branch):
+            if not branch.done:
                 self._process_row(branch, row, replies)
         for drawn in result.drawn:
             branch = drawn.branch
-            if self._open(branch):
+            if not branch.done:
                 replies += self._deltas.take(branch, drawn.token, drawn.logprobs)
                 if not branch.request.branches:
                     self._note("finished", branch.request)
@@ -301,10 +284,6 @@ class Loop:
             self._note("finished", request)
             scored = wire.Scored(request.id, request.rows, request.cached_tokens, request.computed_tokens, request.queue_seconds)
             replies.append(scored)
-
-    def _open(self, branch: Branch) -> bool:
-        """Whether the results of ``branch`` are still wanted. With overlap a step may compute more than was needed."""
-        return not branch.done and self._scheduler.get(branch.request.id) is branch.request
 
     def _fail(self, batch: Batch, error: Exception) -> list[wire.Reply]:
         """End the requests of a failed step. The engine continues."""

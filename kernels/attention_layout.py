@@ -27,6 +27,9 @@ PROGRAMS = 256
 """About two for each processor of a large GPU: fewer leave some of them idle."""
 MOST_NARROW, MOST_MERGES = 1024, 1024
 """Room for as many in tables of fixed size, however many tokens: a program for padding does nothing, but it starts."""
+FEW_NARROW = 384
+"""The same for narrow items of steps with more tokens than :data:`MOST_NARROW`, which are mostly prompts: 256 decoding rows, and
+the ends of prompts and items."""
 ITEM, MERGE = 6, 4
 """Columns of the tables."""
 
@@ -91,7 +94,7 @@ class Room:
         """
         most = -(-PROGRAMS // kv_heads)
         wide = queries // (NARROW // group + 1)  # upper bound: a tile that is not narrow has more than NARROW // group queries
-        narrow = min(queries, MOST_NARROW) + most
+        narrow = (queries if queries <= MOST_NARROW else FEW_NARROW) + most
         fit = min(queries, rows // group)
         merges = min(queries, most * fit, MOST_MERGES)
         return cls(queries, narrow, narrow + (wide + most if wide else 0), merges, 2 * most * fit)
@@ -99,7 +102,11 @@ class Room:
     @property
     def numbers(self) -> int:
         """Numbers in all tables except ``kv_indices``, which comes last with its own length."""
-        return self.queries + self.items * ITEM + self.merges * MERGE
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.queries, self.items * ITEM, self.merges * MERGE
 
     def pack(self, layout: Layout, padding_slot: int) -> Tensor | None:
         """The tables of ``layout``, padded, as :meth:`within` finds them; None where they do not fit. On the host.
@@ -110,20 +117,25 @@ class Room:
         fits = layout.narrow <= self.narrow and wide <= self.items - self.narrow and layout.partials <= self.partials
         if not fits or len(layout.out_cache_loc) > self.queries or len(layout.merges) > self.merges:
             return None
-        packed = torch.empty(self.numbers + len(layout.kv_indices), dtype=torch.int64)
+        packed = np.empty(self.numbers + len(layout.kv_indices), np.int64)
         packed[: self.numbers] = 0
-        padded = self.within(packed)
-        padded.out_cache_loc.fill_(padding_slot)[: len(layout.out_cache_loc)] = layout.out_cache_loc
-        padded.items[: layout.narrow] = layout.items[: layout.narrow]
-        padded.items[self.narrow : self.narrow + wide] = layout.items[layout.narrow :]
-        padded.merges[: len(layout.merges)] = layout.merges
-        padded.kv_indices.copy_(layout.kv_indices)
-        return packed
+        slots, items, merges = self._sizes
+        packed[:slots] = padding_slot
+        starts = 0, slots, slots + self.narrow * ITEM, slots + items, slots + items + merges
+        tables = (
+            layout.out_cache_loc,
+            layout.items[: layout.narrow],
+            layout.items[layout.narrow :],
+            layout.merges,
+            layout.kv_indices,
+        )
+        for start, table in zip(starts, tables, strict=True):
+            packed[start : start + table.numel()] = table.numpy().reshape(-1)
+        return torch.from_numpy(packed)
 
     def within(self, packed: Tensor) -> Layout:
         """Views of ``packed``."""
-        sizes = [self.queries, self.items * ITEM, self.merges * MERGE]
-        out_cache_loc, items, merges, kv_indices = torch.split(packed, [*sizes, len(packed) - self.numbers])
+        out_cache_loc, items, merges, kv_indices = torch.split(packed, [*self._sizes, len(packed) - self.numbers])
         nothing = packed[:0]
         tables = items.view(-1, ITEM), merges.view(-1, MERGE)
         return Layout(nothing, nothing, kv_indices, out_cache_loc, *tables, narrow=self.narrow, partials=self.partials)
@@ -137,7 +149,7 @@ def lay_out(query_lengths: Lengths, contexts: Sequence[npt.NDArray[np.integer]],
     queries = np.asarray(query_lengths, np.int64)
     qo_indptr, kv_indptr = cumulate(queries), cumulate(np.array([len(context) for context in contexts], np.int64))
     own = kv_indptr[1:] - queries  # start of each segment's own slots
-    kv_indices = np.concatenate([np.empty(0, np.int32), *contexts]).astype(np.int64)
+    kv_indices = np.concatenate([np.empty(0, np.int32), *contexts], dtype=np.int64)
     items, merges, narrow = cut(qo_indptr, kv_indptr, group=group, kv_heads=kv_heads, rows=rows)
     return Layout(
         qo_indptr=torch.from_numpy(qo_indptr),
@@ -147,46 +159,56 @@ def lay_out(query_lengths: Lengths, contexts: Sequence[npt.NDArray[np.integer]],
         items=torch.from_numpy(items),
         merges=torch.from_numpy(merges),
         narrow=narrow,
-        partials=int(items[items[:, 5] >= 0, 1].sum()),
+        partials=int(items[items[:, 5] >= 0, 1].sum()) if len(merges) else 0,
     )
 
 
 def cut(qo_indptr: Longs, kv_indptr: Longs, *, group: int, kv_heads: int, rows: int) -> tuple[Longs, Longs, int]:
     """(items, merges, narrow items) as :class:`Layout` has them. Longer items come first, so that none is left alone at the end."""
-    counts, fit = np.diff(qo_indptr), rows // group
-    tiles = -(-counts // fit)
-    segment, nth = np.repeat(np.arange(len(counts)), tiles), within(tiles)
-    first = nth * fit
-    queries = np.minimum(fit, counts[segment] - first)
-    own = kv_indptr[segment + 1] - counts[segment] + first
-    begin, end = kv_indptr[segment], own + queries
-    chunk = max(MIN_CHUNK, -(-int((end - begin).sum()) * kv_heads // PROGRAMS))
-    chunks = -(-(end - begin) // chunk)
+    items = _tiles(qo_indptr, kv_indptr, rows // group)
+    lengths = items[:, 3] - items[:, 2]
+    chunk = max(MIN_CHUNK, -(-int(lengths.sum()) * kv_heads // PROGRAMS))
+    merges = np.empty((0, MERGE), np.int64)
+    if lengths.max(initial=0) > chunk:
+        items, merges = _split(items, -(-lengths // chunk), chunk)
+        lengths = items[:, 3] - items[:, 2]
+    small = items[:, 1] * group <= NARROW
+    return items[np.lexsort((-lengths, ~small))], merges, int(small.sum())
 
-    tile, nth = np.repeat(np.arange(len(segment)), chunks), within(chunks)
+
+def _tiles(qo_indptr: Longs, kv_indptr: Longs, fit: int) -> Longs:
+    """Items of tiles of at most ``fit`` queries with their whole context, in order."""
+    counts, ends = np.diff(qo_indptr), kv_indptr[1:]
+    if counts.max(initial=0) <= fit:  # as in steps that decode
+        return _columns(qo_indptr[:-1], counts, kv_indptr[:-1], ends, ends - counts, -1)
+    tiles = -(-counts // fit)
+    segment, first = np.repeat(np.arange(len(counts)), tiles), within(tiles) * fit
+    queries = np.minimum(fit, counts[segment] - first)
+    own = ends[segment] - counts[segment] + first
+    return _columns(qo_indptr[segment] + first, queries, kv_indptr[segment], own + queries, own, -1)
+
+
+def _split(tiles: Longs, chunks: Longs, chunk: int) -> tuple[Longs, Longs]:
+    """(items, merges) of ``tiles``, each in as many ``chunks`` of at most ``chunk`` slots."""
+    first, queries, begin, end, own, _ = tiles.T
+    tile, nth = np.repeat(np.arange(len(tiles)), chunks), within(chunks)
     split = chunks > 1
     partial = cumulate(np.where(split, queries * chunks, 0))[:-1]
     chunk_begin = begin[tile] + nth * chunk
-    items = np.stack(
-        [
-            (qo_indptr[segment] + first)[tile],
-            queries[tile],
-            chunk_begin,
-            np.minimum(chunk_begin + chunk, end[tile]),
-            own[tile],
-            np.where(split[tile], partial[tile] + nth * queries[tile], -1),
-        ],
-        axis=1,
-    )
-    small = items[:, 1] * group <= NARROW
-    items = items[np.lexsort((items[:, 2] - items[:, 3], ~small))]
-
+    chunk_end = np.minimum(chunk_begin + chunk, end[tile])
+    partials = np.where(split[tile], partial[tile] + nth * queries[tile], -1)
+    items = _columns(first[tile], queries[tile], chunk_begin, chunk_end, own[tile], partials)
     merged = np.repeat(np.flatnonzero(split), queries[split])
     place = within(queries[split])
-    merges = np.stack(
-        [(qo_indptr[segment] + first)[merged] + place, partial[merged] + place, chunks[merged], queries[merged]], axis=1
-    )
-    return items, merges, int(small.sum())
+    return items, _columns(first[merged] + place, partial[merged] + place, chunks[merged], queries[merged])
+
+
+def _columns(first: Longs, *others: Longs | int) -> Longs:
+    """A table of these columns."""
+    table = np.empty((len(first), 1 + len(others)), np.int64)
+    for place, column in enumerate((first, *others)):
+        table[:, place] = column
+    return table
 
 
 def cumulate(lengths: Longs) -> Longs:

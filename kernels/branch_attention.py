@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_layout import MIN_CHUNK, NARROW, PROGRAMS
-from kernels.paged_attention import attend_block, block_keys, expect_heads, merge_partials, precision
+from kernels.paged_attention import attend_block, block_keys, expect_heads, merge_partials, merged_heads, precision
 from kernels.runtime import expect, jit, launches, power_of_two, tl
 
 MAX_ROWS = 128
@@ -89,7 +89,8 @@ def branch_attention_triton(
         num_warps=8 if block > 64 else 4, num_stages=2 if block > 64 else 3,
     )  # fmt: skip
     if chunks > 1:
-        _merge[(tokens * heads,)](out, partial_outs, partial_lses, tokens, chunks, heads, head_dim, num_warps=1)
+        tile = merged_heads(heads, head_dim)
+        _merge[(tokens, -(-heads // tile))](out, partial_outs, partial_lses, tokens, chunks, heads, head_dim, tile)
     return out
 
 
@@ -210,10 +211,11 @@ def _merge(
     chunks: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
-    """Each program merges one token and head."""
-    token = (tl.program_id(0) // HEADS).to(tl.int64)
-    head = tl.program_id(0) % HEADS
+    """Each program merges one token and TILE heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     result = merge_partials(partial_outs, partial_lses, token, chunks, tokens, head, HEADS, HEAD_DIM)
-    cell = (token * HEADS + head) * HEAD_DIM
-    tl.store(out + cell + tl.arange(0, HEAD_DIM), result.to(out.dtype.element_ty))
+    cell = (token * HEADS + head[:, None]) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(out + cell, result.to(out.dtype.element_ty), mask=(head < HEADS)[:, None])

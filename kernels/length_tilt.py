@@ -19,7 +19,9 @@ output for each candidate and v = sigmoid(z), which is 0 for an end of sequence;
 The length that belongs to v is ln(1 − v) / ln γ = −softplus(z) / ln γ. A mean is reached by p' ∝ p · exp(λ · (v − m)); it is kept
 away from m and M by a millionth of their distance. Rows whose values lie within 1e-8, or whose mean is that near to what is
 wanted, are left alone. λ is found by Newton's method on the logit of the mean, which is nearly linear in λ (exactly, for two
-candidates), within a bracket. Everything is computed in float64: a row has few candidates, and 1 − v needs the digits.
+candidates), within a bracket. Where candidates lie close together at one end of the values, the logit has steps of very different
+widths, and Newton's method leaves the bracket; then the bracket is divided at its geometric mean. Everything is computed in
+float64: a row has few candidates, and 1 − v needs the digits.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ LARGEST_LOGIT = -math.log(SMALLEST_VALUE)
 FLAT = 1e-8
 """Values, or means, this near to each other are the same."""
 MARGIN, LEAST_MARGIN = 1e-6, 1e-12
-STEPS = 20
+STEPS = 40
+"""Most steps towards λ; nearly all rows take less than ten."""
+ENOUGH = 1e-12
+"""Error of the logit of the mean with which a step is the last."""
 
 _CENTERED_EXP, _VALUE_BIAS, _MUL, _LINEAR, _EXP, _LENGTH_MUL, _EQ, _GE, _LE, _EQ_SOFT = (tl.constexpr(i) for i in range(len(RULES)))
 _LARGEST_LOGIT, _FLAT = tl.constexpr(LARGEST_LOGIT), tl.constexpr(FLAT)
-_MARGIN, _LEAST_MARGIN, _STEPS = tl.constexpr(MARGIN), tl.constexpr(LEAST_MARGIN), tl.constexpr(STEPS)
+_MARGIN, _LEAST_MARGIN = tl.constexpr(MARGIN), tl.constexpr(LEAST_MARGIN)
+_STEPS, _ENOUGH = tl.constexpr(STEPS), tl.constexpr(ENOUGH)
 
 
 class Tilts(NamedTuple):
@@ -137,22 +143,29 @@ def _wanted_mean(
 
 
 def _solve(p: Tensor, u: Tensor, goal: Tensor) -> Tensor:
-    """λ · u such that the mean of u under p · exp(λ · u) is ``goal``, in (0, 1). u: in [0, 1] where p is above 0. -> like p"""
+    """λ · u plus a constant, such that the mean of u under p · exp(λ · u) is ``goal``, in (0, 1). u: in [0, 1] where p is above 0.
+    -> like p
+
+    It is -size · distance, with the distance from the end that becomes more probable, so that nothing cancels.
+    """
     u = u.masked_fill(p == 0, 0.0)
+    sign = torch.where((p * u).sum(-1, keepdim=True) < goal, 1.0, -1.0)
+    distance = torch.where(sign > 0, 1 - u, u)
     goal = goal.logit()
-    low, high = torch.full_like(goal, -math.inf), torch.full_like(goal, math.inf)
-    x = torch.zeros_like(goal)
+    size, near, far = torch.zeros_like(goal), torch.zeros_like(goal), torch.full_like(goal, math.inf)
     for _ in range(STEPS):
-        weights = (p.log() + x * u).softmax(-1)
-        mean = (weights * u).sum(-1, keepdim=True)
-        rest = (weights * (1 - u)).sum(-1, keepdim=True)
+        weights = (p.log() - size * distance).softmax(-1)
+        mean, rest = (weights * u).sum(-1, keepdim=True), (weights * (1 - u)).sum(-1, keepdim=True)
         variance = (weights * (u - mean) ** 2).sum(-1, keepdim=True)
-        error = mean.log() - rest.log() - goal
-        low, high = torch.where(error < 0, x, low), torch.where(error > 0, x, high)
-        guess = x - error * mean * rest / variance
-        middle = torch.where(low.isinf() | high.isinf(), 2 * x - error.sign(), (low + high) / 2)
-        x = torch.where((guess >= low) & (guess <= high) & guess.isfinite(), guess, middle)
-    return x * u
+        error = sign * (mean.log() - rest.log() - goal)  # below 0 where the size is too small
+        near, far = torch.where(error < 0, size, near), torch.where(error > 0, size, far)
+        guess = size - error * mean * rest / variance
+        apart = near.clamp(min=1)
+        middle = torch.where(far > 4 * apart, apart.sqrt() * far.sqrt(), (near + far) / 2)
+        middle = torch.where(far.isinf(), 2 * size + 1, middle)
+        better = torch.where((guess > near) & (guess < far), guess, middle)
+        size = torch.where(error.abs() < ENOUGH, size, better)
+    return -size * distance
 
 
 def length_tilt_triton(p: Tensor, z: Tensor, ends: Tensor, active: Tensor, tilts: Tilts) -> Tensor:
@@ -256,18 +269,24 @@ def _softmax(p: tl.tensor, slope: tl.tensor) -> tl.tensor:
 @jit()
 def _solved(p: tl.tensor, u: tl.tensor, goal: tl.tensor) -> tl.tensor:
     """:func:`_solve` for one row."""
+    sign = tl.where(tl.sum(p * u, axis=0) < goal, 1.0, -1.0).to(tl.float64)
+    distance = tl.where(sign > 0, 1 - u, u)
     goal = tl.log(goal) - tl.log(1 - goal)
-    x = goal * 0.0
-    low, high = x - 1e300, x + 1e300
-    for _ in range(_STEPS):
-        weight = _softmax(p, x * u)
+    size = goal * 0.0
+    near, far, error = size, size + 1e300, size + 1.0
+    step = 0
+    while (step < _STEPS) & (tl.abs(error) >= _ENOUGH):
+        weight = _softmax(p, -size * distance)
         mean, rest = tl.sum(weight * u, axis=0), tl.sum(weight * (1 - u), axis=0)
         variance = tl.sum(weight * (u - mean) * (u - mean), axis=0)
-        error = tl.log(tl.maximum(mean, 1e-300)) - tl.log(tl.maximum(rest, 1e-300)) - goal
-        low, high = tl.where(error < 0, x, low), tl.where(error > 0, x, high)
-        guess = x - error * mean * rest / tl.maximum(variance, 1e-300)
-        sign = tl.where(error > 0, 1.0, tl.where(error < 0, -1.0, 0.0))
-        unbounded = (low == -1e300) | (high == 1e300)
-        middle = tl.where(unbounded, 2 * x - sign, (low + high) / 2)
-        x = tl.where((guess >= low) & (guess <= high), guess, middle)
-    return x * u
+        error = sign * (tl.log(tl.maximum(mean, 1e-300)) - tl.log(tl.maximum(rest, 1e-300)) - goal)
+        near, far = tl.where(error < 0, size, near), tl.where(error > 0, size, far)
+        # Without variance the guess is the size itself, which is an end of the bracket.
+        guess = size - error * mean * rest / tl.maximum(variance, 1e-300)
+        apart = tl.maximum(near, 1.0)
+        middle = tl.where(far > 4 * apart, tl.sqrt(apart) * tl.sqrt(far), (near + far) / 2)
+        middle = tl.where(far == 1e300, 2 * size + 1, middle)
+        better = tl.where((guess > near) & (guess < far), guess, middle)
+        size = tl.where(tl.abs(error) < _ENOUGH, size, better)
+        step += 1
+    return -size * distance

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_layout import NARROW, Layout
-from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
+from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -86,8 +86,15 @@ def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layo
         rows = block_rows(head_dim, q.dtype)
         launch(layout.items[layout.narrow :], rows, 8 if rows > 64 else 4, 2)
     if len(layout.merges):
-        _merge[(len(layout.merges) * heads,)](out, layout.merges, partial_outs, partial_lses, heads, head_dim, num_warps=1)
+        tile = merged_heads(heads, head_dim)
+        grid = len(layout.merges), -(-heads // tile)
+        _merge[grid](out, layout.merges, partial_outs, partial_lses, heads, head_dim, tile)
     return out
+
+
+def merged_heads(heads: int, head_dim: int) -> int:
+    """Heads whose partial results a program merges: 2,048 elements at most."""
+    return min(power_of_two(heads), 2048 // head_dim)
 
 
 def expect_heads(q: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -146,21 +153,23 @@ def merge_partials(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """[head_dim], of ``items`` partial results of one query and head, of which the first has seen a key."""
-    column = tl.arange(0, HEAD_DIM)
+    """[heads, head_dim], of ``items`` partial results of one query and the heads ``head``, of which the first has seen a key."""
+    column, kept = tl.arange(0, HEAD_DIM)[None, :], head < HEADS
     cell = first * HEADS + head
-    peak = tl.load(lses + cell)
-    acc = tl.load(outs + cell * HEAD_DIM + column)
-    total = 1.0
+    peak = tl.load(lses + cell, mask=kept, other=0.0)
+    acc = tl.load(outs + cell[:, None] * HEAD_DIM + column, mask=kept[:, None], other=0.0)
+    total = tl.zeros_like(peak) + 1.0
     for nth in range(1, items):
         cell = (first + nth * stride) * HEADS + head
-        lse = tl.load(lses + cell)
+        lse = tl.load(lses + cell, mask=kept, other=0.0)
         higher = tl.maximum(peak, lse)
         weight, fade = tl.exp2(lse - higher), tl.exp2(peak - higher)
-        acc = acc * fade + tl.load(outs + cell * HEAD_DIM + column) * weight
+        acc = (
+            acc * fade[:, None] + tl.load(outs + cell[:, None] * HEAD_DIM + column, mask=kept[:, None], other=0.0) * weight[:, None]
+        )
         total = total * fade + weight
         peak = higher
-    return acc / total
+    return acc / total[:, None]
 
 
 @jit("items", "kv_indices")
@@ -229,14 +238,20 @@ def _attend(
 
 @jit("merges")
 def _merge(
-    out: tl.tensor, merges: tl.tensor, partial_outs: tl.tensor, partial_lses: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+    out: tl.tensor,
+    merges: tl.tensor,
+    partial_outs: tl.tensor,
+    partial_lses: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:
-    """Each program merges one query and head."""
-    merge = merges + tl.program_id(0) // HEADS * 4
-    head = tl.program_id(0) % HEADS
+    """Each program merges one query and TILE heads."""
+    merge = merges + tl.program_id(0) * 4
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     items = tl.load(merge + 2).to(tl.int32)
     if items > 0:
         first, stride = tl.load(merge + 1), tl.load(merge + 3)
         result = merge_partials(partial_outs, partial_lses, first, items, stride, head, HEADS, HEAD_DIM)
-        cell = (tl.load(merge) * HEADS + head) * HEAD_DIM
-        tl.store(out + cell + tl.arange(0, HEAD_DIM), result.to(out.dtype.element_ty))
+        cell = (tl.load(merge) * HEADS + head[:, None]) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        tl.store(out + cell, result.to(out.dtype.element_ty), mask=(head < HEADS)[:, None])

@@ -1,4 +1,4 @@
-"""One token a row, drawn with noise that is a pure function of the row's key and the token id.
+"""One token a row, of the vocabulary or of candidates, drawn with noise that is a pure function of the row's key and the token id.
 
 The draw is the Gumbel-max trick: the largest ``scaled logit + gumbel``. A key is the state of a SplitMix64 stream (Steele, Lea and
 Flood 2014, "Fast splittable pseudorandom number generators"); token id t takes its t-th output. It is made of 64-bit integer
@@ -100,6 +100,46 @@ def seeded_draw_triton(logits: Tensor, temperatures: Tensor, keys: Tensor, thres
     peaks = logits.amax(-1)
     _best_of_split[(rows, splits)](logits, peaks, temperatures, keys, thresholds, best, tokens, vocab, splits, block, num_warps=8)
     return tokens.gather(1, best.argmax(-1, keepdim=True)).squeeze(1)
+
+
+def seeded_choice(p: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    """The place of the candidate that is drawn in each row, [rows, 1] int64, with the noise of :func:`seeded_draw`.
+
+    p: [rows, width] float32 probabilities, width a power of two; ids: [rows, width] int64, the candidates' tokens; keys: [rows]
+    int64.
+    """
+    operation = seeded_choice_triton if launches(p) else seeded_choice_reference
+    return operation(p, ids, keys)
+
+
+def seeded_choice_reference(p: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    """:func:`seeded_choice` in plain PyTorch."""
+    return (p.log() + gumbel(keys, ids)).argmax(-1, keepdim=True)
+
+
+def seeded_choice_triton(p: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    """:func:`seeded_choice` on a GPU, a program a row. All contiguous. Raises ValueError for other shapes, dtypes or devices."""
+    expect_device("p", p)
+    rows, width = p.shape
+    expect("p", p, p, (rows, power_of_two(width)), (torch.float32,))
+    expect("ids", ids, p, (rows, width), (torch.int64,))
+    expect("keys", keys, p, (rows,), (torch.int64,))
+    chosen = keys.new_empty((rows, 1))
+    if rows:
+        _choice[(rows,)](p, ids, keys, chosen, width, num_warps=1)
+    return chosen
+
+
+@jit("keys")
+def _choice(p: tl.tensor, ids: tl.tensor, keys: tl.tensor, chosen: tl.tensor, WIDTH: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cell = row * WIDTH + tl.arange(0, WIDTH)
+    weight = tl.load(p + cell)
+    score = tl.where(weight > 0, tl.log(tl.maximum(weight, 1e-45)), float("-inf")) + _gumbel(
+        tl.load(keys + row), tl.load(ids + cell)
+    )
+    _, place = tl.max(score, axis=0, return_indices=True)
+    tl.store(chosen + row, place.to(tl.int64))
 
 
 @jit("temperatures", "keys", "thresholds")

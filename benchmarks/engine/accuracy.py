@@ -1,5 +1,7 @@
 """``python -m benchmarks accuracy``: measures the error of each number format against float32, through the engine.
 
+Each row is on disk once it is measured, and a later run with ``--continue`` measures the others.
+
 The models are the demo base model (relevance questions and descriptions of products outside its training), random weights, and the
 demo length-value model, which is computed without the engine, on the CPU.
 """
@@ -10,7 +12,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -22,17 +24,19 @@ from torch import Tensor
 from benchmarks.engine import machine
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.records import Records
+from benchmarks.engine.store import Store
 from benchmarks.engine.subject import Subject, subject
 from benchmarks.engine.workload import Workload
 from engine import wire
 from engine.demo import MODELS
+from engine.models.config import load_config
 from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
 from examples.demo_models import prompts
 from examples.demo_models.corpus.catalogue import as_phrase, draw_product, draw_words
 from examples.demo_models.corpus.relevance import draw_asked, draw_test_question
 from examples.demo_models.evaluate import auc, spearman, values_and_truths
-from examples.demo_models.lenvm import write_texts
+from examples.demo_models.lenvm import Text, write_texts
 from examples.demo_models.text import load_tokenizer
 from kernels.int8 import instructions
 
@@ -41,6 +45,8 @@ Formats = Sequence[tuple[str, str | None]]
 FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"), ("float32", "int8"))
 """Number format and quantisation; the others are compared with the first."""
 SLOTS = 32_768
+SECONDS = 10.0
+"""Time that a format must have left to begin."""
 OPENING = 32
 """Random tokens before a text."""
 TOGETHER = 10
@@ -103,12 +109,14 @@ class Cost:
     same_texts: float
 
 
-def run(sizes: Sizes, out: Path | None = None, formats: Formats | None = None) -> dict[str, Any]:
-    """Print the tables and the JSON line, and with ``out`` write a folder. Returns the content of the JSON line.
+def run(sizes: Sizes, store: Store | None = None, formats: Formats | None = None) -> dict[str, Any]:
+    """Print the tables and the JSON line, and write them to the folder of ``store``, if it has one. Returns the content of the JSON
+    line.
 
     ``formats``: all of :data:`FORMATS` unless given; the first is what the others are compared with.
     """
-    records = Records()
+    records = Records(store)
+    store = records.store
     summary: dict[str, Any] = {"bench": "accuracy", "machine": machine.describe()}
     with subject("small", None, "float32") as random:
         measured = {
@@ -116,29 +124,46 @@ def run(sizes: Sizes, out: Path | None = None, formats: Formats | None = None) -
             "random": (random, random_material(sizes, random.config.vocab_size)),
         }
         for name, (model, material) in measured.items():
-            summary[name] = {form: dataclasses.asdict(cost) for form, cost in costs(model, material, sizes, formats).items()}
+            found = costs(model, material, sizes, formats, store, name)
+            summary[name] = {form: dataclasses.asdict(cost) for form, cost in found.items()}
             show(f"{name} model", summary[name], records)
-    summary["demo length"] = value_costs(sizes, formats)
+    summary["demo length"] = value_costs(sizes, formats, store)
     show("demo length-value model", summary["demo length"], records)
-    if out is not None:
-        records.write(out, summary)
+    summary["left_out"] = store.left_out
+    if store.folder is not None:
+        records.write(store.folder, summary)
     print(json.dumps(summary), flush=True)
     return summary
 
 
-def costs(model: Subject, material: Material, sizes: Sizes, formats: Formats | None = None) -> dict[str, Cost]:
-    """Return the errors of ``model`` in every format that this machine supports."""
-    found: dict[str, Cost] = {}
+def costs(
+    model: Subject,
+    material: Material,
+    sizes: Sizes,
+    formats: Formats | None = None,
+    store: Store | None = None,
+    name: str = "",
+) -> dict[str, Cost]:
+    """Return the errors of ``model``, called ``name``, in the formats that this machine supports and ``store`` has time for."""
+    store = store or Store()
+    chosen = [dataclasses.replace(model, dtype=dtype, quantize=quantize) for dtype, quantize in formats or FORMATS]
+    chosen = [each for each in chosen if supported(each.dtype, each.quantize)]
     exact: Answers | None = None
-    for dtype, quantize in formats or FORMATS:
-        if not supported(dtype, quantize):
-            continue
-        chosen = dataclasses.replace(model, dtype=dtype, quantize=quantize)
-        engine = Engine(chosen.load(), dtype, slots=SLOTS)
+
+    def measured(each: Subject) -> dict[str, Any]:
+        nonlocal exact
+        engine = _engine(each)
         given = answers(engine, material, sizes)
-        exact = exact or given
-        found[chosen.format] = _cost(engine, material, given, exact)
-    return found
+        if exact is None:  # the first format, unless an earlier run has measured it
+            exact = given if each is chosen[0] else answers(_engine(chosen[0]), material, sizes)
+        return dataclasses.asdict(_cost(engine, material, given, exact))
+
+    found = {each.format: store.measure(f"{name} model: {each.format}", SECONDS, partial(measured, each)) for each in chosen}
+    return {form: Cost(**cost) for form, cost in found.items() if cost is not None}
+
+
+def _engine(model: Subject) -> Engine:
+    return Engine(model.load(), model.dtype, slots=SLOTS)
 
 
 def supported(dtype: str, quantize: str | None) -> bool:
@@ -215,23 +240,30 @@ def random_material(sizes: Sizes, vocab_size: int) -> Material:
     return Material(requests, openings, None)
 
 
-def value_costs(sizes: Sizes, formats: Formats | None = None) -> dict[str, dict[str, float]]:
-    """Return differences of the value in every state of new texts, and its rank correlation with the truth."""
-    base, tokenizer = load_model(MODELS / "base"), load_tokenizer(MODELS / "base")
-    texts = write_texts(base, tokenizer, count=sizes.values, seed=12, held_out=True)
-    exact: Tensor | None = None
-    found = {}
-    for dtype, quantize in formats or FORMATS:
-        if quantize == "int8" and not supported(dtype, quantize):
-            continue
-        value_model = load_lenvm(MODELS / "lenvm", getattr(torch, dtype), quantize)
-        values, truths = values_and_truths(value_model, texts)
-        exact = values if exact is None else exact
-        difference = (values - exact).abs()
-        form = Subject(MODELS / "lenvm", value_model.config, dtype, quantize).format
-        mean, largest = difference.mean().item(), difference.max().item()
-        found[form] = {"mean": mean, "largest": largest, "correlation": spearman(values, truths)}
-    return found
+def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | None = None) -> dict[str, dict[str, float]]:
+    """Return differences of the value in every state of new texts, and its rank correlation with the truth; formats as in
+    :func:`costs`."""
+    store = store or Store()
+    chosen = [form for form in formats or FORMATS if form[1] != "int8" or supported(*form)]
+
+    @cache
+    def texts() -> list[Text]:
+        base, tokenizer = load_model(MODELS / "base"), load_tokenizer(MODELS / "base")
+        return write_texts(base, tokenizer, count=sizes.values, seed=12, held_out=True)
+
+    @cache
+    def values(dtype: str, quantize: str | None) -> tuple[Tensor, Tensor]:
+        return values_and_truths(load_lenvm(MODELS / "lenvm", getattr(torch, dtype), quantize), texts())
+
+    def measured(dtype: str, quantize: str | None) -> dict[str, float]:
+        (exact, _), (found, truths) = values(*chosen[0]), values(dtype, quantize)
+        difference = (found - exact).abs()
+        return {"mean": difference.mean().item(), "largest": difference.max().item(), "correlation": spearman(found, truths)}
+
+    config = load_config(MODELS / "lenvm")
+    names = {Subject(MODELS / "lenvm", config, *form).format: form for form in chosen}
+    found = {name: store.measure(f"length values: {name}", SECONDS, partial(measured, *form)) for name, form in names.items()}
+    return {name: cost for name, cost in found.items() if cost is not None}
 
 
 def show(title: str, formats: Mapping[str, Mapping[str, float | None]], records: Records) -> None:
@@ -245,7 +277,7 @@ def show(title: str, formats: Mapping[str, Mapping[str, float | None]], records:
         "same_texts": "same text",
         "correlation": "rank correlation",
     }
-    first = next(iter(formats.values()))
+    first = next(iter(formats.values()), {})
     table = Table(title, *(heading for key, heading in headings.items() if first.get(key) is not None))
     for form, cost in formats.items():
         table.add_row(form, *(_written(key, cost[key]) for key in headings if cost.get(key) is not None))

@@ -19,7 +19,8 @@ from benchmarks.engine.subject import QWEN3_06B
 from engine.lenvm.graphs import PARTS
 from engine.lenvm.parts import equal_parts
 from engine.models.config import ModelConfig
-from kernels.attention_layout import NARROW, cumulate, cut
+from engine.runner.graphs import BUCKETS
+from kernels.attention_layout import NARROW, Room, cumulate, cut
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu-budget.md"
 MARK = re.compile(r"(<!-- (?P<name>[\w ]+): made by python -m benchmarks budget -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
@@ -170,10 +171,11 @@ def computed_candidates(rows: int, top_k: int = 5) -> tuple[int, int]:
     return before * (1 << (top_k - 1).bit_length()), now * int(parts.branches[0])
 
 
-def decode_seconds(config: ModelConfig, rows: int) -> float:
-    """A forward pass over ``rows`` tokens, without attention: its weights are read, or its products computed."""
+def decode_seconds(config: ModelConfig, rows: int, slower: float = 1.0) -> float:
+    """A forward pass over ``rows`` tokens, without attention: its weights are read, or its products computed. slower: how many
+    times as long the products take."""
     weights = config.num_layers * layer_weights(config) + (0 if config.tied else config.hidden_size * config.vocab_size)
-    return max(2 * rows * weights / (PRODUCTS * BF16), 2 * weights / (COPIES * BANDWIDTH))
+    return max(slower * 2 * rows * weights / (PRODUCTS * BF16), 2 * weights / (COPIES * BANDWIDTH))
 
 
 def guided_table() -> str:
@@ -198,11 +200,53 @@ def guided_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def survivors_table() -> str:
+    """Guided steps in which a row needs two of five candidates: all computed, only the needed ones, and products whose number of
+    rows the device knows, at 0.7 of the speed."""
+    lines = [
+        "| rows | all computed | needed ones | needed ones, 0.7 | all needed, 0.7 |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for rows in (50, 100, 256, 800):
+        base, (_, computed) = decode_seconds(QWEN25_7B, rows), computed_candidates(rows)
+        passes = ((computed, 1.0), (2 * rows, 1.0), (2 * rows, 1 / 0.7), (5 * rows, 1 / 0.7))
+        ratios = (1 + decode_seconds(LENVM_15B, count, slower) / base for count, slower in passes)
+        lines.append(f"| {rows} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def programs_table() -> str:
+    """Programs of attention that a replayed step launches in each layer, and how many of them have work."""
+    group, kv_heads = QWEN3_06B.num_heads // QWEN3_06B.num_kv_heads, QWEN3_06B.num_kv_heads
+    steps = {
+        "1 row after 4,000 tokens": [(1, 4000)],
+        "100 rows after 400": [(1, 400)] * 100,
+        "256 rows after 400": [(1, 400)] * 256,
+        "a query and 4 items": [(QUERY, QUERY), *[(ITEM, QUERY + ITEM)] * 4],
+        "a query and 10 items": [(QUERY, QUERY), *[(ITEM, QUERY + ITEM)] * 10],
+    }
+    lines = [
+        "| step | bucket | small blocks | with work | large blocks | with work | merges | with work |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, shapes in steps.items():
+        counts, lengths = (np.array(numbers, np.int64) for numbers in zip(*shapes, strict=True))
+        items, merges, narrow = cut(cumulate(counts), cumulate(lengths), group=group, kv_heads=kv_heads, rows=BLOCK_ROWS)
+        bucket = next(size for size in BUCKETS if size >= counts.sum())
+        room = Room.of(bucket, group=group, kv_heads=kv_heads, rows=BLOCK_ROWS)
+        numbers = [kv_heads * room.narrow, kv_heads * narrow, kv_heads * (room.items - room.narrow)]
+        numbers += [kv_heads * (len(items) - narrow), room.merges, len(merges)]
+        lines.append(f"| {name} | {bucket:,} | " + " | ".join(f"{number:,}" for number in numbers) + " |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step in bf16": lambda: step_table(fp8=False),
     "step in FP8": lambda: step_table(fp8=True),
     "savings": savings_table,
+    "programs": programs_table,
     "guided steps": guided_table,
+    "survivors": survivors_table,
 }
 
 

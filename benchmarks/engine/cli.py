@@ -26,7 +26,7 @@ def score(arguments: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, help=f"requests measured offline ({REPEATS})")
     parser.add_argument("--quick", action="store_true", help="few repeats and short runs, to see that it works")
     parser.add_argument("--models", type=Path, help="folder in which random weights are kept for other runs")
-    _add_output(parser)
+    add_output(parser)
     parsed = parser.parse_args(arguments)
     _restart_as_engine("score", arguments)
     from benchmarks.engine.score import Options, run
@@ -69,7 +69,7 @@ def length(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-ablations", action="store_true", help="leave the ablations out")
     parser.add_argument("--no-distributions", action="store_true", help="leave the lengths by scale out")
     parser.add_argument("--quick", action="store_true", help="few repeats and short texts, to see that it works")
-    _add_output(parser)
+    add_output(parser)
     parsed = parser.parse_args(arguments)
     _restart_as_engine("length", arguments)
     from benchmarks.engine.length import Options, run
@@ -95,13 +95,14 @@ def accuracy(arguments: Sequence[str]) -> int:
     parser = _parser("accuracy", "Accuracy of bfloat16, FP8 and int8, on the demo models and on random weights.")
     parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and float32 with this quantisation (all formats)")
     parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
-    parser.add_argument("--out", type=Path, help="folder for the tables and the summary")
+    add_output(parser)
     parsed = parser.parse_args(arguments)
     _restart_as_engine("accuracy", arguments)
     from benchmarks.engine.accuracy import QUICK, Sizes, run
+    from benchmarks.engine.store import Store
 
     formats = [("float32", None), ("float32", parsed.quantize)] if parsed.quantize else None
-    run(QUICK if parsed.quick else Sizes(), parsed.out, formats)
+    run(QUICK if parsed.quick else Sizes(), Store(parsed.out, resume=parsed.resume, limit=parsed.limit), formats)
     return 0
 
 
@@ -130,7 +131,8 @@ def _parser(benchmark: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"python -m benchmarks {benchmark}", description=description)
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a :class:`benchmarks.engine.store.Store`."""
     parser.add_argument("--out", type=Path, help="folder for results, raw records, tables, plot and summary")
     parser.add_argument("--continue", dest="resume", action="store_true", help="measure only what the results in --out lack")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which nothing more is measured")

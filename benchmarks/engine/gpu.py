@@ -72,8 +72,8 @@ def parts(out: Path) -> tuple[Part, ...]:
         Part("fp8 online", [*fp8, *online, FP8_RATES, "--out", str(out / "fp8-online")], 120),
         Part("fp8 offline", [*fp8, *offline, str(out / "fp8-offline")], 90),
         Part("length", [*length, "--out", str(out / "lenvm")], 180),
-        Part("kernels", ["benchmarks", "kernels"], 90, resumes=False),
-        Part("accuracy", ["benchmarks", "accuracy", "--quick", "--out", str(out / "accuracy")], 90, resumes=False),
+        Part("kernels", ["benchmarks", "kernels", "--out", str(out / "kernels")], 90),
+        Part("accuracy", ["benchmarks", "accuracy", "--quick", "--out", str(out / "accuracy")], 90),
         Part("sweeps", [*score, "--offline", "--ablations", "--quick", "--out", str(out / "sweeps")], 120),
     )
 

@@ -21,13 +21,8 @@ from benchmarks.engine.records import Records
 from benchmarks.engine.writers import Writer, Writing
 from engine.batch import ExtendSegment
 from engine.device.sampling import gumbel
-from engine.lenvm.guided_draws import (
-    GuidedDraws,
-    GuidedRow,
-    GuidedStep,
-    LenVMRunner,
-    Resolve,
-)
+from engine.lenvm.guided_draws import GuidedDraws, GuidedStep, LenVMRunner, Resolve
+from engine.lenvm.guided_rows import GUIDANCE, GuidedRows
 from engine.lenvm.lenvm_pass import LenVMOutput, LenVMPass, PassAttention
 from engine.loop import Loop
 
@@ -79,13 +74,13 @@ class OnTheHost(LenVMRunner):
     """Copies candidates to the host, computes the formula row by row there, and copies the choice back. ``centered_exp`` only."""
 
     def draw_guided(
-        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
+        self, logits: Tensor, rows: GuidedRows, segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
     ) -> GuidedStep:
         sampling, _, found = self._candidates(logits, rows)
         width = found.ids.shape[1]
         counts = found.counts.tolist()
         at = [row for row, count in enumerate(counts) if count > 1]
-        passes = [rows[row].candidate_pass for row in at]
+        passes = [rows.passes[row] for row in at]
         branches = [counts[row] for row in at] if self._compact else [width] * len(at)
         places = [row * width + rank for row, count in zip(at, branches, strict=True) for rank in range(count)]
         tokens = found.ids.flatten()[torch.tensor(places, dtype=torch.int64, device=self._device)]
@@ -93,10 +88,10 @@ class OnTheHost(LenVMRunner):
         passed = self._forward(LenVMPass([*segments, *pending], valued, passes, branches, tokens, found.counts[at]), resolve)
         z = dict(zip(places, [] if passed.branches is None else passed.branches.tolist(), strict=True))
         noise, ids, p = (tensor.tolist() for tensor in (gumbel(sampling.keys, found.ids), found.ids, found.probabilities))
-        chosen = []
+        chosen, scales = [], np.frombuffer(b"".join(rows.packed), GUIDANCE)["scale"].tolist()
         for row, count in enumerate(counts):
             tilted = [
-                p[row][rank] * math.exp(rows[row].length_guidance.scale * self._value(ids[row][rank], z.get(row * width + rank)))
+                p[row][rank] * math.exp(scales[row] * self._value(ids[row][rank], z.get(row * width + rank)))
                 for rank in range(count)
             ]
             keys = [math.log(weight) + noise[row][rank] for rank, weight in enumerate(tilted)]
@@ -108,15 +103,16 @@ class OnTheHost(LenVMRunner):
         undecided = found.counts > 1
         steered = GuidedDraws(
             tokens=found.ids.gather(1, ranks.unsqueeze(1)).squeeze(1),
-            logprobs=torch.zeros(len(rows), device=self._device),
             ids=found.ids,
+            chosen=ranks.unsqueeze(1),
             probabilities=found.probabilities,
-            values=torch.zeros_like(found.probabilities),
-            undecided=undecided.long(),
+            raw=torch.zeros_like(found.probabilities),
+            ends=torch.zeros_like(found.probabilities, dtype=torch.bool),
+            undecided=undecided,
             counts=found.counts,
         )
         kept = set(at)
-        return GuidedStep(steered, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept])
+        return GuidedStep(steered, passed.ends, [each for row, each in enumerate(rows.passes) if row not in kept])
 
     def _value(self, token: int, z: float | None) -> float:
         return 0.0 if z is None or token in self._eos else 1 / (1 + math.exp(-z))

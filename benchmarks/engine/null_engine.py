@@ -81,6 +81,7 @@ def null_loop(columns: int, *, guided: bool = False, tokenizer_json: bytes | Non
     candidates.candidates_reference = _candidates  # type: ignore[assignment]
     length_tilt.length_tilt_reference = _tilt  # type: ignore[assignment]
     label_logprobs.label_logprobs_reference = _label_logprobs  # type: ignore[assignment]
+    seeded_sampling.seeded_choice_reference = _choice  # type: ignore[assignment]
     attention = _attention(config)
     lenvm = None
     if guided:
@@ -123,6 +124,10 @@ def _label_logprobs(*given: Any) -> Tensor:
 
 def _draw(logits: Tensor, *_: Any) -> Tensor:
     return torch.zeros(len(logits), dtype=torch.int64)
+
+
+def _choice(p: Tensor, *_: Any) -> Tensor:
+    return torch.zeros(len(p), 1, dtype=torch.int64)
 
 
 def _exclude_columns(logits: Tensor, rows: Tensor, bits: Tensor) -> None:

@@ -35,7 +35,7 @@ class Stages:
             *([] if steering._graphs is None else [(steering._graphs, "forward", "length model")]),
             (steering._model.head, "forward", "length model's head"),
             (guided_draws, "length_tilt", "tilt"),
-            (guided_draws, "gumbel", "draw"),
+            (guided_draws, "seeded_choice", "draw"),
             (steering, "_adopt", "adoption"),
         ]
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]

@@ -1,4 +1,7 @@
-"""Time every kernel, or those named: ``python -m benchmarks kernels [NAME ...]``. Prints a table, and one line of JSON last."""
+"""Time every kernel, or those named: ``python -m benchmarks kernels [NAME ...]``. Prints a table, and one line of JSON last.
+
+With ``--out`` each row is on disk once it is measured, and a later run with ``--continue`` measures the others.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,18 @@ import argparse
 import json
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
+from typing import Any
 
 import torch
 
 import benchmarks.kernels
-from benchmarks.kernels.harness import Gpu, NoGpuError, table
+from benchmarks.engine.cli import add_output
+from benchmarks.engine.store import Store, replace
+from benchmarks.kernels.harness import Gpu, NoGpuError, NoTimeError, Row, table
 from kernels.runtime import triton
 
 NO_BENCHMARKS = {"cli", "harness"}
@@ -28,17 +35,38 @@ def main(arguments: Sequence[str]) -> int:
     """Print a table of the kernels that ``arguments`` name; returns the exit code, 1 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description="Time the kernels on this machine's GPU.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to time, everything unless given: {', '.join(names())}")
-    chosen = parser.parse_args(arguments).names or names()
+    add_output(parser)
+    parsed = parser.parse_args(arguments)
+    chosen = parsed.names or names()
     if unknown := sorted(set(chosen) - set(names())):
         parser.error(f"there is no benchmark named {', '.join(unknown)}; there are {', '.join(names())}")
+    store = Store(parsed.out, resume=parsed.resume, limit=parsed.limit)
     try:
-        gpu = Gpu.measured()
+        report = measure(chosen, store)
     except NoGpuError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{gpu.name}: {gpu.bandwidth / 1e9:.0f} GB/s copied, {gpu.flops / 1e12:.0f} TFLOP/s in bfloat16\n")
-    rows = [row for name in chosen for row in import_module(f"benchmarks.kernels.{name}").rows(gpu)]
-    print(table(rows), "\n")
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    print(json.dumps({"gpu": asdict(gpu), "versions": versions, "rows": [asdict(row) for row in rows]}))
+    if store.folder is not None:
+        replace(store.folder / "summary.json", (json.dumps(report, indent=1) + "\n").encode())
+    print(json.dumps(report))
     return 0
+
+
+def measure(chosen: Sequence[str], store: Store) -> dict[str, Any]:
+    """Print the table of the kernels, and return all numbers. Raises NoGpuError."""
+    rows: list[Row] = []
+    report: dict[str, Any] = {"versions": {"torch": torch.__version__, "triton": triton.__version__}, "left_out": store.left_out}
+    with suppress(NoTimeError):
+        gpu = Gpu.measured(store)
+        report["gpu"] = {"name": gpu.name, "bandwidth": gpu.bandwidth, "flops": gpu.flops}
+        print(f"{gpu.name}: {gpu.bandwidth / 1e9:.0f} GB/s copied, {gpu.flops / 1e12:.0f} TFLOP/s in bfloat16\n")
+        for name in chosen:
+            rows += _rows(name, gpu)
+    print(table(rows), "\n")
+    return report | {"rows": [asdict(row) for row in rows]}
+
+
+def _rows(name: str, gpu: Gpu) -> Iterator[Row]:
+    """The rows of one benchmark, as far as there is time."""
+    with suppress(NoTimeError):
+        yield from import_module(f"benchmarks.kernels.{name}").rows(gpu)

@@ -6,21 +6,29 @@ A benchmark is a module beside this one with ``rows(gpu: Gpu) -> Iterator[Row]``
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 import torch
+
+from benchmarks.engine.store import Store
 
 REPEATS = 30
 WARM_UPS = 3  # the first one compiles
 FLUSHED_BYTES = 256 << 20  # several times the level-2 cache, so no run finds its inputs there
 COPIED_BYTES = 2 << 30
 PRODUCT_SIZE = 8192
+ROW_SECONDS = 5.0
+"""Time that a measurement must have left to begin: kernels are compiled in it."""
 
 
 class NoGpuError(RuntimeError):
     """There is no GPU to measure on."""
+
+
+class NoTimeError(RuntimeError):
+    """A measurement was left out, because the time of the run is over."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +55,45 @@ class Gpu:
     """Bytes a second, read and written, of a large copy."""
     flops: float
     """Floating-point operations a second of a large bfloat16 product."""
+    store: Store = field(default_factory=Store)
+    """Of the rows: each is on disk once it is measured, and is not measured again by a run that continues."""
 
     @classmethod
-    def measured(cls) -> Gpu:
-        """Measure the peaks of this machine's GPU. Raises NoGpuError without a GPU."""
+    def measured(cls, store: Store) -> Gpu:
+        """Measure the peaks of this machine's GPU, unless ``store`` has them. Raises NoGpuError without a GPU, and NoTimeError."""
         if not torch.cuda.is_available():
             raise NoGpuError("The benchmarks of the kernels need an NVIDIA GPU, and torch finds none on this machine.")
-        return cls(torch.cuda.get_device_name(), _bandwidth(), _flops())
+        return cls(**_in_time(store, "GPU", cls._peaks), store=store)
+
+    @staticmethod
+    def _peaks() -> dict[str, Any]:
+        return {"name": torch.cuda.get_device_name(), "bandwidth": _bandwidth(), "flops": _flops()}
 
     def moved(self, name: str, shape: str, bytes_moved: float, run: Callable[[], Any]) -> Row:
-        """Time ``run``, which must read and write ``moved`` bytes of memory."""
-        taken = seconds(run)
-        rate = bytes_moved / taken
-        return Row(name, shape, taken, rate / 1e9, "GB/s", 100 * rate / self.bandwidth)
+        """Time ``run``, which must read and write ``moved`` bytes of memory. Raises NoTimeError."""
+        return self._row(name, shape, bytes_moved, "GB/s", self.bandwidth, run)
 
     def computed(self, name: str, shape: str, operations: float, run: Callable[[], Any]) -> Row:
-        """Time ``run``, which must compute so many floating-point operations."""
-        taken = seconds(run)
-        rate = operations / taken
-        return Row(name, shape, taken, rate / 1e12, "TFLOP/s", 100 * rate / self.flops)
+        """Time ``run``, which must compute so many floating-point operations. Raises NoTimeError."""
+        return self._row(name, shape, operations, "TFLOP/s", self.flops, run)
+
+    def _row(self, name: str, shape: str, work: float, unit: str, peak: float, run: Callable[[], Any]) -> Row:
+        def measure() -> dict[str, Any]:
+            taken = seconds(run)
+            rate = work / taken
+            return asdict(Row(name, shape, taken, rate / UNITS[unit], unit, 100 * rate / peak))
+
+        return Row(**_in_time(self.store, f"{name}: {shape}", measure))
+
+
+UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
+
+
+def _in_time(store: Store, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] | None = store.measure(key, ROW_SECONDS, measure)
+    if found is None:
+        raise NoTimeError(key)
+    return found
 
 
 def _bandwidth() -> float:

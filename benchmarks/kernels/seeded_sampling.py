@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.kernels.harness import Gpu, Row
 from kernels.keep_thresholds import keep_thresholds, keep_thresholds_reference
-from kernels.seeded_sampling import seeded_draw, seeded_draw_reference
+from kernels.seeded_sampling import seeded_choice, seeded_choice_reference, seeded_draw, seeded_draw_reference
 
 VOCAB = 151_936  # Qwen2.5 and Qwen3
 
@@ -28,6 +28,11 @@ def _draws(gpu: Gpu, logits: Tensor) -> Iterator[Row]:
     shape, read = f"[{count}, {VOCAB}]", 4.0 * logits.numel()
     yield gpu.moved("seeded_draw", shape, read, lambda: seeded_draw(*given))
     yield gpu.moved("seeded_draw, eager", shape, read, lambda: seeded_draw_reference(*given))
+
+    ids = torch.arange(8, device="cuda").expand(count, -1).contiguous()
+    few = torch.full((count, 8), 0.125, device="cuda"), ids, given[2]
+    yield gpu.moved("seeded_choice", f"[{count}, 8]", 12.0 * 8 * count, lambda: seeded_choice(*few))
+    yield gpu.moved("seeded_choice, eager", f"[{count}, 8]", 12.0 * 8 * count, lambda: seeded_choice_reference(*few))
 
 
 def _thresholds(gpu: Gpu, logits: Tensor) -> Iterator[Row]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import MOST_SLOTS
-from engine.ints import EMPTY, Ints
+from engine.ints import Ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import PlainAttend
 from kernels.attention_layout import Longs, cumulate
@@ -23,9 +23,9 @@ def plan_branches(kv: KVCache, prefixes: Sequence[Ints], branches: Sequence[int]
     """See :meth:`AttentionBackend.plan_branches`."""
     width = branches[0]
     assert all(count == width for count in branches), "a GPU takes the same number of branches for each prefix"
-    starts, listed = _listed(prefixes)
-    packed = _packed(starts, listed, pinned=kv.keys.is_cuda).to(kv.keys.device, non_blocking=True)
-    kv_indptr, kv_indices = packed[: len(starts)], packed[len(starts) :]
+    rows = len(prefixes) + 1
+    packed = _packed(_kv_indptr(prefixes), prefixes, pinned=kv.keys.is_cuda).to(kv.keys.device, non_blocking=True)
+    kv_indptr, kv_indices = packed[:rows], packed[rows:]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], kv_indptr, kv_indices, counts)
@@ -46,12 +46,11 @@ class FixedBranches:
     def fill(self, prefixes: Sequence[Ints], rows: int) -> bool:
         """Queue the copy of the tables of ``prefixes``, padded with empty ones to ``rows``; False, and nothing is done, where they
         do not fit."""
-        kv_indptr, listed = _listed(prefixes)
-        room = rows + 1
-        if len(kv_indptr) > room or room + len(listed) > len(self._tables):
+        room, kv_indptr = rows + 1, _kv_indptr(prefixes)
+        if len(kv_indptr) > room or room + kv_indptr[-1] > len(self._tables):
             return False
-        kv_indptr = np.pad(kv_indptr, (0, room - len(kv_indptr)), mode="edge")
-        packed = _packed(kv_indptr, listed, pinned=self._tables.is_cuda)
+        padding = np.full(room - len(kv_indptr), kv_indptr[-1])
+        packed = _packed(np.concatenate([kv_indptr, padding]), prefixes, pinned=self._tables.is_cuda)
         self._tables[: len(packed)].copy_(packed, non_blocking=True)
         return True
 
@@ -74,12 +73,12 @@ class FixedBranches:
         return attend
 
 
-def _listed(prefixes: Sequence[Ints]) -> tuple[Longs, Ints]:
-    """Start of each prefix in the list of all slots, and that list."""
-    return cumulate(np.array([len(prefix) for prefix in prefixes], np.int64)), np.concatenate([EMPTY, *prefixes])
+def _kv_indptr(prefixes: Sequence[Ints]) -> Longs:
+    """Start of each prefix in the list of all slots, and the length of that list."""
+    return cumulate(np.array([prefix.size for prefix in prefixes], np.int64))
 
 
-def _packed(kv_indptr: Longs, listed: Ints, *, pinned: bool) -> Tensor:
-    """Both tables as one tensor on the host, ready for a copy to the device without waiting."""
-    packed = torch.from_numpy(np.concatenate([kv_indptr, listed]))
+def _packed(kv_indptr: Longs, prefixes: Sequence[Ints], *, pinned: bool) -> Tensor:
+    """``kv_indptr`` and the slots of all prefixes as one tensor on the host, ready for a copy to the device without waiting."""
+    packed = torch.from_numpy(np.concatenate([kv_indptr, *prefixes], dtype=np.int64))
     return packed.pin_memory() if pinned else packed

@@ -37,8 +37,6 @@ class SamplingRow(msgspec.Struct, frozen=True, eq=False):
     """The only tokens that the grammar and ``allowed_token_ids`` allow; None for all."""
     complete: bool = False
     """Whether the grammar allows nothing but the end of the output, so that ``min_tokens`` cannot hold."""
-    packed: bytes = b""
-    """:func:`pack` of ``params``, where it was kept from an earlier draw of the request."""
 
 
 Entries = tuple[Integers, Floats]
@@ -48,7 +46,7 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 
 def changes_logits(params: Sampling) -> bool:
-    """Whether some function of :data:`EDITS` may have entries for a row."""
+    """Whether some function of :data:`EDITS` may have entries for a row of these parameters."""
     return (
         params.repetition_penalty != 1
         or params.presence_penalty != 0

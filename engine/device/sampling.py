@@ -22,28 +22,26 @@ So the first can run while the step before is computed, and the second joins the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.device.logit_edits import EDITS, Change, Floats, Integers, SamplingRow, changes_logits, left, stacked
+from engine.device.logit_edits import EDITS, Change, Floats, Integers, SamplingRow, left, stacked
+from engine.device.sampling_rows import SamplingRows, noise_key, noise_keys
 from engine.structured.bits import Bits
-from engine.wire import Sampling
-from kernels.candidates import SMALLEST_TEMPERATURE
 from kernels.keep_thresholds import keep_thresholds, scale
 from kernels.row_chunks import row_chunks
-from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2, gumbel, seeded_draw
+from kernels.seeded_sampling import gumbel, seeded_draw
 from kernels.token_bits import exclude_
 
 __all__ = [
     "SamplingBatch",
     "SamplingRow",
+    "SamplingRows",
     "TokenLogprobs",
     "draw",
     "edited",
@@ -58,25 +56,6 @@ __all__ = [
 FEW = 4
 """If at most one token of this many is allowed, only the allowed ones are gathered and drawn from. With more, gathering costs too
 much."""
-_MASK = (1 << 64) - 1
-_INCREMENT = np.uint64(GOLDEN)
-_ROUNDS = ((np.uint64(30), np.uint64(MIX_1)), (np.uint64(27), np.uint64(MIX_2)))
-_LAST_SHIFT = np.uint64(31)
-
-
-_PACKED = np.dtype(
-    [("seed", np.uint64), ("top_k", np.int64), ("temperature", "f4"), ("top_p", "f4"), ("floor", "f4"), ("changes", "i4")]
-)
-
-
-def pack(params: Sampling) -> bytes:
-    """Return the numbers of ``params`` that a draw needs on the device, and whether it may change logits, as bytes: those of all
-    rows of a step are joined at once."""
-    temperature = max(params.temperature, SMALLEST_TEMPERATURE) if params.temperature > 0 else 0.0
-    floor = math.log(params.min_p) if params.min_p else -math.inf
-    seed = int(_mix(np.array([params.seed & _MASK], np.uint64))[0])
-    row = (seed, params.top_k, temperature, params.top_p, floor, changes_logits(params))
-    return np.array([row], _PACKED).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +84,23 @@ class SamplingBatch:
     """On a CPU, where no row has a filter: the tokens of each row that allows few. It is drawn among them alone."""
 
 
-def prepare(rows: Sequence[SamplingRow], device: torch.device) -> SamplingBatch:
+def prepare(rows: SamplingRows, device: torch.device) -> SamplingBatch:
     """Return the parameters of ``rows`` for :func:`draw`, in one copy to the device that the host does not wait for."""
-    table = np.frombuffer(b"".join([row.packed or pack(row.params) for row in rows]), _PACKED)
+    table = rows.table
     drawn = table["temperature"] > 0
     filters = (table["top_k"] > 0) | (table["top_p"] < 1) | (table["floor"] > -np.inf)
     filtered = bool((drawn & filters).any())
-    keys = _keys(table["seed"], [row.index for row in rows], [row.position for row in rows])
-    integers, floats = [keys.view(np.int64), table["top_k"]], [table["temperature"], table["top_p"], table["floor"]]
+    integers = [rows.keys(table).view(np.int64), table["top_k"]]
+    floats = [table["temperature"], table["top_p"], table["floor"]]
     changes = []
-    changed = [(at, rows[at]) for at in np.flatnonzero(table["changes"]).tolist()]
-    for entries_of, change in EDITS:
-        found = [(at, entries) for at, row in changed if (entries := entries_of(row)) is not None]
+    for entries_of, change in EDITS if rows.special else ():
+        found = [(at, entries) for at, row in rows.special.items() if (entries := entries_of(row)) is not None]
         if found:
             changes.append(change)
             integers.append(np.repeat([at for at, _ in found], [len(ids) for _, (ids, _) in found]))
             integers.append(np.concatenate([ids for _, (ids, _) in found]))
             floats.append(np.concatenate([values for _, (_, values) in found]))
-    held = [(at, left(row)) for at, row in enumerate(rows) if row.bits is not None]
+    held = [(at, left(row)) for at, row in rows.special.items() if row.bits is not None]
     words = max((len(bits) for _, bits in held), default=0)
     integers.append(np.array([at for at, _ in held], np.int64))
     integers.append(stacked([bits for _, bits in held], words))
@@ -201,7 +179,7 @@ def _draw_among(logits: Tensor, ids: Tensor, temperature: Tensor, key: Tensor) -
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """:func:`prepare` and :func:`draw` in one."""
-    return draw(logits, prepare(rows, logits.device))
+    return draw(logits, prepare(SamplingRows(rows), logits.device))
 
 
 class TokenLogprobs(NamedTuple):
@@ -227,30 +205,6 @@ def token_logprobs(logits: Tensor, chosen: Tensor, top_n: int) -> TokenLogprobs:
         top, top_ids = part.topk(top_n, dim=-1)
         parts.append(TokenLogprobs(part.gather(1, ids.unsqueeze(1)).squeeze(1) - total.squeeze(1), top_ids, top - total))
     return TokenLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def noise_key(seed: int, index: int, position: int) -> int:
-    """State of the SplitMix64 stream that is the noise of one draw, in [0, 2^64)."""
-    return int(noise_keys([seed], [index], [position])[0])
-
-
-def noise_keys(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """The :func:`noise_key` of each draw."""
-    return _keys(_mix(np.array([seed & _MASK for seed in seeds], np.uint64)), indices, positions)
-
-
-def _keys(keys: npt.NDArray[np.uint64], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """:func:`noise_keys`, where ``keys`` are the mixed seeds."""
-    for numbers in (indices, positions):
-        keys = _mix(keys + _INCREMENT * (np.array(numbers, np.uint64) + np.uint64(1)))
-    return keys
-
-
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's output function. Arrays of unsigned integers wrap."""
-    for bits, factor in _ROUNDS:
-        z = (z ^ z >> bits) * factor
-    return z ^ z >> _LAST_SHIFT
 
 
 def _send(

@@ -17,24 +17,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine import wire
 from engine.attention.base import AttentionBackend
 from engine.batch import CandidatePass, ExtendSegment, Tokens
-from engine.device.sampling import SamplingBatch, SamplingRow, edited, gumbel, prepare
+from engine.device.sampling import SamplingBatch, edited, prepare
 from engine.device.transfer import Upload
-from engine.length_guidance import target
 from engine.lenvm.graphs import PassGraphs
+from engine.lenvm.guided_rows import GuidedRows, Parameters, prepare_guidance
 from engine.lenvm.lenvm_pass import LenVMOutput, LenVMPass, PassAttention
 from engine.lenvm.parts import Parts, equal_parts, exact_parts
 from engine.models.decoder import FusedAttend
 from engine.models.lenvm import LenVM
 from kernels.candidates import MOST, Candidates, candidates
-from kernels.length_tilt import RULES, Tilts, length_tilt, needs_value
+from kernels.length_tilt import length_tilt, needs_value
+from kernels.seeded_sampling import seeded_choice
 
 FEW = 8
 """Columns of the table of candidates if no row may have more; otherwise there are :data:`~kernels.candidates.MOST`. Each number is
@@ -44,53 +43,36 @@ Resolve = Callable[[Tensor, Sequence[ExtendSegment]], Tensor]
 """Fills in the tokens of some segments that the step before draws: (tokens on the device, the segments) -> tokens."""
 
 
-class GuidedRow(msgspec.Struct, frozen=True, eq=False):
-    """Parameters of one guided draw."""
-
-    sampling: SamplingRow
-    length_guidance: wire.LengthGuidance
-    top_k: int
-    candidate_pass: CandidatePass
-    begin: int = 0
-    """Output tokens before the section that is guided."""
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Tokens, beside the end of sequence, that end the section."""
-        guidance = self.length_guidance
-        closing = (guidance.thinking.close,) if guidance.applies_to == "thinking" and guidance.thinking else ()
-        return (*self.sampling.params.stop_token_ids, *closing)
-
-
-class Parameters(NamedTuple):
-    """Parameters of guided rows on the device, [rows] each unless said otherwise."""
-
-    top_k: Tensor
-    """int64"""
-    ends: Tensor
-    """[rows, tokens] int64: tokens that end the text; -1 fills short rows."""
-    entropy_thresholds: Tensor
-    """float32"""
-    tilts: Tilts
-
-
 class GuidedDraws(NamedTuple):
     """Guided draws, [rows, width] each unless said otherwise, on the device."""
 
     tokens: Tensor
     """[rows] int64"""
-    logprobs: Tensor
-    """[rows] float32, of the tokens"""
     ids: Tensor
     """int64, the candidates first"""
+    chosen: Tensor
+    """[rows, 1] int64: place of the token among them"""
     probabilities: Tensor
     """float32: the distribution of the draw; 0 beyond the candidates."""
-    values: Tensor
-    """float32, of the candidates; NaN in rows that were decided without the length model"""
+    raw: Tensor
+    """float32, raw values of the candidates"""
+    ends: Tensor
+    """bool: candidates that end the section"""
     undecided: Tensor
-    """[rows] int64: 1 if the length model evaluated the row, else 0"""
+    """[rows] bool: whether the length model evaluated the row"""
     counts: Tensor
     """[rows] int64: number of candidates"""
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[rows] float32, of the tokens"""
+        return self.probabilities.gather(1, self.chosen).squeeze(1).log()
+
+    @property
+    def values(self) -> Tensor:
+        """float32, of the candidates; NaN in rows that were decided without the length model"""
+        values = self.raw.sigmoid().masked_fill(self.ends, 0.0)
+        return values.masked_fill(~self.undecided.unsqueeze(1), float("nan"))
 
 
 class GuidedStep(NamedTuple):
@@ -133,7 +115,7 @@ class LenVMRunner:
         return 0 if self._graphs is None else self._graphs.replayed
 
     def draw_guided(
-        self, logits: Tensor, rows: Sequence[GuidedRow], segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
+        self, logits: Tensor, rows: GuidedRows, segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
     ) -> GuidedStep:
         """Draw the next token of ``rows``, in a pass that computes ``segments`` too.
 
@@ -143,8 +125,8 @@ class LenVMRunner:
         sampling, parameters, found = self._candidates(logits, rows)
         undecided = needs_value(found, parameters.entropy_thresholds)
         parts = self._parts(rows, found, undecided)
-        at = np.unique(parts.rows).tolist()
-        passes = [rows[row].candidate_pass for row in at]
+        at = parts.rows[parts.first == 0].tolist()
+        passes = [rows.passes[row] for row in at]
         segments = [
             *segments,
             *(candidate_pass.pending for candidate_pass in passes if candidate_pass.pending is not None),
@@ -159,7 +141,7 @@ class LenVMRunner:
         work = LenVMPass(
             segments=segments,
             valued=valued,
-            passes=[rows[row].candidate_pass for row in parts.rows.tolist()],
+            passes=[rows.passes[row] for row in parts.rows.tolist()],
             branches=parts.branches.tolist(),
             tokens=found.ids.flatten().index_select(0, places.tensor),
             counts=(found.counts.index_select(0, row_of_part.tensor) - first.tensor).clamp(0, width),
@@ -169,21 +151,21 @@ class LenVMRunner:
         z = self._table(passed.branches, table)
         ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
         p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
-        chosen = (p.log() + gumbel(sampling.keys, found.ids)).argmax(-1, keepdim=True)
+        chosen = seeded_choice(p, found.ids, sampling.keys)
         drawn = table.gather(1, chosen).squeeze(1).index_select(0, computed.tensor)
         self._adopt(passed, drawn, slots.tensor)
-        values = z.sigmoid().masked_fill(ends, 0.0).masked_fill(~undecided.unsqueeze(1), float("nan"))
         draws = GuidedDraws(
             tokens=found.ids.gather(1, chosen).squeeze(1),
-            logprobs=p.gather(1, chosen).squeeze(1).log(),
             ids=found.ids,
+            chosen=chosen,
             probabilities=p,
-            values=values,
-            undecided=undecided.long(),
+            raw=z,
+            ends=ends,
+            undecided=undecided,
             counts=found.counts,
         )
         kept = set(at)
-        return GuidedStep(draws, passed.ends, [row.candidate_pass for place, row in enumerate(rows) if place not in kept])
+        return GuidedStep(draws, passed.ends, [each for row, each in enumerate(rows.passes) if row not in kept])
 
     def compute(self, segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve) -> GuidedStep:
         """Run a pass without draws. valued: indices of the ``segments`` whose last token is valued."""
@@ -191,52 +173,23 @@ class LenVMRunner:
         output = self._forward(LenVMPass(segments, valued, [], [], nothing, nothing), resolve)
         return GuidedStep(None, output.ends, [])
 
-    def _candidates(self, logits: Tensor, rows: Sequence[GuidedRow]) -> tuple[SamplingBatch, Parameters, Candidates]:
+    def _candidates(self, logits: Tensor, rows: GuidedRows) -> tuple[SamplingBatch, Parameters, Candidates]:
         """Return sampling and tilt parameters of each row, and its candidates. logits: see :meth:`draw_guided`."""
-        sampling = prepare([row.sampling for row in rows], self._device)
+        sampling = prepare(rows.sampling, self._device)
         logits = logits[:, : self._model.config.vocab_size].contiguous()
-        parameters = self._parameters(rows)
-        columns = FEW if all(row.top_k <= FEW for row in rows) else MOST
+        parameters = prepare_guidance(rows, self._gamma, self._eos, self._device)
+        columns = FEW if max(rows.top_k) <= FEW else MOST
         columns = min(columns, 1 << logits.shape[1].bit_length() - 1)
         found = candidates(
             edited(logits, sampling), sampling.temperatures, parameters.top_k, sampling.top_p, sampling.floors.exp(), columns
         )
         return sampling, parameters, found
 
-    def _parameters(self, rows: Sequence[GuidedRow]) -> Parameters:
-        """Copy the parameters to the device in one copy that the host does not wait for."""
-        gammas = [row.length_guidance.gamma or self._gamma for row in rows]
-        guidances = [row.length_guidance for row in rows]
-        drawn = [row.sampling.position - row.begin for row in rows]
-        aims = [target(*each) for each in zip(guidances, drawn, gammas, strict=True)]
-        floats = np.array(
-            [
-                [guidance.scale for guidance in guidances],
-                np.log(gammas),
-                aims,
-                [guidance.value_min for guidance in guidances],
-                [guidance.entropy_threshold for guidance in guidances],
-            ]
-        )
-        ends = [(*self._eos, *row.ends) for row in rows]
-        table = np.full((len(rows), max(1, *map(len, ends))), -1, np.int64)
-        for place, ids in enumerate(ends):
-            table[place, : len(ids)] = ids
-        upload = Upload()
-        top_k = upload.add([row.top_k for row in rows])
-        rule = upload.add([RULES.index(guidance.constraint or guidance.mode) for guidance in guidances])
-        end_ids = upload.add(table)
-        packed = upload.add(floats.view(np.int64))
-        upload.send(self._device)
-        scale, log_gamma, aim, value_min, entropy = packed.tensor.view(torch.float64).view(5, -1)
-        tilts = Tilts(rule.tensor, scale, log_gamma, aim, value_min)
-        return Parameters(top_k.tensor, end_ids.tensor.view(len(rows), -1), entropy.float(), tilts)
-
-    def _parts(self, rows: Sequence[GuidedRow], found: Candidates, undecided: Tensor) -> Parts:
+    def _parts(self, rows: GuidedRows, found: Candidates, undecided: Tensor) -> Parts:
         """The candidates to compute, in either form."""
         columns = found.ids.shape[1]
         if not self._compact:
-            return equal_parts([row.top_k for row in rows], columns)
+            return equal_parts(rows.top_k, columns)
         return exact_parts((found.counts * undecided).numpy(), columns)
 
     def _table(self, branches: Tensor | None, branch_of: Tensor) -> Tensor:

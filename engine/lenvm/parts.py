@@ -37,8 +37,8 @@ class Parts(NamedTuple):
 
 def equal_parts(most: Sequence[int], columns: int) -> Parts:
     """Parts of one of :data:`WIDTHS`, the one that computes fewest branches. most: candidates that each row has at most."""
-    width = min(reversed(WIDTHS), key=lambda width: width * sum(-(-count // width) for count in most))
     limits = np.array(most, np.int64)
+    width = min(reversed(WIDTHS), key=lambda width: width * int((-(-limits // width)).sum()))
     parts = -(-limits // width)
     rows, first = np.repeat(np.arange(len(limits)), parts), within(parts) * width
     return _indexed(rows, first, np.full(len(rows), width), (len(limits), columns))

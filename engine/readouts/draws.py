@@ -8,7 +8,9 @@ import numpy as np
 from engine import wire
 from engine.batch import Batch, ExtendSegment
 from engine.core import Branch
-from engine.device.sampling import SamplingRow, draw, pack, prepare, token_logprobs
+from engine.device.logit_edits import changes_logits
+from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
+from engine.device.sampling_rows import SamplingRows, pack
 from engine.device.transfer import Download, Upload
 from engine.generation import GenerateRequest
 from engine.ints import EMPTY
@@ -27,7 +29,7 @@ class DrawReadout(Readout):
 
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         super().__init__(context, batch)
-        self._sampling_rows: list[SamplingRow] = []
+        self._sampling_rows = SamplingRows()
         self._reported: dict[int, wire.Generate] = {}
         """Places of the draws whose log-probabilities are asked for, and their messages."""
 
@@ -44,7 +46,7 @@ class DrawReadout(Readout):
             self._reported[len(self.branches)] = request.message
         self.branches.append(branch)
         self.logit_rows.append(row + segment.tokens.size - 1)
-        self._sampling_rows.append(sampling_row(branch, request, position, self.context.eos_token_ids))
+        add_draw(self._sampling_rows, branch, request, position, self.context.eos_token_ids)
 
     def upload(self, upload: Upload) -> None:
         self._reported_copy = upload.add(list(self._reported))
@@ -82,13 +84,31 @@ def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
     return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
 
 
-def sampling_row(branch: Branch, request: GenerateRequest, position: int, eos_token_ids: tuple[int, ...]) -> SamplingRow:
-    """Parameters of the next draw of ``branch``. position: :meth:`GenerateRequest.offset`."""
-    request.packed_sampling = request.packed_sampling or pack(request.message.sampling)
-    params, bits, packed = request.message.sampling, _bits(branch, request), request.packed_sampling
+def add_draw(rows: SamplingRows, branch: Branch, request: GenerateRequest, position: int, eos_token_ids: tuple[int, ...]) -> None:
+    """Add the parameters of the next draw of ``branch``. position: :meth:`GenerateRequest.offset`."""
+    if not branch.packed_sampling:
+        branch.packed_sampling = pack(request.message.sampling, request.message.index + branch.index)
+        plain = branch.constraint is None and branch.thinking is None and request.allowed is None
+        branch.plain_sampling = plain and not changes_logits(request.message.sampling)
+    if branch.plain_sampling:
+        rows.add_plain(branch.packed_sampling, position)
+        return
     forced = None if branch.thinking is None else request.forced_token(branch)
     if forced is not None and _allows(branch, forced):
-        params, bits, packed = _FORCED, bits_of([forced], words_of(forced + 1)), b""
+        rows.add(_row(branch, request, position, eos_token_ids, _FORCED, bits_of([forced], words_of(forced + 1))))
+        return
+    row = _row(branch, request, position, eos_token_ids, request.message.sampling, _bits(branch, request))
+    rows.add(row, branch.packed_sampling)
+
+
+def _row(
+    branch: Branch,
+    request: GenerateRequest,
+    position: int,
+    eos_token_ids: tuple[int, ...],
+    params: wire.Sampling,
+    bits: Bits | None,
+) -> SamplingRow:
     return SamplingRow(
         params,
         request.message.index + branch.index,
@@ -98,7 +118,6 @@ def sampling_row(branch: Branch, request: GenerateRequest, position: int, eos_to
         eos_token_ids,
         bits,
         branch.constraint is not None and branch.constraint.complete,
-        packed,
     )
 
 

@@ -14,9 +14,10 @@ from engine.batch import Batch, CandidatePass, ExtendSegment
 from engine.core import Branch
 from engine.device.transfer import Copy, Download, Upload
 from engine.generation import GenerateRequest
-from engine.lenvm.guided_draws import GuidedDraws, GuidedRow
+from engine.lenvm.guided_draws import GuidedDraws
+from engine.lenvm.guided_rows import GuidedRows, pack
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
-from engine.readouts.draws import sampling_row
+from engine.readouts.draws import add_draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class GuidedDrawReadout(Readout):
         super().__init__(context, batch)
         self._reported: dict[int, wire.Generate] = {}
         """Places of the draws whose log-probabilities are asked for, and their messages."""
-        self.rows: list[GuidedRow] = []
-        """One for each branch."""
+        self.rows = GuidedRows()
+        """[branches]"""
         self.skipped: list[CandidatePass] = []
         """Passes that were not computed, because the draw was decided without the length model. Known after :meth:`queue`."""
 
@@ -50,14 +51,21 @@ class GuidedDrawReadout(Readout):
         if candidate_pass is None or not segment.completes:
             return
         assert request.length_guidance is not None
-        sampling = sampling_row(branch, request, request.offset(branch), self.context.eos_token_ids)
+        place, rows, guidance = len(self.branches), self.rows, request.length_guidance
+        position, begin = request.offset(branch), request.guided_from(branch)
+        assert begin is not None
         if request.message.logprobs is not None:
-            self._reported[len(self.branches)] = request.message
+            self._reported[place] = request.message
         self.branches.append(branch)
         self.logit_rows.append(row + segment.tokens.size - 1)
-        begin = request.guided_from(branch)
-        assert begin is not None
-        self.rows.append(GuidedRow(sampling, request.length_guidance, request.candidates, candidate_pass, begin))
+        add_draw(rows.sampling, branch, request, position, self.context.eos_token_ids)
+        if guidance.constraint is not None:
+            rows.targets[place] = guidance, position - begin
+        request.packed_guidance = request.packed_guidance or pack(guidance)
+        rows.packed.append(request.packed_guidance)
+        rows.top_k.append(request.candidates)
+        rows.ends.append(request.section_ends)
+        rows.passes.append(candidate_pass)
 
     def upload(self, upload: Upload) -> None:
         self._reported_copy = upload.add(list(self._reported))
@@ -69,7 +77,7 @@ class GuidedDrawReadout(Readout):
         self.tokens = draws.tokens
         self.skipped = step.guided.skipped
         self._token_copy = download.add(draws.tokens)
-        self._undecided = download.add(draws.undecided)
+        self._undecided = download.add(draws.undecided.long())
         self._counts = download.add(draws.counts)
         if self._reported:
             top_n = max(message.logprobs or 0 for message in self._reported.values())
@@ -83,8 +91,7 @@ class GuidedDrawReadout(Readout):
                 logprobs[place] = told
         result.drawn += map(Drawn, self.branches, tokens, logprobs)
         skipped = set(self.skipped)
-        for row, count in zip(self.rows, counts, strict=True):
-            candidate_pass = row.candidate_pass
+        for candidate_pass, count in zip(self.rows.passes, counts, strict=True):
             if candidate_pass not in skipped:
                 result.lenvm.tokens += count + (candidate_pass.pending.tokens.size if candidate_pass.pending else 0)
         result.lenvm.guided += sum(undecided)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 
 from engine.batch import Batch, CandidatePass
-from engine.core import Branch
 from engine.readouts.base import Readout, ReadoutContext
 from engine.readouts.classes import ClassReadout
 from engine.readouts.draws import DrawReadout
@@ -55,17 +52,10 @@ class OutputPlan:
         """Readouts of the main model that have an output."""
         self.lenvm: list[Readout] = [readout for readout in (self.guided, self.length_values) if not readout.empty]
         """Readouts of the length model that have an output."""
-
-    @property
-    def readouts(self) -> Iterator[Readout]:
-        """All that have an output. Those of the main model come first."""
-        yield from self.main
-        yield from self.lenvm
-
-    @property
-    def branches(self) -> list[Branch]:
+        self.readouts = [*self.main, *self.lenvm]
+        """All that have an output."""
+        self.branches = [branch for readout in self.readouts for branch in (*readout.branches, *readout.ended)]
         """Branches whose result this step brings."""
-        return [branch for readout in self.readouts for branch in (*readout.branches, *readout.ended)]
 
     @property
     def skipped(self) -> list[CandidatePass]:

@@ -53,7 +53,7 @@ class PromptLogprobsReadout(Readout):
         request = segment.request
         assert isinstance(request, GenerateRequest)
         top = request.message.prompt_logprobs
-        if top is None or branch.index != 0 or len(branch.outputs):
+        if top is None or branch.index != 0 or branch.drawn:
             return
         start = len(segment.context) - len(segment.tokens)
         following = request.prompt[start + 1 : start + len(segment.tokens) + 1].astype(np.int64)

@@ -23,7 +23,7 @@ from engine.core import PENDING, Branch
 from engine.device.transfer import Copy, Download, Upload
 from engine.lenvm.guided_draws import GuidedStep, LenVMRunner
 from engine.models.decoder import Decoder
-from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from engine.readouts.base import ReadoutContext, StepResult, StepTensors
 from engine.readouts.plan import OutputPlan
 from engine.runner.graphs import StepGraphs
 
@@ -155,7 +155,7 @@ class Runner:
         """Queue the main model: the hidden rows that readouts read, and the logits, in one product."""
         tokens = self._fill(inputs.tokens.tensor, inputs.pending.tensor, inputs.source.tensor)
         hidden = self._forward(tokens, inputs.positions.tensor, batch.segments, inputs.rows.tensor)
-        reading: list[Readout] = list(plan.readouts)
+        reading = plan.readouts
         *parts, rest = torch.split(
             hidden,
             [*(len(readout.hidden_rows) for readout in reading), sum(len(readout.logit_rows) for readout in reading)],

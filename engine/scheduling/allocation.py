@@ -39,6 +39,8 @@ class Allocator:
         """Those of them that are items."""
         self.step = 0
         """Number of the step being scheduled; requests that are already in it are not preempted."""
+        self.flows = queue.flows
+        """All flows, by tenant."""
         self._preemption = Preemption(queue, self.running)
         self._queue = queue
 
@@ -55,6 +57,11 @@ class Allocator:
             if not (may_preempt and self._preempt_behind(request, branch)):
                 return EMPTY
         return pool.allocate(count)
+
+    def has_room(self, kv_pool: int, count: int) -> bool:
+        """Return whether ``count`` slots of a model can be allocated without preemption."""
+        pool, cache = self.kv_pools[kv_pool]
+        return pool.available + cache.evictable >= count
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
         """Free slots of this model: those of another request or, if no other has any to give, of a later branch of ``request``."""
@@ -138,4 +145,4 @@ class Allocator:
     def count_taken(self, request: Request, count: int) -> None:
         """Count slots that ``request`` took from the pool; a negative number was given back."""
         request.taken += count
-        self._queue.flows[request.caller.tenant].held[request.on_lenvm] += count
+        self.flows[request.caller.tenant].held[request.on_lenvm] += count

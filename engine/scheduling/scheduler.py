@@ -21,15 +21,16 @@ Between tenants, resources are divided by weight:
 With one tenant none of these rules applies.
 
 The scheduler computes running requests, and :mod:`engine.scheduling.admission` starts waiting ones.
-:mod:`engine.scheduling.composer` adds their tokens to the step, and :mod:`engine.scheduling.allocation` allocates and frees their
-slots. A length model has its own slots and prefix cache.
+:mod:`engine.scheduling.composer` and, for sequences that continue by one token, :mod:`engine.scheduling.decoding` add their tokens
+to the step, and :mod:`engine.scheduling.allocation` allocates and frees their slots. A length model has its own slots and prefix
+cache.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine import wire
@@ -41,6 +42,7 @@ from engine.kvcache.slots import SlotPool
 from engine.scheduling.admission import Admission
 from engine.scheduling.allocation import Allocator, KVPool
 from engine.scheduling.composer import StepComposer
+from engine.scheduling.decoding import decode, decoding_branch
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.wait_estimator import WaitEstimator
 
@@ -76,6 +78,7 @@ class Scheduler:
         self._queue = FairQueue(len(pools), clock)
         self._allocator = Allocator(pools, self._queue)
         self._composer = StepComposer(self._allocator, run_ahead=run_ahead)
+        self._run_ahead = run_ahead
         self._running = self._allocator.running
         self._budget = budget
         self._clock = clock
@@ -191,9 +194,7 @@ class Scheduler:
         if shared:
             for flow in granted:
                 self._admission.make_way(batch, flow)
-        for request in self.running:
-            if request.step != self._allocator.step and request.id in self._running:
-                self._go_on(batch, request)
+        self._compute_running(batch)
         if shared:
             for flow in granted:
                 self._admission.admit_waiting(batch, flow)
@@ -222,8 +223,10 @@ class Scheduler:
         self._allocator.release_unused(candidate_pass)
 
     def remove(self, request: Request) -> None:
-        """Remove a request and free everything that it holds."""
+        """Remove a request and free everything that it holds. Results of its branches are no longer wanted."""
         del self._requests[request.id]
+        for branch in request.branches:
+            branch.done = True
         self._items -= request.is_item
         self._wait_estimator.leave(request, begun=False)
         self._allocator.let_go(request)
@@ -242,8 +245,29 @@ class Scheduler:
             kv_pool.cache.clear()
         return failed
 
+    def _compute_running(self, batch: Batch) -> None:
+        """Compute the running requests in order of admission. Consecutive ones that continue by one token are composed at once."""
+        decoding: list[Branch] = []
+        for request in self.running:
+            branch = decoding_branch(request, run_ahead=self._run_ahead) if request.step != self._allocator.step else None
+            if branch is None:
+                self._decode(batch, decoding)
+                decoding = []
+                self._go_on(batch, request)
+            else:
+                decoding.append(branch)
+        self._decode(batch, decoding)
+
+    def _decode(self, batch: Batch, branches: Sequence[Branch]) -> None:
+        if branches and not decode(batch, branches, self._allocator):
+            for branch in branches:
+                self._go_on(batch, branch.request)
+
     def _go_on(self, batch: Batch, request: Request) -> None:
-        """Compute a running request: its decoding branches, and other tokens within the share of its tenant."""
+        """Compute a running request, unless it was preempted or is in the step already: its decoding branches, and other tokens
+        within the share of its tenant."""
+        if request.step == self._allocator.step or request.id not in self._running:
+            return
         flow, reserve = self._queue.of(request), request.reserve
         flow.room += reserve
         flow.room -= self._composer.compute(batch, flow, request, flow.room, reserve, may_preempt=True)

@@ -15,7 +15,8 @@ import torch
 
 from engine import wire
 from engine.build import build_loop
-from engine.loop import MAX_CALLER_CHARACTERS, Loop
+from engine.checks import MAX_CALLER_CHARACTERS
+from engine.loop import Loop
 from engine.request_log import BURST, LINES_PER_SECOND, RequestLog
 from engine.serving import metrics
 from engine.settings import EngineSettings

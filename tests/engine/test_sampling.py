@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.device.sampling
-from engine.device.sampling import SamplingRow, draw, gumbel, noise_key, noise_keys, prepare, sample, token_logprobs
+from engine.device.sampling import SamplingRow, SamplingRows, draw, gumbel, noise_key, noise_keys, prepare, sample, token_logprobs
 from engine.structured.bits import bits_of
 from engine.wire import Sampling
 from kernels.keep_thresholds import FIRST_LOOK
@@ -307,7 +307,7 @@ def test_draw_never_reads_from_the_device(params: list[dict[str, Any]], monkeypa
     rows = [row(seed=seed, prompt=(1, 2), output=(3, 4, 4), **some) for seed, some in enumerate(params)]
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(1))
     expected = sample(logits, rows)
-    batch = prepare(rows, logits.device)
+    batch = prepare(SamplingRows(rows), logits.device)
     with monkeypatch.context() as patch, Device(patch) as device:
         for name in ("keep_thresholds", "seeded_draw"):
             patch.setattr(engine.device.sampling, name, device.kernel(getattr(engine.device.sampling, name)))
@@ -343,9 +343,9 @@ def test_draw_never_waits_for_a_gpu() -> None:
     rows = [row(seed=seed, prompt=(1, 2), output=(3, 4, 4), **some) for seed, some in enumerate(params)]
     logits = torch.randn(len(rows), 151_936) * 3
     on_gpu = logits.cuda()
-    draw(on_gpu, prepare(rows, on_gpu.device))  # compiles
+    draw(on_gpu, prepare(SamplingRows(rows), on_gpu.device))  # compiles
     with no_waiting():
-        drawn = draw(on_gpu, prepare(rows, on_gpu.device))
+        drawn = draw(on_gpu, prepare(SamplingRows(rows), on_gpu.device))
     assert torch.equal(drawn.cpu(), sample(logits, rows))
 
 
@@ -380,8 +380,8 @@ def test_rows_that_allow_few_tokens_are_drawn_alike(monkeypatch: pytest.MonkeyPa
         for seed, (tokens, temperature) in enumerate(itertools.product(sets, (0.0, 0.7, 1.0)))
     ]
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(1))
-    assert len(prepare(rows, logits.device).few) == 12
+    assert len(prepare(SamplingRows(rows), logits.device).few) == 12
     drawn = sample(logits, rows)
     monkeypatch.setattr(engine.device.sampling, "FEW", 1 << 40)
-    assert list(prepare(rows, logits.device).few) == [3, 4, 5], "those that allow none"
+    assert list(prepare(SamplingRows(rows), logits.device).few) == [3, 4, 5], "those that allow none"
     assert torch.equal(drawn, sample(logits, rows))

@@ -87,6 +87,12 @@ def test_long_prefixes_are_read_by_several_programs(branches: int, device: torch
     check(given)
 
 
+def test_results_of_heads_that_do_not_fill_a_program_are_merged(device: torch.device) -> None:
+    given = arguments([700, 5], [2, 1], device, branches=2, group=3)
+    assert chunks_of(len(given[6]) // 2, 4) > 1
+    check(given)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_many_rows(dtype: torch.dtype, device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention_layout
-from kernels.attention_layout import MIN_CHUNK, MOST_MERGES, MOST_NARROW, NARROW, Layout, Room, lay_out
+from kernels.attention_layout import FEW_NARROW, MIN_CHUNK, MOST_MERGES, MOST_NARROW, NARROW, Layout, Room, lay_out
 from kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
@@ -99,6 +99,17 @@ def test_long_contexts_are_read_by_several_programs(shape: tuple[int, int], devi
     q, keys, values = tensors([shape, (1, 7)], device)
     layout = layout_of([shape, (1, 7)], q, keys)
     assert len(layout.merges) >= shape[0]
+    check(q, keys, values, layout)
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "head_dim"), [(3, 2, 32), (1, 1, 128), (5, 4, 128)], ids=["masked", "one", "two programs"]
+)
+def test_results_of_all_heads_are_merged(group: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
+    """By one program, which has room for a power of two of heads, or by several where they do not fit."""
+    q, keys, values = tensors([(2, 600)], device, group=group, kv_heads=kv_heads, head_dim=head_dim)
+    layout = layout_of([(2, 600)], q, keys)
+    assert len(layout.merges) == 2
     check(q, keys, values, layout)
 
 
@@ -197,7 +208,8 @@ def test_there_is_room_for_whatever_is_laid_out(seed: int) -> None:
         room = Room.of(int(lengths.sum() + generator.integers(3)), group=group, kv_heads=kv_heads, rows=rows)
         packed = room.pack(layout, 9)
         if packed is None:
-            assert layout.narrow > room.narrow >= MOST_NARROW or len(layout.merges) > room.merges == MOST_MERGES
+            limit = FEW_NARROW if lengths.sum() > MOST_NARROW else MOST_NARROW
+            assert layout.narrow > room.narrow >= limit or len(layout.merges) > room.merges == MOST_MERGES
             continue
         padded = room.within(packed)
         for ours, theirs in ((padded.items, layout.items), (padded.merges, layout.merges)):
@@ -205,6 +217,17 @@ def test_there_is_room_for_whatever_is_laid_out(seed: int) -> None:
         assert not padded.items[layout.narrow : room.narrow].any()
         assert torch.equal(padded.kv_indices, layout.kv_indices)
         assert len(packed) == room.numbers + len(layout.kv_indices)
+
+
+def test_programs_of_padding() -> None:
+    """One request of 1,920 tokens in the largest bucket of a 0.6B model: what starts in each layer, most of it for nothing."""
+    room = Room.of(2048, group=2, kv_heads=8, rows=128)
+    assert (8 * room.narrow, 8 * (room.items - room.narrow), room.merges) == (3328, 2072, 1024)
+    lengths, contexts = [120] + [180] * 10, [np.arange(120)] + [np.arange(300)] * 10
+    packed = room.pack(lay_out(lengths, contexts, group=2, kv_heads=8, rows=128), 0)
+    assert packed is not None
+    decoding = [np.arange(1000)] * 256  # beside the most rows that decode, and the ends of some prompts
+    assert room.pack(lay_out([1] * 256 + [195] * 9, [*decoding, *contexts[1:10]], group=2, kv_heads=8, rows=128), 0) is not None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,10 +11,18 @@ from torch import Tensor
 
 import kernels.seeded_sampling
 from kernels.runtime import jit, tl
-from kernels.seeded_sampling import _gumbel, gumbel, seeded_draw_reference, seeded_draw_triton
+from kernels.seeded_sampling import (
+    _gumbel,
+    gumbel,
+    seeded_choice_reference,
+    seeded_choice_triton,
+    seeded_draw_reference,
+    seeded_draw_triton,
+)
 
 Operation = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 BOTH = pytest.mark.parametrize("operation", [seeded_draw_reference, seeded_draw_triton], ids=["reference", "triton"])
+CHOICES = pytest.mark.parametrize("choose", [seeded_choice_reference, seeded_choice_triton], ids=["reference", "triton"])
 # Where infinities meet, NumPy, and so the interpreter, warns; a GPU does not.
 INFINITIES = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 
@@ -108,6 +116,29 @@ def test_excluded_tokens_are_never_drawn(operation: Operation, device: torch.dev
     assert set(operation(logits, torch.ones(200, device=device), _keys(200, device), None).tolist()) == {2, 6}
 
 
+@pytest.mark.parametrize(("rows", "width"), [(60, 8), (20, 64), (5, 1), (0, 8)])
+def test_kernel_chooses_as_the_reference(rows: int, width: int, device: torch.device) -> None:
+    """Among them candidates without a chance."""
+    weights = torch.rand(rows, width, device=device) * (torch.arange(width, device=device) < width // 2 + 1)
+    ids = torch.randint(0, 150_000, (rows, width), generator=torch.Generator().manual_seed(1)).to(device)
+    given = weights / weights.sum(1, keepdim=True), ids, _keys(rows, device)
+    found = seeded_choice_triton(*given)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, seeded_choice_reference(*given))
+
+
+@CHOICES
+def test_a_choice_is_a_draw_of_the_vocabulary(choose: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device) -> None:
+    """With the candidates' probabilities, where other tokens have none."""
+    logits, keys = torch.full((100, 90), -math.inf, device=device), _keys(100, device)
+    ids = torch.tensor([70, 3, 41, 8], device=device).expand(100, -1).contiguous()
+    p = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).expand(100, -1).contiguous()
+    logits.scatter_(1, ids, p.log())
+    drawn = seeded_draw_reference(logits, torch.ones(100, device=device), keys, None)
+    assert torch.equal(ids.gather(1, choose(p, ids, keys)).squeeze(1), drawn)
+    assert len(set(drawn.tolist())) == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 300])
 def test_full_size(rows: int, device: torch.device) -> None:
@@ -126,5 +157,9 @@ def test_arguments_are_checked(device: torch.device) -> None:
         seeded_draw_triton(logits, temperatures, keys.int(), None)
     with pytest.raises(ValueError, match=r"thresholds has shape \[2\], where \[3\] is expected"):
         seeded_draw_triton(logits, temperatures, keys, temperatures[:2])
+    with pytest.raises(ValueError, match=r"p has shape \[3, 40\], where \[3, 64\] is expected"):
+        seeded_choice_triton(logits, logits.long(), keys)
+    with pytest.raises(ValueError, match=r"ids is torch.int32, where torch.int64 is expected"):
+        seeded_choice_triton(logits[:, :8].contiguous(), logits[:, :8].int(), keys)
     with pytest.raises(ValueError, match=r"logits of shape \[3, 40\] has strides \[0, 1\]: make it contiguous"):
         seeded_draw_triton(logits[:1].expand(3, -1), temperatures, keys, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from random import Random
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from benchmarks.engine import accuracy
 from benchmarks.engine.accuracy import QUICK, demo_material, following, value_costs
 from benchmarks.engine.engines import Engine
+from benchmarks.engine.store import FILE, Store
 from benchmarks.engine.subject import Subject
 from engine.demo import MODELS
 from engine.models.loader import load_model
@@ -68,11 +70,51 @@ def test_what_follows_is_what_is_generated(base):
     assert following(engine, opening, [7, *sampled[1:]])[0] == sampled[0]
 
 
+class Killed(Exception):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_formats_survive_kills_at_random_moments(base, seed, tmp_path, monkeypatch):
+    """With engines that cost nothing; each format is measured once, and a later run goes on behind it."""
+    rng, now = Random(seed), [0.0]
+    cost, values = accuracy.Cost(0.0, 0.0, 0.0, None, 1.0, 1.0), torch.tensor([0.1, 0.2, 0.3])
+
+    def spending(result):
+        def work(*_, **__):
+            now[0] += rng.uniform(1, 3)
+            if rng.random() < 0.2:
+                raise Killed
+            return result
+
+        return work
+
+    monkeypatch.setattr(accuracy, "supported", lambda *_: True)
+    for name, result in {"_engine": None, "load_model": None, "load_lenvm": None, "write_texts": []}.items():
+        monkeypatch.setattr(accuracy, name, lambda *_, result=result, **__: result)
+    for name, result in {"answers": None, "_cost": cost, "values_and_truths": (values, values)}.items():
+        monkeypatch.setattr(accuracy, name, spending(result))
+    for call in range(100):
+        store = Store(tmp_path, resume=call > 0, limit=25.0, clock=lambda: now[0])
+        end = now[0] + 25.0
+        try:
+            found = accuracy.costs(base, None, QUICK, store=store, name="demo"), value_costs(QUICK, store=store)
+        except Killed:
+            continue
+        assert now[0] <= end
+        if not store.left_out:
+            break
+    names = ["float32", "bfloat16", "float32, FP8", "bfloat16, FP8", "float32, INT8"]
+    assert [list(costs) for costs in found] == [names, names]
+    keys = [json.loads(line)["key"] for line in (tmp_path / FILE).read_text().splitlines()]
+    assert keys == [f"demo model: {name}" for name in names] + [f"length values: {name}" for name in names]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_command(tmp_path, capsys):
     sizes = accuracy.Sizes(questions=8, alone=2, random_requests=1, texts=2, random_texts=1, tokens=8, values=8)
-    summary = accuracy.run(sizes, tmp_path)
+    summary = accuracy.run(sizes, Store(tmp_path))
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == summary
     assert ("float32, INT8" in summary["demo"]) == accuracy.supported("float32", "int8")
     assert "bfloat16, FP8" in (tmp_path / "tables.txt").read_text()

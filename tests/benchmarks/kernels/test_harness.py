@@ -7,13 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.kernels.cli import names
+from benchmarks.engine.store import FILE, Store
+from benchmarks.kernels import harness
+from benchmarks.kernels.cli import measure, names
 from benchmarks.kernels.harness import Gpu, Row, table
 
 
@@ -77,6 +81,44 @@ def test_arguments_fit(name: str) -> None:
         rows = list(import_module(f"benchmarks.kernels.{name}").rows(_Counting("none", 4e12, 8e14)))
     assert len({(row.name, row.shape) for row in rows}) == len(rows)
     assert all(row.rate > 0 for row in rows)
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_survive_kills_at_random_moments(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock instead of a GPU; each row is measured once, and a later run goes on behind it."""
+    rng, now, chosen = Random(seed), [0.0], ["quantize", "rms_norm", "silu_mul"]
+
+    def seconds(run: Callable[[], Any]) -> float:
+        now[0] += rng.uniform(0.5, 2.5)
+        if rng.random() < 0.1:
+            raise Killed
+        return 1e-3
+
+    monkeypatch.setattr(harness, "seconds", seconds)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    for call in range(200):
+        store = Store(tmp_path, resume=call > 0, limit=20.0, clock=lambda: now[0])
+        end = now[0] + 20.0
+        try:
+            with _Shapes():
+                report = measure(chosen, store)
+        except Killed:
+            continue
+        assert now[0] <= end
+        assert json.dumps(report)
+        if not report["left_out"]:
+            break
+    with _Shapes():
+        rows = [row for name in chosen for row in import_module(f"benchmarks.kernels.{name}").rows(_Counting("none", 4e12, 8e14))]
+    assert [(row["name"], row["shape"]) for row in report["rows"]] == [(row.name, row.shape) for row in rows]
+    assert report["gpu"]["name"] == "none"
+    keys = [json.loads(line)["key"] for line in (tmp_path / FILE).read_text().splitlines()]
+    assert keys == ["GPU", *(f"{row.name}: {row.shape}" for row in rows)]
 
 
 @pytest.mark.gpu

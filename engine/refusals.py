@@ -1,0 +1,44 @@
+"""The replies to messages that the engine does not accept: made, counted and logged."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from engine import wire
+from engine.checks import MAX_CALLER_CHARACTERS
+from engine.counters import Refused
+from engine.request_log import RequestLog
+
+Message = wire.Score | wire.ScoreItems | wire.Generate
+QUEUE_FULL = "The engine's queue is full."
+
+
+class Refusals:
+    """Refuses messages of one loop."""
+
+    def __init__(self, counts: Refused, log: RequestLog) -> None:
+        self._counts = counts
+        self._log = log
+
+    def invalid(self, request_id: str, problem: str, caller: wire.Caller | None = None) -> wire.Failed:
+        """Refuse a faulty message. Its strings may be of any length, so the log gets their beginnings."""
+        self._counts.invalid += 1
+        told = wire.Caller()
+        if caller is not None:
+            told = wire.Caller(caller.request_id[:MAX_CALLER_CHARACTERS], caller.tenant[:MAX_CALLER_CHARACTERS])
+        self._log.write("refused", told, request_id[:MAX_CALLER_CHARACTERS], code="invalid")
+        return wire.Failed(request_id, "invalid", problem)
+
+    def overloaded(self, message: Message, reason: Literal["wait", "queue_full"], wait: float) -> wire.Failed:
+        """Refuse a message that would have to wait for ``wait`` seconds, too long, or for which the queue has no place."""
+        if reason == "wait":
+            self._counts.wait += 1
+        else:
+            self._counts.queue += 1
+        self._log.write("refused", message.caller, message.id, code="overloaded", reason=reason, wait_seconds=round(wait, 3))
+        return overloaded(message.id, wait)
+
+
+def overloaded(request_id: str, wait: float) -> wire.Failed:
+    """The reply to a request that would have to wait for ``wait`` seconds."""
+    return wire.Failed(request_id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait))

@@ -33,6 +33,7 @@ from engine.loop import Loop
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
+from engine.models.kv_scales import check_kv_dtype
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
 from engine.models.quantization import FORMATS, arithmetic_of
@@ -45,6 +46,7 @@ from engine.structured.vocabulary import VocabularyError, load_vocabulary
 from engine.structured_requests import StructuredRequests
 from engine.warm_up import warm_up
 from kernels.candidates import MOST
+from kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,15 @@ def build_loop(settings: EngineSettings) -> Loop:
     warn_of_slow_dtype(device, dtype)
     if settings.quantize is not None:
         FORMATS[settings.quantize].check_device(device, dtype)
+    if settings.kv_dtype != "auto":
+        check_kv_dtype(device, dtype)
     directory = Path(settings.model)
     shared = settings.tensor_parallel > 1
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
     else:
         decoder = load_model(directory, dtype, settings.quantize).to(device)
-    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel)
+    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype)
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
     if settings.lenvm_model is None:
         return assemble(decoder, settings, digest, vocabulary=vocabulary)
@@ -131,8 +135,9 @@ def assemble(
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
     compilations = Compilations()
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
-    slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
-    attention = make_attention(decoder, slots, settings.attention)
+    kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
+    slots = settings.max_total_tokens or _default_slots(decoders, kept, settings.tensor_parallel)
+    attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
@@ -149,7 +154,7 @@ def assemble(
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
-    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize)
+    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description)
 
     def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
@@ -283,14 +288,15 @@ def capabilities(config: ModelConfig, paired: PairedLenVM | None, *, grammar: bo
     return [name for name, is_able in able.items() if is_able]
 
 
-def _default_slots(decoders: Sequence[Decoder], processes: int) -> int:
-    """Return the number of slots for which a share of the free memory suffices. A slot has keys and values in all ``decoders``. On
-    a CPU all processes share one memory; on GPUs each has its own.
+def _default_slots(decoders: Sequence[Decoder], kept: Sequence[torch.dtype], processes: int) -> int:
+    """Return the number of slots for which a share of the free memory suffices. A slot has keys and values in all ``decoders``,
+    those of each in its dtype of ``kept``. On a CPU all processes share one memory; on GPUs each has its own.
     """
     weight = decoders[0].embed.weight
-    configs = [decoder.config for decoder in decoders]
-    elements = sum(2 * config.num_layers * config.num_kv_heads * config.head_dim for config in configs)
-    slot_bytes = elements * weight.dtype.itemsize
+    slot_bytes = 0
+    for decoder, dtype in zip(decoders, kept, strict=True):
+        config = decoder.config
+        slot_bytes += 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     if weight.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(weight.device)
         return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+KV_DTYPES = ("auto", "fp8")
 QUANTIZE = ("fp8", "int8")
 ATTENTION = ("auto", "reference", "triton", "flashinfer")
 CUDA_GRAPHS = ("auto", "on", "off")
@@ -59,6 +60,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Device of the model."""
     dtype: Annotated[str | None, choices(*DTYPES, unset="bfloat16 on a GPU, float32 on a CPU")] = None
     """Number format of weights, keys and values."""
+    kv_dtype: Annotated[str, choices(*KV_DTYPES)] = "auto"
+    """Number format of the keys and values that are kept. ``auto``: that of the model. ``fp8``: one byte for each number, so that
+    twice as many tokens fit. Those of a length model stay in its own format. See Keys and values in FP8 below.
+    """
     quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None
     """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row: ``fp8`` on a GPU, ``int8``
     on a CPU. See Quantisation below.

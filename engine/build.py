@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +17,7 @@ from engine import wire
 from engine.attention.branches import FixedBranches
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
-from engine.device import cgroup
+from engine.capacity import default_slots
 from engine.device.compilations import Compilations
 from engine.device.cuda_graphs import CudaCapture
 from engine.distributed.leader import LeadingDecoder
@@ -49,9 +48,6 @@ from kernels.candidates import MOST
 from kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
-
-MAX_SLOTS = 131_072
-MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
 
 
 def build_loop(settings: EngineSettings) -> Loop:
@@ -136,14 +132,16 @@ def assemble(
     compilations = Compilations()
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
-    slots = settings.max_total_tokens or _default_slots(decoders, kept, settings.tensor_parallel)
+    slots = settings.max_total_tokens or default_slots(decoders, kept, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
     budget = Budget(
-        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS), settings.max_running_requests
+        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS),
+        settings.max_running_requests,
+        settings.reserved_share,
     )
     lenvm = None
     if paired is not None:
@@ -286,19 +284,3 @@ def capabilities(config: ModelConfig, paired: PairedLenVM | None, *, grammar: bo
         "grammar": grammar,
     }
     return [name for name, is_able in able.items() if is_able]
-
-
-def _default_slots(decoders: Sequence[Decoder], kept: Sequence[torch.dtype], processes: int) -> int:
-    """Return the number of slots for which a share of the free memory suffices. A slot has keys and values in all ``decoders``,
-    those of each in its dtype of ``kept``. On a CPU all processes share one memory; on GPUs each has its own.
-    """
-    weight = decoders[0].embed.weight
-    slot_bytes = 0
-    for decoder, dtype in zip(decoders, kept, strict=True):
-        config = decoder.config
-        slot_bytes += 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    if weight.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(weight.device)
-        return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)
-    available = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup.free_memory())
-    return max(1024, min(MAX_SLOTS, int(available * MEMORY_SHARE) // (processes * slot_bytes)))

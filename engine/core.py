@@ -107,9 +107,10 @@ class Branch:
 
     def enter(self, slots: Ints) -> None:
         """Take ``slots`` for the next tokens."""
-        if not self.context.size:
-            self.context.extend(self.request.prefix_slots.view)
-        self.context.extend(slots)
+        if self.context.size:
+            self.context.extend(slots)
+        else:
+            self.context.fill(self.request.prefix_slots.view, slots)
 
     @property
     def drawn(self) -> int:
@@ -182,6 +183,11 @@ class Request:
     def is_item(self) -> bool:
         """Whether its prefix is an item, which later requests probably score too. Such a request ends after few steps and takes no
         running place."""
+        return False
+
+    @property
+    def awaits_result(self) -> bool:
+        """Whether pending steps compute all that is left of it."""
         return False
 
     @property
@@ -284,6 +290,10 @@ class ScoreRequest(Request):
     @property
     def is_item(self) -> bool:
         return self.group is not None
+
+    @property
+    def awaits_result(self) -> bool:
+        return self.group is not None and self.branches[0].pending_steps > 0
 
     @property
     def on_lenvm(self) -> bool:

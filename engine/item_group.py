@@ -28,11 +28,14 @@ class ItemGroup:
     cached_items: int = 0
     computed_tokens: int = 0
     queue_seconds: float = 0.0
+    pin_seconds: float | None = None
+    """:attr:`engine.wire.ScoreItems.pin_seconds`."""
+    pinned_items: int = 0
 
     @classmethod
     def of(cls, message: wire.ScoreItems, now: float, *, mean_pooling: bool = False) -> ItemGroup:
         """``now`` and ``mean_pooling``: see :meth:`ScoreRequest.of`. The message has been checked."""
-        group = cls(message.id)
+        group = cls(message.id, pin_seconds=message.pin_seconds)
         query = np.array(message.query, np.int32)
         for index, item in enumerate(items_of(message)):
             group.requests.append(group._request(message, index, item, query, now, mean_pooling=mean_pooling))
@@ -50,7 +53,8 @@ class ItemGroup:
         self.queue_seconds = max(self.queue_seconds, request.queue_seconds)
         if self.left:
             return None
-        return wire.Scored(self.id, self.rows, self.cached_tokens, self.computed_tokens, self.queue_seconds, self.cached_items)
+        tokens, items = (self.cached_tokens, self.computed_tokens), (self.cached_items, self.pinned_items)
+        return wire.Scored(self.id, self.rows, *tokens, self.queue_seconds, *items)
 
     def _request(
         self, message: wire.ScoreItems, index: int, item: Ints, query: Ints, now: float, *, mean_pooling: bool

@@ -19,6 +19,8 @@ QUANTIZE = ("fp8", "int8")
 ATTENTION = ("auto", "reference", "triton", "flashinfer")
 CUDA_GRAPHS = ("auto", "on", "off")
 
+RESERVED_SHARE = 0.25
+"""Default of :attr:`EngineSettings.reserved_share`."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 """Defaults of :attr:`EngineSettings.max_batched_tokens`."""
 
@@ -80,6 +82,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     max_total_tokens: Annotated[Count | None, unset("a quarter of free memory, at most 131,072; on a GPU four fifths")] = None
     """Slots: tokens whose keys and values are kept at once, for each model."""
+    reserved_share: Share = RESERVED_SHARE
+    """Part of the slots that items of ``item_first`` never take from generations and queries, in use or cached. Half of the rest
+    may be pinned.
+    """
     max_batched_tokens: Annotated[Count | None, unset(f"{CPU_BATCHED_TOKENS:,} on a CPU, {GPU_BATCHED_TOKENS:,} on a GPU")] = None
     """Tokens computed in one step, scoring and decoding together. While several tenants share the engine, a step has a quarter
     of them, because a new request waits for the step in progress.

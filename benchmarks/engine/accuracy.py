@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +36,28 @@ from examples.demo_models.lenvm import write_texts
 from examples.demo_models.text import load_tokenizer
 from kernels.int8 import instructions
 
-Formats = Sequence[tuple[str, str | None]]
 
-FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"), ("float32", "int8"))
-"""Number format and quantisation; the others are compared with the first."""
+class Format(NamedTuple):
+    """A number format; see :class:`engine.settings.EngineSettings`."""
+
+    dtype: str
+    quantize: str | None = None
+    kv_dtype: str = "auto"
+
+
+Formats = Sequence[Format]
+
+FORMATS: Formats = (
+    Format("float32"),
+    Format("bfloat16"),
+    Format("float32", "fp8"),
+    Format("bfloat16", "fp8"),
+    Format("float32", "int8"),
+    Format("float32", kv_dtype="fp8"),
+    Format("bfloat16", kv_dtype="fp8"),
+    Format("bfloat16", "fp8", "fp8"),
+)
+"""The others are compared with the first."""
 SLOTS = 32_768
 OPENING = 32
 """Random tokens before a text."""
@@ -130,22 +148,22 @@ def costs(model: Subject, material: Material, sizes: Sizes, formats: Formats | N
     """Return the errors of ``model`` in every format that this machine supports."""
     found: dict[str, Cost] = {}
     exact: Answers | None = None
-    for dtype, quantize in formats or FORMATS:
-        if not supported(dtype, quantize):
+    for form in formats or FORMATS:
+        if not supported(form):
             continue
-        chosen = dataclasses.replace(model, dtype=dtype, quantize=quantize)
-        engine = Engine(chosen.load(), dtype, slots=SLOTS)
+        chosen = dataclasses.replace(model, **form._asdict())
+        engine = Engine(chosen.load(), form.dtype, slots=SLOTS, kv_dtype=form.kv_dtype)
         given = answers(engine, material, sizes)
         exact = exact or given
         found[chosen.format] = _cost(engine, material, given, exact)
     return found
 
 
-def supported(dtype: str, quantize: str | None) -> bool:
+def supported(form: Format) -> bool:
     """Whether this machine computes in a format."""
-    if quantize == "int8":
+    if form.quantize == "int8":
         return not torch.cuda.is_available() and instructions() is not None
-    return quantize is None or not torch.cuda.is_available() or dtype == "bfloat16"
+    return form.quantize is None or not torch.cuda.is_available() or form.dtype == "bfloat16"
 
 
 def answers(engine: Engine, material: Material, sizes: Sizes) -> Answers:
@@ -221,16 +239,16 @@ def value_costs(sizes: Sizes, formats: Formats | None = None) -> dict[str, dict[
     texts = write_texts(base, tokenizer, count=sizes.values, seed=12, held_out=True)
     exact: Tensor | None = None
     found = {}
-    for dtype, quantize in formats or FORMATS:
-        if quantize == "int8" and not supported(dtype, quantize):
-            continue
-        value_model = load_lenvm(MODELS / "lenvm", getattr(torch, dtype), quantize)
+    for form in formats or FORMATS:
+        if form.kv_dtype != "auto" or (form.quantize == "int8" and not supported(form)):
+            continue  # the length model's keys and values stay in its own format
+        value_model = load_lenvm(MODELS / "lenvm", getattr(torch, form.dtype), form.quantize)
         values, truths = values_and_truths(value_model, texts)
         exact = values if exact is None else exact
         difference = (values - exact).abs()
-        form = Subject(MODELS / "lenvm", value_model.config, dtype, quantize).format
+        name = Subject(MODELS / "lenvm", value_model.config, form.dtype, form.quantize).format
         mean, largest = difference.mean().item(), difference.max().item()
-        found[form] = {"mean": mean, "largest": largest, "correlation": spearman(values, truths)}
+        found[name] = {"mean": mean, "largest": largest, "correlation": spearman(values, truths)}
     return found
 
 

@@ -7,8 +7,8 @@ on probation until a request uses them again, also if they were evicted in betwe
 room. If there is none, an item takes the place of the oldest protected item only if it was used more often lately. Items on
 probation are evicted first.
 
-Both kinds share all slots. While nodes that are no items have less than :data:`RESERVED_SHARE` of the slots, items are evicted
-before them; above that, whichever was not used for longer.
+Both kinds share all slots. While nodes that are no items have less than a reserved share of the slots, items are evicted before
+them; above that, whichever was not used for longer. Pinned items are held like those in use (:mod:`engine.kvcache.pins`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 PROTECTED_SHARE = 0.95
 """Part of the slots that protected items may have."""
-RESERVED_SHARE = 0.25
-"""Part of the slots that items never take from cached nodes of other kinds."""
 MAX_KEYS = 1 << 20
 """Most keys that the frequency sketch is sized for. It has one for each slot, so that evicted items are remembered too."""
 
@@ -67,8 +65,9 @@ class Queue:
 class Evictor:
     """The order of eviction of one prefix cache."""
 
-    def __init__(self, slots: int) -> None:
-        self._reserved = int(RESERVED_SHARE * slots)
+    def __init__(self, slots: int, reserved: int) -> None:
+        """``reserved``: slots that items never take from cached nodes of other kinds."""
+        self._reserved = reserved
         self._room = int(PROTECTED_SHARE * slots)
         """Tokens that may be protected."""
         self._sketch = FrequencySketch(min(slots, MAX_KEYS))

@@ -43,6 +43,7 @@ from engine.scheduling.allocation import Allocator, KVPool
 from engine.scheduling.composer import StepComposer
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.wait_estimator import WaitEstimator
+from engine.settings import RESERVED_SHARE
 
 PREFILL_SHARE = 0.25
 CONTENDED_SHARE = 0.25
@@ -57,6 +58,8 @@ class Budget:
     """Tokens a step, decoding branches included; a :data:`CONTENDED_SHARE` of it while several tenants share the engine."""
     max_running_requests: int
     """Requests admitted at once."""
+    reserved_share: float = RESERVED_SHARE
+    """Part of the slots that items leave to others: :attr:`engine.settings.EngineSettings.reserved_share`."""
 
 
 class Scheduler:
@@ -74,7 +77,7 @@ class Scheduler:
         """``lenvm_pool``: slots of the length model, if there is one."""
         pools = [each for each in (pool, lenvm_pool) if each is not None]
         self._queue = FairQueue(len(pools), clock)
-        self._allocator = Allocator(pools, self._queue)
+        self._allocator = Allocator(pools, self._queue, budget.reserved_share)
         self._composer = StepComposer(self._allocator, run_ahead=run_ahead)
         self._running = self._allocator.running
         self._budget = budget
@@ -181,18 +184,21 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Return the next step; it is empty only if there is nothing to compute."""
         batch = Batch()
+        now = self._clock()
+        for kv_pool in self.kv_pools:
+            kv_pool.cache.pins.expire(now)
         self._allocator.step += 1
         contended, shared = self._queue.contended(), self._queue.shared
         tokens = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
         reserved = self._queue.reserve()
         most = max(tokens, reserved + max(1, int(PREFILL_SHARE * tokens)))
         granted = self._queue.grant(most - reserved)
-        self._admission.begin(most, self._clock(), contended=contended)
+        self._admission.begin(most, now, contended=contended)
         if shared:
             for flow in granted:
                 self._admission.make_way(batch, flow)
         for request in self.running:
-            if request.step != self._allocator.step and request.id in self._running:
+            if request.step != self._allocator.step and request.id in self._running and not request.awaits_result:
                 self._go_on(batch, request)
         if shared:
             for flow in granted:
@@ -201,6 +207,24 @@ class Scheduler:
         self._queue.settle(most)
         self._wait_estimator.turn()
         return batch
+
+    @property
+    def reserved_slots(self) -> int:
+        """Slots of the base model that items leave to others."""
+        return self._allocator.reserved(self.pool)
+
+    def pin(self, request: Request, seconds: float) -> bool:
+        """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin.
+
+        Returns whether it is pinned now.
+        """
+        node, pins = request.node, self._allocator.kv_pool(request).cache.pins
+        if node is None or node.parent is None or not node.shared:
+            return False
+        if seconds > 0:
+            return pins.pin(node, len(request.prefix), self._clock() + seconds)
+        pins.remove(node)
+        return False
 
     def finish(self, branch: Branch) -> None:
         """End a branch. A generation stays in the prefix cache; an item does not, because later requests rarely have it."""

@@ -19,6 +19,7 @@ from engine.core import Request
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
+from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from tests.engine.device import no_waiting, skip_without_flashinfer
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -184,8 +185,10 @@ def test_reference_with_codes(dtype: torch.dtype) -> None:
 
 
 def test_triton_with_codes(device: torch.device) -> None:
-    """The interpreter cuts numbers off to codes where a GPU rounds, which doubles the error."""
-    compare_codes(TritonAttention, device, 2, 32, torch.float32, 0.04 if device.type == "cuda" else 0.08)
+    class Reading(TritonAttention):
+        make_ready = staticmethod(qk_norm_rope_write_reference)  # the interpreter does not carry when it rounds to FP8
+
+    compare_codes(TritonAttention if device.type == "cuda" else Reading, device, 2, 32, torch.float32, 0.04)
 
 
 @pytest.mark.gpu

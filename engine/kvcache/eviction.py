@@ -37,29 +37,27 @@ class Queue:
     def __init__(self, *, protected: bool = False) -> None:
         """``protected``: whether the nodes are protected; a node that changes this leaves the queue."""
         self._protected = protected
-        self._heap: list[tuple[int, int, Node]] = []
+        self.heap: list[tuple[int, int, Node]] = []
+        """Read only."""
         self._ties = itertools.count()
 
     def push(self, node: Node) -> None:
         """Add ``node`` with its present time of use."""
-        heapq.heappush(self._heap, (node.used, next(self._ties), node))
+        heapq.heappush(self.heap, (node.used, next(self._ties), node))
 
     def first(self) -> Node | None:
         """Return the least recently used node that is evictable, or None."""
-        while self._heap:
-            used, _, node = self._heap[0]
+        while self.heap:
+            used, _, node = self.heap[0]
             if node.evictable and node.used == used and node.protected == self._protected:
                 return node
-            heapq.heappop(self._heap)
+            heapq.heappop(self.heap)
         return None
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
     def rebuild(self, nodes: Iterable[Node]) -> None:
         """Hold exactly ``nodes``, without stale entries."""
-        self._heap = [(node.used, next(self._ties), node) for node in nodes]
-        heapq.heapify(self._heap)
+        self.heap = [(node.used, next(self._ties), node) for node in nodes]
+        heapq.heapify(self.heap)
 
 
 class Evictor:
@@ -103,7 +101,7 @@ class Evictor:
     def tidy(self, nodes: Callable[[], Iterable[Node]], count: int) -> None:
         """Drop stale entries if they are many. ``nodes``: all evictable nodes; ``count``: number of nodes of the cache."""
         queues = (self._others, self._probation, self._protected)
-        if sum(map(len, queues)) <= 2 * count + 64:
+        if len(self._others.heap) + len(self._probation.heap) + len(self._protected.heap) <= 2 * count + 64:
             return
         members: dict[Queue, list[Node]] = {queue: [] for queue in queues}
         for node in nodes():

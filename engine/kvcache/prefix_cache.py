@@ -240,7 +240,10 @@ class PrefixCache:
         if node.children:
             return
         self._evictor.offer(node)
-        self._evictor.tidy(lambda: (leaf for leaf in self.nodes() if leaf.shared and leaf.evictable), self._count)
+        self._evictor.tidy(self._leaves, self._count)
+
+    def _leaves(self) -> Iterator[Node]:
+        return (leaf for leaf in self.nodes() if leaf.shared and leaf.evictable)
 
     def _remove(self, node: Node) -> None:
         parent = node.parent

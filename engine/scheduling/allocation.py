@@ -118,8 +118,8 @@ class Allocator:
                 part.cached_tokens = 0
         self._queue.wait(request)
 
-    def let_go(self, request: Request) -> None:
-        """Free all slots and the running place."""
+    def let_go(self, request: Request) -> bool:
+        """Free all slots and the running place; return whether it had one."""
         for part in request.with_aux:
             for branch in part.branches:
                 self.free(branch)
@@ -127,10 +127,13 @@ class Allocator:
                 self.kv_pool(part).cache.release(part.node)
                 part.node = None
             part.prefix_slots.clear()
-            self.count_taken(part, -part.taken)
-        if self.running.pop(request.id, None) is not None:
-            self.items_running -= request.is_item
+            if part.taken:
+                self.count_taken(part, -part.taken)
+        if self.running.pop(request.id, None) is None:
+            return False
+        self.items_running -= request.is_item
         self._queue.stop(request)
+        return True
 
     def free(self, branch: Branch) -> None:
         """Free the slots of a branch, which is then computed again or ends."""

@@ -250,8 +250,8 @@ class Scheduler:
         del self._requests[request.id]
         self._items -= request.is_item
         self._wait_estimator.leave(request, begun=False)
-        self._allocator.let_go(request)
-        self._queue.leave(request)
+        ran = self._allocator.let_go(request)
+        self._queue.leave(request, waiting=not ran)
 
     def fail(self, batch: Batch) -> list[Request]:
         """Remove the requests of a failed step, and clear the prefix caches, which may have slots that the step did not fill.

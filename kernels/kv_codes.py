@@ -22,8 +22,8 @@ def encode(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``codes``, none of them not-a-number, without their scales, in ``dtype``. On a CPU 14 times as fast as torch's
-    conversion to float32: 0.2 against 3.0 ns a number on one core of an AMD EPYC.
+    """Return ``codes``, none of them not-a-number, without their scales, in ``dtype``. On a CPU 8 times as fast as torch's
+    conversion to float32: 0.43 against 3.5 ns a number on one core of an AMD EPYC.
     """
     if codes.is_cuda:
         return codes.to(dtype)

@@ -186,9 +186,8 @@ def _qk_norm_rope_write(
         factor = tl.where(is_query, factor, 1.0 / factor)
         first, second = _bounded(first * factor), _bounded(second * factor)
         rotated_first, rotated_second = rotated_first * factor, rotated_second * factor
-        if_key = rows >= HEADS
-        rotated_first = tl.where(if_key, _bounded(rotated_first), rotated_first)
-        rotated_second = tl.where(if_key, _bounded(rotated_second), rotated_second)
+        rotated_first = tl.where(is_query, rotated_first, _bounded(rotated_first))
+        rotated_second = tl.where(is_query, rotated_second, _bounded(rotated_second))
     _store(q + (token * HEADS + rows) * (2 * HALF) + columns, rotated_first, rotated_second, kept & is_query, HALF)
     key = keys + (slot * KV_HEADS + rows - HEADS) * (2 * HALF) + columns
     _store(key, rotated_first, rotated_second, kept & (rows >= HEADS) & (rows < HEADS + KV_HEADS), HALF)

@@ -43,8 +43,9 @@ class Allocator:
         """Requests with a running place, in order of admission."""
         self.items_running = 0
         """Those of them that are items."""
-        self.query_tokens = 0
-        """Slots of the branches of items, in all pools."""
+        self.other_item_tokens = 0
+        """Slots that items hold beside :attr:`PrefixCache.held_item_tokens`, in all pools: those of their branches, and all of items
+        that keep nothing."""
         self.step = 0
         """Number of the step being scheduled; requests that are already in it are not preempted."""
         self._preemption = Preemption(queue, self.running)
@@ -78,7 +79,7 @@ class Allocator:
         if not (request.is_item and self.items_running):
             return True
         pool, cache = self.kv_pool(request)
-        return cache.held_item_tokens + self.query_tokens + request.size <= pool.size - self.reserved(pool)
+        return cache.held_item_tokens + self.other_item_tokens + request.size <= pool.size - self.reserved(pool)
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
         """Free slots of this model: those of another request or, if no other has any to give, of a later branch of ``request``."""
@@ -165,6 +166,6 @@ class Allocator:
     def count_taken(self, request: Request, count: int, branch: Branch | None = None) -> None:
         """Count slots that ``request`` took from the pool for ``branch`` (None: its prefix); a negative number was given back."""
         request.taken += count
-        if request.is_item and branch is not None:
-            self.query_tokens += count
+        if request.is_item and (branch is not None or request.salt is None):
+            self.other_item_tokens += count
         self._queue.flows[request.caller.tenant].held[request.on_lenvm] += count

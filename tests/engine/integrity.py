@@ -73,8 +73,10 @@ def check(scheduler: Scheduler) -> None:
     for on_lenvm, kv_pool in enumerate(scheduler.kv_pools):
         with_aux = [part for request in scheduler.requests for part in request.with_aux if part.on_lenvm == on_lenvm]
         _check_kv_pool(kv_pool, with_aux)
-    items = [branch for request in scheduler.requests if request.is_item for branch in request.branches]
-    assert scheduler._allocator.query_tokens == sum(len(branch.slots) for branch in items)
+    items = [request for request in scheduler.requests if request.is_item]
+    others = sum(len(branch.slots) for request in items for branch in request.branches)
+    others += sum(len(request.prefix_slots) for request in items if request.salt is None)
+    assert scheduler._allocator.other_item_tokens == others
     for request in scheduler.requests:
         assert request.branches
         assert isinstance(request, GenerateRequest) or all(branch.given == len(branch.tokens) for branch in request.branches)

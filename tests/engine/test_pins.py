@@ -141,7 +141,8 @@ def test_a_time_that_no_gateway_sends_is_refused(causal: Path) -> None:
         assert "pin_seconds is" in reply.message
 
 
-def test_running_items_leave_slots_to_others(causal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keep_prefix", [True, False])
+def test_running_items_leave_slots_to_others(causal: Path, keep_prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scan of items that could fill all slots in a step. Another tenant's request finds its share of the slots at once."""
     engine = Engine(causal, max_batched_tokens=4000, reserved_share=0.4)
     scheduler, held = engine.loop._scheduler, []
@@ -149,11 +150,11 @@ def test_running_items_leave_slots_to_others(causal: Path, monkeypatch: pytest.M
 
     def watched() -> Batch:
         batch = schedule()
-        held.append(scheduler.cache.held_item_tokens + scheduler._allocator.query_tokens)
+        held.append(scheduler.cache.held_item_tokens + scheduler._allocator.other_item_tokens)
         return batch
 
     monkeypatch.setattr(scheduler, "schedule", watched)
-    engine.loop.submit(message("scan", engine.items(300), [7]))
+    engine.loop.submit(message("scan", engine.items(300), [7], caller=wire.Caller(keep_prefix=keep_prefix)))
     engine.loop.step()
     prompt = wire.Score("other", some_tokens(engine.random, 390, 390), [[7]], LABELS, caller=wire.Caller(tenant="b"))
     engine.loop.submit(prompt)

@@ -44,8 +44,8 @@ class Allocator:
         self.items_running = 0
         """Those of them that are items."""
         self.other_item_tokens = 0
-        """Slots that items hold beside :attr:`PrefixCache.held_item_tokens`, in all pools: those of their branches, and all of items
-        that keep nothing."""
+        """Slots that items hold beside :attr:`PrefixCache.held_item_tokens`, in all pools: those of their branches, and all slots
+        of items that keep nothing."""
         self.step = 0
         """Number of the step being scheduled; requests that are already in it are not preempted."""
         self._preemption = Preemption(queue, self.running)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +17,7 @@ from engine import wire
 from engine.attention.branches import FixedBranches
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
-from engine.device import cgroup
+from engine.capacity import default_slots
 from engine.device.compilations import Compilations
 from engine.device.cuda_graphs import CudaCapture
 from engine.distributed.leader import LeadingDecoder
@@ -33,6 +32,7 @@ from engine.loop import Loop
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
+from engine.models.kv_scales import check_kv_dtype
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
 from engine.models.quantization import FORMATS, arithmetic_of, format_of
@@ -45,11 +45,9 @@ from engine.structured.vocabulary import VocabularyError, load_vocabulary
 from engine.structured_requests import StructuredRequests
 from engine.warm_up import warm_up
 from kernels.candidates import MOST
+from kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
-
-MAX_SLOTS = 131_072
-MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
 
 
 def build_loop(settings: EngineSettings) -> Loop:
@@ -61,13 +59,15 @@ def build_loop(settings: EngineSettings) -> Loop:
     warn_of_slow_dtype(device, dtype)
     if settings.quantize is not None:
         FORMATS[settings.quantize].check_device(device, dtype)
+    if settings.kv_dtype != "auto":
+        check_kv_dtype(device, dtype)
     directory = Path(settings.model)
     shared = settings.tensor_parallel > 1
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
     else:
         decoder = load_model(directory, dtype, format_of(settings.quantize, device, dtype)).to(device)
-    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel)
+    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype)
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
     if settings.lenvm_model is None:
         return assemble(decoder, settings, digest, vocabulary=vocabulary)
@@ -131,14 +131,17 @@ def assemble(
     config, on_gpu = decoder.config, decoder.embed.weight.device.type == "cuda"
     compilations = Compilations()
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
-    slots = settings.max_total_tokens or _default_slots(decoders, settings.tensor_parallel)
-    attention = make_attention(decoder, slots, settings.attention)
+    kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
+    slots = settings.max_total_tokens or default_slots(decoders, kept, settings.tensor_parallel)
+    attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
     overlap = on_gpu if settings.overlap is None else settings.overlap
     budget = Budget(
-        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS), settings.max_running_requests
+        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS),
+        settings.max_running_requests,
+        settings.reserved_share,
     )
     lenvm = None
     if paired is not None:
@@ -149,7 +152,7 @@ def assemble(
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
-    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize)
+    arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description)
 
     def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
@@ -281,18 +284,3 @@ def capabilities(config: ModelConfig, paired: PairedLenVM | None, *, grammar: bo
         "grammar": grammar,
     }
     return [name for name, is_able in able.items() if is_able]
-
-
-def _default_slots(decoders: Sequence[Decoder], processes: int) -> int:
-    """Return the number of slots for which a share of the free memory suffices. A slot has keys and values in all ``decoders``. On
-    a CPU all processes share one memory; on GPUs each has its own.
-    """
-    weight = decoders[0].embed.weight
-    configs = [decoder.config for decoder in decoders]
-    elements = sum(2 * config.num_layers * config.num_kv_heads * config.head_dim for config in configs)
-    slot_bytes = elements * weight.dtype.itemsize
-    if weight.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(weight.device)
-        return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)
-    available = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup.free_memory())
-    return max(1024, min(MAX_SLOTS, int(available * MEMORY_SHARE) // (processes * slot_bytes)))

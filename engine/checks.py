@@ -13,6 +13,8 @@ from engine.length_guidance import problems as guidance_problems
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 """Range of :attr:`engine.wire.Caller.weight`."""
+MOST_PIN_SECONDS = 86_400
+"""Largest :attr:`engine.wire.ScoreItems.pin_seconds`: pins are renewed, so that what is forgotten ends."""
 MAX_CALLER_CHARACTERS = 512
 """Longest string in :class:`engine.wire.Caller`."""
 MAX_NUMBERS = 1 << 18
@@ -115,6 +117,8 @@ def _item_problems(message: wire.ScoreItems, info: wire.Info) -> Iterator[str]:
         yield "lengths must be those of the items."
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < info.vocab_size:
         yield f"An item has a token id that is not between 0 and {info.vocab_size - 1}."
+    if message.pin_seconds is not None and not 0 <= message.pin_seconds <= MOST_PIN_SECONDS:
+        yield f"pin_seconds is {message.pin_seconds}; between 0 and {MOST_PIN_SECONDS} is allowed."
     if not message.query or not _known(message.query, info):
         yield f"The query must be one or more token ids between 0 and {info.vocab_size - 1}."
     longest, most = int(lengths.max(initial=0)), min(info.max_context, info.limits.max_slots)

@@ -112,9 +112,10 @@ class Branch:
 
     def enter(self, slots: Ints) -> None:
         """Take ``slots`` for the next tokens."""
-        if not self.context.size:
-            self.context.extend(self.request.prefix_slots.view)
-        self.context.extend(slots)
+        if self.context.size:
+            self.context.extend(slots)
+        else:
+            self.context.fill(self.request.prefix_slots.view, slots)
 
     @property
     def drawn(self) -> int:
@@ -161,6 +162,11 @@ class Request:
     arrival: int = field(default_factory=lambda: next(_arrivals))
     node: Node | None = None
     """Node of the prefix cache up to which this request holds its prefix; None while the request waits."""
+    is_item: bool = False
+    """Whether its prefix is an item, which later requests probably score too. Such a request ends after few steps and takes no
+    running place."""
+    on_lenvm: bool = False
+    """Whether the length model computes this request, in the length model's slots."""
     prefix_slots: IntBuffer = field(default_factory=IntBuffer)
     cached_tokens: int = 0
     computed_tokens: int = 0
@@ -184,14 +190,8 @@ class Request:
         return self.id
 
     @property
-    def is_item(self) -> bool:
-        """Whether its prefix is an item, which later requests probably score too. Such a request ends after few steps and takes no
-        running place."""
-        return False
-
-    @property
-    def on_lenvm(self) -> bool:
-        """Whether the length model computes this request, in the length model's slots."""
+    def awaits_result(self) -> bool:
+        """Whether pending steps compute all that is left of it."""
         return False
 
     @property
@@ -249,6 +249,10 @@ class ScoreRequest(Request):
     index: int = 0
     """Place of this item in its group."""
 
+    def __post_init__(self) -> None:
+        self.is_item = self.group is not None
+        self.on_lenvm = isinstance(self.readout, wire.LengthValue)
+
     @classmethod
     def of(cls, message: wire.Score, now: float, *, mean_pooling: bool = False) -> ScoreRequest:
         """``now``: the monotonic clock, seconds; ``mean_pooling``: whether an embedding is the mean over the whole prompt.
@@ -287,12 +291,8 @@ class ScoreRequest(Request):
         return self.id if self.group is None else self.group.id
 
     @property
-    def is_item(self) -> bool:
-        return self.group is not None
-
-    @property
-    def on_lenvm(self) -> bool:
-        return isinstance(self.readout, wire.LengthValue)
+    def awaits_result(self) -> bool:
+        return self.group is not None and self.branches[0].pending_steps > 0
 
     @property
     def droppable(self) -> bool:

@@ -36,6 +36,7 @@ class Counters:
     cached_tokens: int = 0
     scored_items: int = 0
     cached_items: int = 0
+    unpinned_items: int = 0
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
     refused: Refused = field(default_factory=Refused)
 
@@ -62,6 +63,9 @@ class Counters:
             slots_free=scheduler.pool.available,
             slots_cached=scheduler.cache.evictable,
             slots_items=scheduler.cache.item_tokens,
+            slots_pinned=scheduler.cache.pins.tokens,
+            slots_reserved=scheduler.reserved_slots,
+            unpinned_items=self.unpinned_items,
             scored_items=self.scored_items,
             cached_items=self.cached_items,
             evicted_item_tokens=scheduler.cache.evicted_item_tokens,

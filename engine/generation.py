@@ -26,10 +26,7 @@ class AuxRequest(Request):
     """The length model's side of a guided generation."""
 
     owner: GenerateRequest
-
-    @property
-    def on_lenvm(self) -> bool:
-        return True
+    on_lenvm: bool = True
 
     @property
     def main_request(self) -> Request:

@@ -24,7 +24,7 @@ class IntBuffer:
     __slots__ = ("_data", "size")
 
     def __init__(self, values: Sequence[int] | Ints = ()) -> None:
-        self._data: Ints = np.array(values, np.int32)
+        self._data: Ints = np.array(values, np.int32) if len(values) else EMPTY
         self.size = len(self._data)
         """Number of values. Read only."""
 
@@ -45,6 +45,11 @@ class IntBuffer:
             self._grow(end)
         self._data[self.size : end] = values
         self.size = end
+
+    def fill(self, *parts: Ints) -> None:
+        """Take ``parts``, one after another, in place of all values."""
+        self._data = np.concatenate(parts)
+        self.size = len(self._data)
 
     def replace_last(self, value: int) -> None:
         """Change the last value, also in views."""
@@ -80,6 +85,8 @@ class IntBuffer:
 
 
 def as_ints(parts: Iterable[Ints]) -> Ints:
-    """Concatenate, also nothing."""
+    """Concatenate, also nothing. A single part is not copied."""
     arrays = list(parts)
+    if len(arrays) == 1:
+        return arrays[0]
     return np.concatenate(arrays) if arrays else EMPTY

@@ -28,12 +28,15 @@ class ItemGroup:
     cached_items: int = 0
     computed_tokens: int = 0
     queue_seconds: float = 0.0
+    pin_seconds: float | None = None
+    """:attr:`engine.wire.ScoreItems.pin_seconds`."""
+    pinned_items: int = 0
 
     @classmethod
     def of(cls, message: wire.ScoreItems, now: float, *, mean_pooling: bool = False) -> ItemGroup:
         """``now`` and ``mean_pooling``: see :meth:`ScoreRequest.of`. The message has been checked."""
-        group = cls(message.id)
-        query = np.array(message.query, np.int32)
+        group = cls(message.id, pin_seconds=message.pin_seconds)
+        query = IntBuffer(np.array(message.query, np.int32))
         for index, item in enumerate(items_of(message)):
             group.requests.append(group._request(message, index, item, query, now, mean_pooling=mean_pooling))
         group.rows = [[] for _ in group.requests]
@@ -50,18 +53,20 @@ class ItemGroup:
         self.queue_seconds = max(self.queue_seconds, request.queue_seconds)
         if self.left:
             return None
-        return wire.Scored(self.id, self.rows, self.cached_tokens, self.computed_tokens, self.queue_seconds, self.cached_items)
+        tokens, items = (self.cached_tokens, self.computed_tokens), (self.cached_items, self.pinned_items)
+        return wire.Scored(self.id, self.rows, *tokens, self.queue_seconds, *items)
 
     def _request(
-        self, message: wire.ScoreItems, index: int, item: Ints, query: Ints, now: float, *, mean_pooling: bool
+        self, message: wire.ScoreItems, index: int, item: Ints, query: IntBuffer, now: float, *, mean_pooling: bool
     ) -> ScoreRequest:
-        """Return the request of one item. See :meth:`ScoreRequest.of` for likelihoods and means."""
+        """Return the request of one item. See :meth:`ScoreRequest.of` for likelihoods and means. Items share ``query``, to which
+        nothing is added."""
         prefix, branch, targets = item, query, []
         if isinstance(message.readout, wire.Likelihood):
-            targets = [query]
-            prefix, branch = item[:-1], np.concatenate([item[-1:], query[:-1]])
+            targets = [query.view]
+            prefix, branch = item[:-1], IntBuffer(np.concatenate([item[-1:], query.view[:-1]]))
         elif isinstance(message.readout, wire.Embedding) and mean_pooling:
-            prefix, branch = item[:0], np.concatenate([item, query])
+            prefix, branch = item[:0], IntBuffer(np.concatenate([item, query.view]))
         request = ScoreRequest(
             id=f"{self.id}/{index}",
             prefix=prefix,
@@ -76,7 +81,7 @@ class ItemGroup:
             group=self,
             index=index,
         )
-        request.branches = [Branch(request, 0, IntBuffer(branch))]
+        request.branches = [Branch(request, 0, branch)]
         return request
 
 

@@ -32,6 +32,16 @@ class ItemGroups:
         for request in group.requests:
             self._scheduler.add(request)
 
+    def pin(self, group: ItemGroup, request: ScoreRequest) -> None:
+        """Pin or unpin the item of a request whose result is there and which still holds it, if the message asks for it."""
+        seconds = group.pin_seconds
+        if seconds is None:
+            return
+        if self._scheduler.pin(request, seconds):
+            group.pinned_items += 1
+        elif seconds > 0 and request.salt is not None and len(request.prefix):
+            self._counters.unpinned_items += 1
+
     def take(self, group: ItemGroup, request: ScoreRequest, row: list[float]) -> list[wire.Reply]:
         """Take the row of one item; return the answer with the last one."""
         answer = group.take(request, row)

@@ -275,6 +275,8 @@ class Loop:
         request = branch.request
         assert isinstance(request, ScoreRequest)
         request.rows[branch.index] = row
+        if request.group is not None:
+            self._groups.pin(request.group, request)
         self._scheduler.finish(branch)
         if request.group is not None:
             replies += self._groups.take(request.group, request, row)

@@ -14,10 +14,13 @@ from msgspec import Meta
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+KV_DTYPES = ("auto", "fp8")
 QUANTIZE = ("fp8", "int8")
 ATTENTION = ("auto", "reference", "triton", "flashinfer")
 CUDA_GRAPHS = ("auto", "on", "off")
 
+RESERVED_SHARE = 0.25
+"""Default of :attr:`EngineSettings.reserved_share`."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 """Defaults of :attr:`EngineSettings.max_batched_tokens`."""
 
@@ -59,6 +62,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Device of the model."""
     dtype: Annotated[str | None, choices(*DTYPES, unset="bfloat16 on a GPU, float32 on a CPU")] = None
     """Number format of weights, keys and values."""
+    kv_dtype: Annotated[str, choices(*KV_DTYPES)] = "auto"
+    """Number format of the keys and values that are kept. ``auto``: that of the model. ``fp8``: one byte for each number, so that
+    twice as many tokens fit. Those of a length model stay in its own format. See Keys and values in FP8 below.
+    """
     quantize: Annotated[str | None, choices(*QUANTIZE, unset="none")] = None
     """Compute the layers' matrix products in 8 bits, weights and activations, with a scale for each row: ``fp8`` on a GPU, ``int8``
     on a CPU. See Quantisation below.
@@ -75,6 +82,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     max_total_tokens: Annotated[Count | None, unset("a quarter of free memory, at most 131,072; on a GPU four fifths")] = None
     """Slots: tokens whose keys and values are kept at once, for each model."""
+    reserved_share: Share = RESERVED_SHARE
+    """Part of the slots that items of ``item_first`` never take from generations and queries, in use or cached. Half of the rest
+    may be pinned.
+    """
     max_batched_tokens: Annotated[Count | None, unset(f"{CPU_BATCHED_TOKENS:,} on a CPU, {GPU_BATCHED_TOKENS:,} on a GPU")] = None
     """Tokens computed in one step, scoring and decoding together. While several tenants share the engine, a step has a quarter
     of them, because a new request waits for the step in progress.

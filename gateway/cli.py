@@ -44,6 +44,13 @@ class Quantize(StrEnum):
     INT8 = "int8"
 
 
+class KVDtype(StrEnum):
+    """Number formats of the keys and values that are kept."""
+
+    AUTO = "auto"
+    FP8 = "fp8"
+
+
 def main() -> None:
     """Run a subcommand. An error of a subcommand prints one line and exits with code 1, or 2 for wrong usage."""
     try:
@@ -70,6 +77,10 @@ def serve(
     quantize: Annotated[
         Quantize | None, typer.Option(help="Compute the layers' matrix products in 8 bits: fp8 on a GPU, int8 on a CPU.")
     ] = None,
+    kv_dtype: Annotated[
+        KVDtype | None,
+        typer.Option(help="Number format of keys and values; with fp8, twice as many tokens are kept."),
+    ] = None,
     max_total_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
     preset: Annotated[str | None, typer.Option(help="How the model is prompted and read, see `yardstick presets`.")] = None,
@@ -84,7 +95,7 @@ def serve(
     options override them."""
     from gateway.commands.serve import ServeOptions, serve
 
-    formats = (dtype.value if dtype else None, quantize.value if quantize else None)
+    formats = (dtype.value if dtype else None, quantize.value if quantize else None, kv_dtype.value if kv_dtype else None)
     read = (preset, tool_parser, reasoning_parser)
     serve(ServeOptions(model, lenvm_model, lenvm_gamma, host, port, *formats, max_total_tokens, api_keys_file, *read))
 

@@ -103,7 +103,7 @@ def chunks_of(prefix: int, programs: int) -> int:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_indptr: Tensor, kv_indices: Tensor, counts: Tensor
 ) -> None:
-    expect_heads(q, keys, values)
+    expect_heads(q, keys, values, q.dtype)
     expect("k", k, q, (len(q), *keys.shape[1:]), (q.dtype,), dense_axes=1)
     expect("v", v, q, (len(q), *keys.shape[1:]), (q.dtype,), dense_axes=1)
     expect("kv_indptr", kv_indptr, q, (len(counts) + 1,), (torch.int64,))

@@ -13,34 +13,39 @@ import torch
 from torch import Tensor
 
 from kernels.attention_layout import NARROW, Layout
+from kernels.quantize import FP8
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None) -> Tensor:
     """Each query attends to its segment's context up to and including its own slot.
 
     q: [queries, heads, head_dim], segment after segment; keys, values: [slots, kv_heads, head_dim]; layout: on the same device. ->
-    [queries, heads, head_dim]
+    [queries, heads, head_dim]. value_scales: [kv_heads] float32, where keys and values are e4m3 codes (:mod:`kernels.kv_codes`) and
+    q is multiplied by the scales of the keys.
     """
     operation = paged_attention_triton if launches(q, keys, values) else paged_attention_reference
-    return operation(q, keys, values, layout)
+    return operation(q, keys, values, layout, value_scales)
 
 
-def paged_attention_reference(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
+def paged_attention_reference(
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None
+) -> Tensor:
     """:func:`paged_attention` in plain PyTorch, segment by segment."""
     group = q.shape[1] // keys.shape[1]
     qo_indptr, kv_indptr = layout.qo_indptr.tolist(), layout.kv_indptr.tolist()
     out = torch.empty_like(q)
+    scales = 1.0 if value_scales is None else value_scales.repeat_interleave(group)[:, None]
     for segment in range(len(qo_indptr) - 1):
         rows = slice(qo_indptr[segment], qo_indptr[segment + 1])
         kv_indices = layout.kv_indices[kv_indptr[segment] : kv_indptr[segment + 1]]
-        k, v = (cache[kv_indices].float().repeat_interleave(group, 1) for cache in (keys, values))
+        k, v = (cache.index_select(0, kv_indices).float().repeat_interleave(group, 1) for cache in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) / math.sqrt(q.shape[2])
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(kv_indices) - scores.shape[1] + 1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        out[rows] = (torch.einsum("hqk,khd->qhd", weights, v) * scales).to(q.dtype)
     return out
 
 
@@ -59,12 +64,14 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> Tensor:
+def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None) -> Tensor:
     """:func:`paged_attention` on a GPU. q may be a part of the fused projection.
 
     Raises ValueError for other shapes, dtypes, devices or strides.
     """
-    expect_heads(q, keys, values)
+    expect_heads(q, keys, values, q.dtype if value_scales is None else FP8)
+    if value_scales is not None:
+        expect("value_scales", value_scales, q, keys.shape[1:2], (torch.float32,))
     expect("layout.out_cache_loc", layout.out_cache_loc, q, (len(q),), (torch.int64,))
     heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -74,7 +81,7 @@ def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layo
     def launch(items: Tensor, rows: int, num_warps: int, num_stages: int) -> None:
         kv_heads = keys.shape[1]
         _attend[(len(items) * kv_heads,)](
-            q, keys, values, out, items, layout.kv_indices, partial_outs, partial_lses,
+            q, keys, values, value_scales, out, items, layout.kv_indices, partial_outs, partial_lses,
             math.log2(math.e) / math.sqrt(head_dim), q.stride(0), q.stride(1), keys.stride(0),
             kv_heads, heads // kv_heads, head_dim, rows, block_keys(head_dim, q.dtype), precision(q.dtype),
             num_warps=num_warps, num_stages=num_stages,
@@ -97,9 +104,9 @@ def merged_heads(heads: int, head_dim: int) -> int:
     return min(power_of_two(heads), 2048 // head_dim)
 
 
-def expect_heads(q: Tensor, keys: Tensor, values: Tensor) -> None:
+def expect_heads(q: Tensor, keys: Tensor, values: Tensor, kept: torch.dtype) -> None:
     """Raises ValueError unless these are queries [tokens, heads, head_dim] and slots [slots, kv_heads, head_dim] that the kernels
-    take."""
+    take, the slots of dtype ``kept``."""
     expect_device("q", q)
     if q.dim() != 3 or keys.dim() != 3 or q.shape[1] % keys.shape[1] or q.shape[1] > NARROW * keys.shape[1]:
         raise ValueError(
@@ -109,8 +116,8 @@ def expect_heads(q: Tensor, keys: Tensor, values: Tensor) -> None:
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(f"heads have {q.shape[2]} elements, where {' or '.join(map(str, HEAD_DIMS))} is expected")
     expect("q", q, q, q.shape, FLOATS, dense_axes=1)
-    expect("keys", keys, q, (*keys.shape[:2], q.shape[2]), (q.dtype,))
-    expect("values", values, q, keys.shape, (q.dtype,))
+    expect("keys", keys, q, (*keys.shape[:2], q.shape[2]), (kept,))
+    expect("values", values, q, keys.shape, (kept,))
 
 
 @jit()
@@ -177,6 +184,7 @@ def _attend(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    value_scales: tl.tensor,
     out: tl.tensor,
     items: tl.tensor,
     kv_indices: tl.tensor,
@@ -221,12 +229,14 @@ def _attend(
         slot = tl.load(kv_indices + tl.minimum(place, end - 1))
         cell = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column[None, :]
         seen = (place < end)[None, :] & (place[None, :] <= (own + query)[:, None])
-        peak, total, acc = attend_block(
-            block, tl.load(keys + cell), tl.load(values + cell), seen, scale, peak, total, acc, PRECISION
-        )
+        dtype = block.dtype  # of codes, which are exact in it
+        k, v = tl.load(keys + cell).to(dtype), tl.load(values + cell).to(dtype)
+        peak, total, acc = attend_block(block, k, v, seen, scale, peak, total, acc, PRECISION)
 
     total = tl.where(total > 0, total, 1.0)
     result = acc / total[:, None]
+    if value_scales is not None:
+        result *= tl.load(value_scales + kv_head)
     if partial < 0:
         cell = (token + query) * HEADS + head
         tl.store(out + cell[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=real[:, None])

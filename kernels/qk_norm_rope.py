@@ -8,9 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import kv_codes
+from kernels.quantize import FP8, MAX_CODE
 from kernels.rms_norm import rms_norm_reference
 from kernels.rope import rope
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl, warps
+
+_MAX_CODE = tl.constexpr(MAX_CODE)
 
 TILE = 2048
 """Elements a program takes: 16 heads of 128."""
@@ -26,16 +30,20 @@ def qk_norm_rope_write(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Write the keys, normalised and rotated, and the values to their slots, and return the queries, normalised and rotated.
 
     qkv: [tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order; q_weight, k_weight: [head_dim], None
     where the model has no QK-norm; cos, sin: [tokens, head_dim / 2] float32; keys, values: [slots, kv_heads, head_dim], one
     layer's; slots: [tokens] int64, each within keys and none twice. -> [tokens, heads, head_dim].
+
+    scales: [2, kv_heads] float32, powers of two, of keys and of values that are kept as e4m3 codes (:mod:`kernels.kv_codes`); None
+    where they are kept in the dtype of qkv. The queries are then multiplied by the scales of their keys.
     """
     fused = launches(qkv, q_weight, k_weight)
     operation = qk_norm_rope_write_triton if fused else qk_norm_rope_write_reference
-    return operation(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots)
+    return operation(qkv, q_weight, k_weight, eps, cos, sin, keys, values, slots, scales)
 
 
 def qk_norm_rope_write_reference(
@@ -48,15 +56,21 @@ def qk_norm_rope_write_reference(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """:func:`qk_norm_rope_write` in plain PyTorch."""
     kv_heads = keys.shape[1]
     q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
-    keys.index_copy_(0, slots, rope(k, cos, sin))
-    values.index_copy_(0, slots, v)
-    return rope(q, cos, sin)
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    if scales is None:
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
+        return q
+    kv_codes.write(keys, slots, kv_codes.encode(k, scales[0]))
+    kv_codes.write(values, slots, kv_codes.encode(v, scales[1]))
+    return q * scales[0].repeat_interleave(q.shape[1] // kv_heads)[:, None].to(q.dtype)
 
 
 def qk_norm_rope_write_triton(
@@ -69,12 +83,13 @@ def qk_norm_rope_write_triton(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """:func:`qk_norm_rope_write` on a GPU, rounded once. All contiguous, and of one dtype but for cos, sin and slots.
+    """:func:`qk_norm_rope_write` on a GPU, rounded once. All contiguous, and of one dtype but for cos, sin, slots, scales, codes.
 
     Raises ValueError for other shapes, dtypes, devices or layouts. Slots are not checked: that would wait for the GPU.
     """
-    _check(qkv, q_weight, k_weight, cos, sin, keys, values, slots)
+    _check(qkv, q_weight, k_weight, cos, sin, keys, values, slots, scales)
     tokens, rows, head_dim = qkv.shape
     kv_heads = keys.shape[1]
     heads = rows - 2 * kv_heads
@@ -83,7 +98,7 @@ def qk_norm_rope_write_triton(
     tile = min(power_of_two(rows), max(1, TILE // (2 * half)))
     grid = (tokens, -(-rows // tile))
     _qk_norm_rope_write[grid](
-        qkv, q_weight, k_weight, eps, cos, sin, q, keys, values, slots, heads, kv_heads, head_dim // 2, tile, half,
+        qkv, q_weight, k_weight, eps, cos, sin, q, keys, values, slots, scales, heads, kv_heads, head_dim // 2, tile, half,
         num_warps=warps(2 * half * tile),
     )  # fmt: skip
     return q
@@ -98,6 +113,7 @@ def _check(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
+    scales: Tensor | None,
 ) -> None:
     expect_device("qkv", qkv)
     if qkv.dim() != 3 or keys.dim() != 3 or qkv.shape[1] <= 2 * keys.shape[1] or qkv.shape[2] % 2:
@@ -114,8 +130,11 @@ def _check(
             expect(name, weight, qkv, (head_dim,), (qkv.dtype,))
     expect("cos", cos, qkv, (tokens, head_dim // 2), (torch.float32,))
     expect("sin", sin, qkv, (tokens, head_dim // 2), (torch.float32,))
-    expect("keys", keys, qkv, (*keys.shape[:2], head_dim), (qkv.dtype,))
-    expect("values", values, qkv, keys.shape, (qkv.dtype,))
+    kept = qkv.dtype if scales is None else FP8
+    expect("keys", keys, qkv, (*keys.shape[:2], head_dim), (kept,))
+    expect("values", values, qkv, keys.shape, (kept,))
+    if scales is not None:
+        expect("scales", scales, qkv, (2, keys.shape[1]), (torch.float32,))
     expect("slots", slots, qkv, (tokens,), (torch.int64,))
 
 
@@ -131,6 +150,7 @@ def _qk_norm_rope_write(
     keys: tl.tensor,
     values: tl.tensor,
     slots: tl.tensor,
+    scales: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -160,6 +180,14 @@ def _qk_norm_rope_write(
     rotated_first = turned_first * cosines - turned_second * sines
     rotated_second = turned_second * cosines + turned_first * sines
     slot = tl.load(slots + token)
+    if scales is not None:
+        kv_head = tl.where(is_query, rows // (HEADS // KV_HEADS), rows - HEADS)
+        factor = tl.load(scales + kv_head, mask=rows < HEADS + 2 * KV_HEADS, other=1.0)
+        factor = tl.where(is_query, factor, 1.0 / factor)
+        first, second = _bounded(first * factor), _bounded(second * factor)
+        rotated_first, rotated_second = rotated_first * factor, rotated_second * factor
+        rotated_first = tl.where(is_query, rotated_first, _bounded(rotated_first))
+        rotated_second = tl.where(is_query, rotated_second, _bounded(rotated_second))
     _store(q + (token * HEADS + rows) * (2 * HALF) + columns, rotated_first, rotated_second, kept & is_query, HALF)
     key = keys + (slot * KV_HEADS + rows - HEADS) * (2 * HALF) + columns
     _store(key, rotated_first, rotated_second, kept & (rows >= HEADS) & (rows < HEADS + KV_HEADS), HALF)
@@ -171,6 +199,11 @@ def _qk_norm_rope_write(
 def _halves(weight: tl.tensor, columns: tl.tensor, inside: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
     first = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     return first, tl.load(weight + HALF + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit()
+def _bounded(x: tl.tensor) -> tl.tensor:
+    return tl.minimum(tl.maximum(x, -_MAX_CODE), _MAX_CODE)
 
 
 @jit()

@@ -115,7 +115,8 @@ from engine.attention.flashinfer import compiled, problem, import_module
 from engine.attention.select import BACKENDS
 import engine.build, benchmarks.engine.score, gateway.app
 assert import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-assert compiled(128, torch.bfloat16) and not compiled(128, torch.float16)
+bf16, fp16 = torch.bfloat16, torch.float16
+assert compiled(128, bf16, bf16) and not compiled(128, fp16, fp16)
 print(sorted(BACKENDS), torch.__version__)
 """
     checked = subprocess.run(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,10 +40,28 @@ from examples.demo_models.lenvm import Text, write_texts
 from examples.demo_models.text import load_tokenizer
 from kernels.int8 import instructions
 
-Formats = Sequence[tuple[str, str | None]]
 
-FORMATS = (("float32", None), ("bfloat16", None), ("float32", "fp8"), ("bfloat16", "fp8"), ("float32", "int8"))
-"""Number format and quantisation; the others are compared with the first."""
+class Format(NamedTuple):
+    """A number format; see :class:`engine.settings.EngineSettings`."""
+
+    dtype: str
+    quantize: str | None = None
+    kv_dtype: str = "auto"
+
+
+Formats = Sequence[Format]
+
+FORMATS: Formats = (
+    Format("float32"),
+    Format("bfloat16"),
+    Format("float32", "fp8"),
+    Format("bfloat16", "fp8"),
+    Format("float32", "int8"),
+    Format("float32", kv_dtype="fp8"),
+    Format("bfloat16", kv_dtype="fp8"),
+    Format("bfloat16", "fp8", "fp8"),
+)
+"""The others are compared with the first."""
 SLOTS = 32_768
 SECONDS = 10.0
 """Time that a format must have left to begin."""
@@ -146,8 +164,7 @@ def costs(
 ) -> dict[str, Cost]:
     """Return the errors of ``model``, called ``name``, in the formats that this machine supports and ``store`` has time for."""
     store = store or Store()
-    chosen = [dataclasses.replace(model, dtype=dtype, quantize=quantize) for dtype, quantize in formats or FORMATS]
-    chosen = [each for each in chosen if supported(each.dtype, each.quantize)]
+    chosen = [dataclasses.replace(model, **form._asdict()) for form in formats or FORMATS if supported(form)]
     exact: Answers | None = None
 
     def measured(each: Subject) -> dict[str, Any]:
@@ -163,14 +180,14 @@ def costs(
 
 
 def _engine(model: Subject) -> Engine:
-    return Engine(model.load(), model.dtype, slots=SLOTS)
+    return Engine(model.load(), model.dtype, slots=SLOTS, kv_dtype=model.kv_dtype)
 
 
-def supported(dtype: str, quantize: str | None) -> bool:
+def supported(form: Format) -> bool:
     """Whether this machine computes in a format."""
-    if quantize == "int8":
+    if form.quantize == "int8":
         return not torch.cuda.is_available() and instructions() is not None
-    return quantize is None or not torch.cuda.is_available() or dtype == "bfloat16"
+    return form.quantize is None or not torch.cuda.is_available() or form.dtype == "bfloat16"
 
 
 def answers(engine: Engine, material: Material, sizes: Sizes) -> Answers:
@@ -242,9 +259,9 @@ def random_material(sizes: Sizes, vocab_size: int) -> Material:
 
 def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | None = None) -> dict[str, dict[str, float]]:
     """Return differences of the value in every state of new texts, and its rank correlation with the truth; formats as in
-    :func:`costs`."""
+    :func:`costs`. The length model's keys and values stay in its own format."""
     store = store or Store()
-    chosen = [form for form in formats or FORMATS if form[1] != "int8" or supported(*form)]
+    chosen = [form for form in formats or FORMATS if form.kv_dtype == "auto" and (form.quantize != "int8" or supported(form))]
 
     @cache
     def texts() -> list[Text]:
@@ -252,17 +269,17 @@ def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | Non
         return write_texts(base, tokenizer, count=sizes.values, seed=12, held_out=True)
 
     @cache
-    def values(dtype: str, quantize: str | None) -> tuple[Tensor, Tensor]:
-        return values_and_truths(load_lenvm(MODELS / "lenvm", getattr(torch, dtype), quantize), texts())
+    def values(form: Format) -> tuple[Tensor, Tensor]:
+        return values_and_truths(load_lenvm(MODELS / "lenvm", getattr(torch, form.dtype), form.quantize), texts())
 
-    def measured(dtype: str, quantize: str | None) -> dict[str, float]:
-        (exact, _), (found, truths) = values(*chosen[0]), values(dtype, quantize)
+    def measured(form: Format) -> dict[str, float]:
+        (exact, _), (found, truths) = values(chosen[0]), values(form)
         difference = (found - exact).abs()
         return {"mean": difference.mean().item(), "largest": difference.max().item(), "correlation": spearman(found, truths)}
 
     config = load_config(MODELS / "lenvm")
-    names = {Subject(MODELS / "lenvm", config, *form).format: form for form in chosen}
-    found = {name: store.measure(f"length values: {name}", SECONDS, partial(measured, *form)) for name, form in names.items()}
+    names = {Subject(MODELS / "lenvm", config, form.dtype, form.quantize).format: form for form in chosen}
+    found = {name: store.measure(f"length values: {name}", SECONDS, partial(measured, form)) for name, form in names.items()}
     return {name: cost for name, cost in found.items() if cost is not None}
 
 

@@ -30,6 +30,8 @@ BF16, FP8, BANDWIDTH = 989e12, 1979e12, 4.8e12
 PRODUCTS, QUANTIZED_PRODUCTS, ATTENTION, COPIES = 0.80, 0.65, 0.35, 0.90
 """Shares of the peaks; docs/gpu-budget.md says where they come from."""
 QUERY, ITEM, ITEMS, TOKENS = 120, 180, 10, 8192
+SHORT_QUERY = 20
+"""Tokens of a query that follows cached items of :data:`ITEM` tokens."""
 BLOCK_ROWS, BLOCK_KEYS = 128, 64
 """Rows and keys of one block of the attention kernel in 16 bits (:mod:`kernels.paged_attention`)."""
 QWEN25_7B = replace(
@@ -77,22 +79,40 @@ def segments() -> tuple[list[int], list[int]]:
     return queries, contexts
 
 
-def attention_work(config: ModelConfig, queries: Sequence[int], contexts: Sequence[int]) -> tuple[int, int]:
+def catalogue() -> tuple[list[int], list[int]]:
+    """Queries and contexts of a step of :data:`TOKENS` that are short queries, each behind a cached item."""
+    count = TOKENS // SHORT_QUERY
+    return [SHORT_QUERY] * count, [ITEM + SHORT_QUERY] * count
+
+
+def attention_work(
+    config: ModelConfig, queries: Sequence[int], contexts: Sequence[int], block_rows: int = BLOCK_ROWS
+) -> tuple[int, int]:
     """(operations of one layer that the result needs, those that the kernel computes, whose blocks are masked and padded)"""
     group, kv_heads = config.num_heads // config.num_kv_heads, config.num_kv_heads
     counts, lengths = np.array(queries, np.int64), np.array(contexts, np.int64)
-    items, _, narrow = cut(cumulate(counts), cumulate(lengths), group=group, kv_heads=kv_heads, rows=BLOCK_ROWS)
-    rows = np.where(np.arange(len(items)) < narrow, NARROW, BLOCK_ROWS)
+    items, _, narrow = cut(cumulate(counts), cumulate(lengths), group=group, kv_heads=kv_heads, rows=block_rows)
+    rows = np.where(np.arange(len(items)) < narrow, NARROW, block_rows)
     keys = -(-(items[:, 3] - items[:, 2]) // BLOCK_KEYS) * BLOCK_KEYS
     pairs = int((counts * (lengths - counts) + counts * (counts + 1) // 2).sum())
     return 4 * pairs * config.num_heads * config.head_dim, 4 * int((rows * keys).sum()) * kv_heads * config.head_dim
 
 
-def step(config: ModelConfig, *, fp8: bool, last_rows: bool = True, slower: float = 1.0) -> list[Kernel]:
+def step(
+    config: ModelConfig,
+    *,
+    fp8: bool,
+    last_rows: bool = True,
+    slower: float = 1.0,
+    work: tuple[list[int], list[int]] | None = None,
+    kept: int = 2,
+    block_rows: int = BLOCK_ROWS,
+) -> list[Kernel]:
     """Kernels of a step of scores at capacity. last_rows: the last layer computes result rows only behind attention; slower: how
-    many times as long the products take."""
-    queries, contexts = segments()
-    tokens, results = sum(queries), sum(count == ITEM for count in queries)
+    many times as long the products take; work: queries and contexts, those of :func:`segments` unless given; kept: bytes of a
+    number of keys and values."""
+    queries, contexts = work or segments()
+    tokens, results = sum(queries), sum(context > count for count, context in zip(queries, contexts, strict=True))
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv, head_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.head_dim
     layers, one = config.num_layers, 1 if fp8 else 2
@@ -105,14 +125,15 @@ def step(config: ModelConfig, *, fp8: bool, last_rows: bool = True, slower: floa
             name, layers, one * (computed * size + layers * size * out) + 2 * computed * out, 2.0 * computed * size * out, rate
         )
 
-    _, attended = attention_work(config, queries, contexts)
+    _, attended = attention_work(config, queries, contexts, block_rows)
+    read = 4 * tokens * q + 2 * kept * sum(contexts) * kv
     kernels = [
         Kernel("embedding", 1, 4 * tokens * hidden),
         Kernel("cosine and sine of positions", 4, 5 * 4 * tokens * head_dim // 2),
         Kernel("rms_norm, add_rms_norm before attention", layers, every * hidden * (6 + one)),
         product("qkv_proj", every, hidden, q + 2 * kv),
-        Kernel("qk_norm_rope_write", layers, every * (4 * (q + 2 * kv) + 4 * head_dim)),
-        Kernel("attention", layers, layers * (4 * tokens * q + 4 * sum(contexts) * kv), layers * attended, ATTENTION * BF16),
+        Kernel("qk_norm_rope_write", layers, every * (4 * q + (2 + kept) * 2 * kv + 4 * head_dim)),
+        Kernel("attention", layers, layers * read, layers * attended, ATTENTION * BF16),
         *([Kernel("quantize_rows of attention", layers, behind * q * 3)] if fp8 else []),
         product("o_proj", behind, q, hidden),
         Kernel("add_rms_norm before the MLP", layers, behind * hidden * (6 + one)),
@@ -127,9 +148,9 @@ def step(config: ModelConfig, *, fp8: bool, last_rows: bool = True, slower: floa
     return kernels
 
 
-def step_table(*, fp8: bool) -> str:
-    """The table of one number format."""
-    kernels = step(QWEN3_06B, fp8=fp8)
+def step_table(*, fp8: bool, work: tuple[list[int], list[int]] | None = None) -> str:
+    """The table of one number format. work: see :func:`step`."""
+    kernels = step(QWEN3_06B, fp8=fp8, work=work)
     lines = [
         "| kernel | launches | GB | TFLOP | limit | predicted ms | measured ms |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -160,6 +181,23 @@ def savings_table() -> str:
         lines.append(f"| {name} | " + " | ".join(f"{time:.2f}" for time in times) + " |")
     needed, computed = attention_work(QWEN3_06B, *segments())
     lines.append(f"| operations of attention, computed ÷ needed | {computed / needed:.2f} | {computed / needed:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def catalogue_table() -> str:
+    """Return the step of a catalogue with keys and values in other formats, and with a smaller block of attention."""
+    lines = [
+        "| | attention, GB | attention, predicted ms | limit | step, predicted ms | items/s |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for fp8, kept, rows in ((False, 2, 128), (False, 1, 128), (False, 2, 64), (False, 1, 64), (True, 1, 64)):
+        kernels = step(QWEN3_06B, fp8=fp8, work=catalogue(), kept=kept, block_rows=rows)
+        attention = next(kernel for kernel in kernels if kernel.name == "attention")
+        limit = "operations" if attention.flops / attention.rate > attention.bytes / (COPIES * BANDWIDTH) else "bytes"
+        seconds = sum(kernel.seconds for kernel in kernels)
+        name = f"products in {'FP8' if fp8 else 'bf16'}, KV in {'bf16' if kept == 2 else 'FP8'}, {rows} rows a block"
+        numbers = f"{attention.bytes / 1e9:.1f} | {1000 * attention.seconds:.2f} | {limit} | {1000 * seconds:.2f}"
+        lines.append(f"| {name} | {numbers} | {len(catalogue()[0]) / seconds:,.0f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -245,6 +283,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "step in FP8": lambda: step_table(fp8=True),
     "savings": savings_table,
     "programs": programs_table,
+    "catalogue in bf16": lambda: step_table(fp8=False, work=catalogue()),
+    "catalogue": catalogue_table,
     "guided steps": guided_table,
     "survivors": survivors_table,
 }

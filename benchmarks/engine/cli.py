@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.serving.environment import with_defaults
-from engine.settings import DTYPES, QUANTIZE
+from engine.settings import DTYPES, KV_DTYPES, QUANTIZE
 
 PARTS = ("offline", "ablations", "online")
 QUICK_REPEATS, REPEATS = 3, 15
@@ -94,14 +94,16 @@ def accuracy(arguments: Sequence[str]) -> int:
     """Parse ``arguments`` and run the benchmark of number formats; returns the exit code."""
     parser = _parser("accuracy", "Accuracy of bfloat16, FP8 and int8, on the demo models and on random weights.")
     parser.add_argument("--quantize", choices=QUANTIZE, help="only float32, and float32 with this quantisation (all formats)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES[1:], help="the same for keys and values")
     parser.add_argument("--quick", action="store_true", help="a few questions and texts, to see that it works")
     add_output(parser)
     parsed = parser.parse_args(arguments)
     _restart_as_engine("accuracy", arguments)
-    from benchmarks.engine.accuracy import QUICK, Sizes, run
+    from benchmarks.engine.accuracy import QUICK, Format, Sizes, run
     from benchmarks.engine.store import Store
 
-    formats = [("float32", None), ("float32", parsed.quantize)] if parsed.quantize else None
+    chosen = Format("float32", parsed.quantize, parsed.kv_dtype or "auto")
+    formats = [Format("float32"), chosen] if parsed.quantize or parsed.kv_dtype else None
     run(QUICK if parsed.quick else Sizes(), Store(parsed.out, resume=parsed.resume, limit=parsed.limit), formats)
     return 0
 

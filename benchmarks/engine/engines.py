@@ -79,7 +79,14 @@ class Engine:
     """The loop, driven in this process."""
 
     def __init__(
-        self, decoder: Decoder, dtype: str, *, overlap: bool | None = None, slots: int = 131_072, cuda_graphs: str = "auto"
+        self,
+        decoder: Decoder,
+        dtype: str,
+        *,
+        overlap: bool | None = None,
+        slots: int = 131_072,
+        cuda_graphs: str = "auto",
+        kv_dtype: str = "auto",
     ) -> None:
         settings = EngineSettings(
             model="bench",
@@ -88,6 +95,7 @@ class Engine:
             max_total_tokens=slots,
             overlap=overlap,
             cuda_graphs=cuda_graphs,
+            kv_dtype=kv_dtype,
         )
         self.loop: Loop = assemble(decoder, settings, "bench")
 

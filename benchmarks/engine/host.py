@@ -4,6 +4,7 @@ The models cost nothing (:mod:`benchmarks.engine.null_engine`); messages are enc
 and answered as in service. Counted is the processor time of the loop's thread. Cases:
 
 - *score*: steps of 8,192 tokens, 43 items of 180 tokens; ten items share a query of 120 tokens.
+- *catalogue*: steps of 8,192 tokens, 409 cached items of 180 tokens, each with a query of 20 tokens.
 - *decode*: 256 rows of 300 to 450 tokens that draw at temperature 1.
 - *guided*: the same with length guidance.
 - *structured*: 64 rows with a grammar. The time of the threads that compute masks is reported separately.
@@ -52,7 +53,9 @@ PROMPT_TOKENS = 300
 BYTES = 256
 COLUMNS = 8
 """Columns of the logits. They are few, so that operations on the device take little more than their dispatch."""
-LIMITS = {"score": 4.0, "decode": 5.0, "guided": 8.0}
+CATALOGUE, CATALOGUE_ITEMS, CATALOGUE_QUERY = 1000, 100, 20
+"""Items that are cached, items of a request, and tokens of its query."""
+LIMITS = {"score": 4.0, "catalogue": 12.0, "decode": 5.0, "guided": 8.0}
 """Milliseconds of a step."""
 COUNT_DOWN = bytes.fromhex("48ffcf 75fb c3")
 """x86-64: ``dec rdi; jnz -5; ret``, one cycle a round on every processor of the last ten years."""
@@ -179,6 +182,38 @@ class Scores(Feed):
         return wire.Score(f"score-{self._count}", _tokens(self._random, QUERY_TOKENS), items, wire.Labels([1, 2]))
 
 
+class Catalogue(Feed):
+    """Requests for cached items, of which :data:`OPEN_REQUESTS` are always open."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self._items = [wire.pack_ids(_tokens(self._random, ITEM_TOKENS)) for _ in range(CATALOGUE)]
+        self._count = self._cached = 0
+
+    @property
+    def warm(self) -> bool:
+        return self._cached >= OPEN_REQUESTS
+
+    def first(self) -> list[wire.Request]:
+        parts = [self._items[start : start + CATALOGUE_ITEMS] for start in range(0, CATALOGUE, CATALOGUE_ITEMS)]
+        parts += [self._draw() for _ in range(OPEN_REQUESTS - len(parts))]
+        return [self._request(part) for part in parts]
+
+    def next(self, replies: Sequence[wire.Reply]) -> list[wire.Request]:
+        assert all(isinstance(reply, wire.Scored) for reply in replies), replies
+        self._cached += sum(reply.cached_items == CATALOGUE_ITEMS for reply in replies if isinstance(reply, wire.Scored))
+        return [self._request(self._draw()) for _ in replies]
+
+    def _draw(self) -> list[bytes]:
+        return self._random.sample(self._items, CATALOGUE_ITEMS)
+
+    def _request(self, items: Sequence[bytes]) -> wire.ScoreItems:
+        self._count += 1
+        lengths = wire.pack_ids([ITEM_TOKENS] * len(items))
+        query = _tokens(self._random, CATALOGUE_QUERY)
+        return wire.ScoreItems(f"items-{self._count}", b"".join(items), lengths, query, wire.Labels([1, 2]))
+
+
 class Rows(Feed):
     """Generations that all begin at once and do not end."""
 
@@ -218,6 +253,10 @@ def _score() -> tuple[Loop, Feed]:
     return null_loop(COLUMNS), Scores()
 
 
+def _catalogue() -> tuple[Loop, Feed]:
+    return null_loop(COLUMNS), Catalogue()
+
+
 def _decode() -> tuple[Loop, Feed]:
     return null_loop(COLUMNS), Rows(256)
 
@@ -233,6 +272,7 @@ def _structured() -> tuple[Loop, Feed]:
 
 CASES: dict[str, Callable[[], tuple[Loop, Feed]]] = {
     "score": _score,
+    "catalogue": _catalogue,
     "decode": _decode,
     "guided": _guided,
     "structured": _structured,

@@ -46,11 +46,13 @@ class Subject:
     config: ModelConfig
     dtype: str
     quantize: str | None = None
+    kv_dtype: str = "auto"
 
     @property
     def format(self) -> str:
         """Number format, as named in tables."""
-        return self.dtype if self.quantize is None else f"{self.dtype}, {self.quantize.upper()}"
+        name = self.dtype if self.quantize is None else f"{self.dtype}, {self.quantize.upper()}"
+        return name if self.kv_dtype == "auto" else f"{name}, KV in {self.kv_dtype.upper()}"
 
     def load(self) -> Decoder:
         """Load the weights, on a GPU if there is one. Raises :class:`~engine.models.errors.ModelError`."""

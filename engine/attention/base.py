@@ -39,11 +39,12 @@ class AttentionBackend(ABC):
 
     def write(self, layer: int, heads: Heads, out_cache_loc: Tensor) -> Tensor:
         """Write keys, normalised and rotated, and values to the slots ``out_cache_loc``, [tokens] int64. Returns the queries,
-        ready to attend.
+        ready to attend; where keys and values are kept in FP8, they are multiplied by the scales of the keys.
         """
         keys, values = self.kv.keys[layer], self.kv.values[layer]
+        scales = None if self.kv.scales is None else self.kv.scales[layer]
         return self.make_ready(
-            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc
+            heads.qkv, heads.q_weight, heads.k_weight, heads.eps, heads.cos, heads.sin, keys, values, out_cache_loc, scales
         )
 
     @abstractmethod

@@ -45,6 +45,11 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self, kv: KVCache, heads: int) -> None:
         super().__init__(kv)
         self._heads = heads
+        self._value_scales: Tensor | None = None
+        """[layers, heads, 1], exact in the model's dtype."""
+        if kv.scales is not None:
+            group = heads // kv.keys.shape[2]
+            self._value_scales = kv.scales[:, 1].repeat_interleave(group, 1).unsqueeze(2).to(kv.dtype)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.keys.device)
         self._wrappers: Iterator[Any] = cycle([self._wrapper(workspace) for _ in range(2)])
 
@@ -57,7 +62,8 @@ class FlashInferAttention(AttentionBackend):
             pages = self.kv.keys[layer].unsqueeze(1), self.kv.values[layer].unsqueeze(1)  # [slots, 1, kv_heads, head_dim]
             # Without an output tensor, the wrapper allocates one and fills it with zeros first.
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            return wrapper.run(q, pages, out=out)  # type: ignore[no-any-return]
+            wrapper.run(q, pages, out=out)
+            return out if self._value_scales is None else out.mul_(self._value_scales[layer])
 
         return FusedAttend(attend)
 
@@ -70,10 +76,9 @@ class FlashInferAttention(AttentionBackend):
         kv_heads, head_dim = self.kv.keys.shape[2:]
         ends = torch.tensor([0, 1], dtype=torch.int32)
         page = torch.zeros(1, dtype=torch.int32, device=workspace.device)
-        dtype = self.kv.keys.dtype
-        wrapper.plan(
-            ends, ends, page, torch.ones(1, dtype=torch.int32), self._heads, kv_heads, head_dim, 1, causal=True, q_data_type=dtype
-        )
+        dtypes = {"q_data_type": self.kv.dtype, "kv_data_type": self.kv.keys.dtype}
+        last = torch.ones(1, dtype=torch.int32)
+        wrapper.plan(ends, ends, page, last, self._heads, kv_heads, head_dim, 1, causal=True, **dtypes)
         return wrapper
 
     def _plan_step(self, wrapper: Any, segments: Sequence[ExtendSegment]) -> Tensor:
@@ -115,8 +120,8 @@ class FlashInferAttention(AttentionBackend):
         return tables[4].long()
 
 
-def problem(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why FlashInfer cannot run here, as a clause; None where it can."""
+def problem(device: torch.device, head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> str | None:
+    """Why FlashInfer cannot run here, as a clause; None where it can. ``kept``: of keys and values."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -132,26 +137,26 @@ def problem(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | No
     if installed != VERSION:
         return f"flashinfer-python {VERSION} is needed and {installed} is installed"
     try:
-        ready = compiled(head_dim, dtype)
+        ready = compiled(head_dim, dtype, kept)
     except ImportError as error:
         return f"flashinfer-python lacks something it imports: {error}"
     return None if ready or _compiler() else "its kernel has to be compiled first, and nvcc and ninja are not both here"
 
 
-def compiled(head_dim: int, dtype: torch.dtype) -> bool:
+def compiled(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> bool:
     """Whether the kernel is there already; it takes minutes to compile. Raises ImportError where FlashInfer is not whole."""
-    return bool(_module(head_dim, dtype).is_compiled)
+    return bool(_module(head_dim, dtype, kept).is_compiled)
 
 
-def origin(head_dim: int, dtype: torch.dtype) -> str:
+def origin(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> str:
     """Where the kernel comes from: :attr:`engine.wire.Attention.modules`."""
-    return "prebuilt" if _module(head_dim, dtype).is_aot else "compiled"
+    return "prebuilt" if _module(head_dim, dtype, kept).is_aot else "compiled"
 
 
-def _module(head_dim: int, dtype: torch.dtype) -> Any:
+def _module(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> Any:
     """FlashInfer's ``JitSpec`` of the kernel of _wrapper: no positional encoding, sliding window, soft cap or float16 product."""
     modules = import_module("flashinfer.jit.attention.modules")
-    return modules.gen_batch_prefill_module("fa2", dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
+    return modules.gen_batch_prefill_module("fa2", dtype, kept, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
 
 
 def _compiler() -> bool:

@@ -22,6 +22,7 @@ from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
+from kernels import kv_codes
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 
 Longs = npt.NDArray[np.int64]
@@ -99,7 +100,7 @@ class ReferenceAttention(AttentionBackend):
         """Fill the rows of ``out`` [tokens, heads, head_dim] that belong to ``group``; ``own``: keys and values of branches."""
         kv_heads, head_dim = self.kv.keys.shape[2:]
         shape = (group.pieces, -1, kv_heads, head_dim)
-        keys, values = (cache[layer].index_select(0, group.slots).view(shape) for cache in (self.kv.keys, self.kv.values))
+        keys, values = (self._read(cache[layer], group.slots).view(shape) for cache in (self.kv.keys, self.kv.values))
         if own is not None:
             longest = len(group.queries) // group.pieces
             for read, new in zip((keys, values), own, strict=True):
@@ -109,8 +110,15 @@ class ReferenceAttention(AttentionBackend):
         folded = rows.permute(0, 2, 3, 1, 4).reshape(group.pieces, kv_heads, -1, head_dim)
         result = scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
         result = result.view(group.pieces, kv_heads, self._fold, -1, head_dim).permute(0, 3, 1, 2, 4)
+        if (value_scales := self.kv.value_scales(layer)) is not None:
+            result = result * value_scales[:, None, None].to(result.dtype)
         flat = result.reshape(-1, *q.shape[1:])  # [pieces · longest, heads, head_dim]
         out.index_copy_(0, group.rows, flat if group.real is None else flat.index_select(0, group.real))
+
+    def _read(self, cache: Tensor, slots: Tensor) -> Tensor:
+        """[slots, kv_heads, head_dim], in the model's dtype; codes without their scales."""
+        found = cache.index_select(0, slots)
+        return found if self.kv.scales is None else kv_codes.decode(found, self.kv.dtype)
 
     def _group(self, pieces: list[Piece], *, own: bool = False) -> Group:
         """``own``: the queries are branches, whose own keys and values come in the last places of the context."""
@@ -155,7 +163,7 @@ class ReferenceAttention(AttentionBackend):
 
     def _folded(self, hidden: Tensor) -> Tensor:
         """hidden: [pieces or 1, longest, width] bool. -> as :class:`Group` has it."""
-        mask = torch.zeros(hidden.shape, dtype=self.kv.keys.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=self.kv.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return mask[:, None].repeat(1, 1, self._fold, 1)
 
 

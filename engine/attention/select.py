@@ -17,8 +17,10 @@ from engine.kvcache.kv import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
+from engine.models.kv_scales import kv_scales
 from kernels.attention_layout import NARROW
 from kernels.paged_attention import HEAD_DIMS
+from kernels.quantize import FP8
 from kernels.runtime import INTERPRETED
 
 logger = logging.getLogger(__name__)
@@ -45,15 +47,16 @@ class Choice(NamedTuple):
     """Whether it is not the fastest backend of the device, which cannot be used."""
 
 
-def choose(name: str, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> Choice:
+def choose(name: str, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype | None = None) -> Choice:
     """The backend called ``name``, one of :data:`NAMES`; "auto" is the fastest that can start at once. Logs which and why.
 
-    Raises ModelError where that backend cannot run here.
+    ``kept``: dtype of keys and values, where it is another than the model's. Raises ModelError where that backend cannot run here.
     """
     if name not in NAMES:
         raise ModelError(f"There is no attention backend {name!r}; there are {', '.join(NAMES)}.")
-    chosen, reason = _automatic(device, config, dtype) if name == "auto" else (name, "asked for")
-    if problem := problem_of(chosen, device, config, dtype):
+    kept = kept or dtype
+    chosen, reason = _automatic(device, config, dtype, kept) if name == "auto" else (name, "asked for")
+    if problem := problem_of(chosen, device, config, dtype, kept):
         remedy = "Serve it on the CPU." if name == "auto" else "Ask for 'auto' to take one that can."
         raise ModelError(f"The attention backend {chosen} cannot serve this model here: {problem}. {remedy}")
     fallback = name == "auto" and device.type == "cuda" and chosen != FASTEST
@@ -62,21 +65,23 @@ def choose(name: str, device: torch.device, config: ModelConfig, dtype: torch.dt
     return Choice(BACKENDS[chosen], reason, fallback)
 
 
-def problem_of(name: str, device: torch.device, config: ModelConfig, dtype: torch.dtype) -> str | None:
+def problem_of(
+    name: str, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype | None = None
+) -> str | None:
     """Why the backend cannot serve the model here, as a clause; None where it can."""
     if name == "flashinfer":
-        return flashinfer.problem(device, config.head_dim, dtype)
+        return flashinfer.problem(device, config.head_dim, dtype, kept or dtype)
     if name == "triton":
         return _triton_problem(device, config)
     return None if device.type == "cpu" else "it computes on the CPU only"
 
 
-def _automatic(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> tuple[str, str]:
+def _automatic(device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> tuple[str, str]:
     if device.type == "cpu":
         return "reference", "the model runs on the CPU"
-    if problem := flashinfer.problem(device, config.head_dim, dtype):
+    if problem := flashinfer.problem(device, config.head_dim, dtype, kept):
         return "triton", f"not flashinfer: {problem}"
-    if not flashinfer.compiled(config.head_dim, dtype):
+    if not flashinfer.compiled(config.head_dim, dtype, kept):
         return "triton", "not flashinfer: its kernel would have to be compiled first, for some minutes"
     return "flashinfer", "installed, with a kernel for this model"
 
@@ -93,10 +98,15 @@ def _triton_problem(device: torch.device, config: ModelConfig) -> str | None:
     return None
 
 
-def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBackend:
-    """Room for the keys and values of ``slots`` tokens, and what attends to them. Raises :class:`ModelError`."""
+def make_attention(decoder: Decoder, slots: int, backend: str, kv_dtype: str = "auto") -> AttentionBackend:
+    """Room for the keys and values of ``slots`` tokens, and what attends to them. Raises :class:`ModelError`.
+
+    ``kv_dtype``: see :attr:`~engine.settings.EngineSettings.kv_dtype`.
+    """
     config, weight = decoder.config, decoder.embed.weight
-    choice = choose(backend, weight.device, config, weight.dtype)
+    scales = None if kv_dtype == "auto" else kv_scales(decoder)
+    kept = weight.dtype if scales is None else FP8
+    choice = choose(backend, weight.device, config, weight.dtype, kept)
     kv = KVCache(
         layers=config.num_layers,
         slots=slots,
@@ -104,9 +114,10 @@ def make_attention(decoder: Decoder, slots: int, backend: str) -> AttentionBacke
         head_dim=config.head_dim,
         dtype=weight.dtype,
         device=weight.device,
+        scales=scales,
     )
     attention = choice.backend(kv, config.num_heads)
     name = next(name for name, backend in BACKENDS.items() if backend is choice.backend)
-    modules = flashinfer.origin(config.head_dim, weight.dtype) if choice.backend is FlashInferAttention else ""
+    modules = flashinfer.origin(config.head_dim, weight.dtype, kept) if choice.backend is FlashInferAttention else ""
     attention.description = wire.Attention(name, choice.reason, choice.fallback, modules)
     return attention

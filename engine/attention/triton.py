@@ -27,7 +27,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(kv)
         self._kv_heads, head_dim = kv.keys.shape[2:]
         self._group = heads // self._kv_heads
-        self._rows = block_rows(head_dim, kv.keys.dtype)
+        self._rows = block_rows(head_dim, kv.dtype)
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
         return self._attend(self._lay_out(segments).to(self.kv.keys.device))
@@ -39,7 +39,7 @@ class TritonAttention(AttentionBackend):
     def _attend(self, layout: Layout) -> FusedAttend:
         def attend(layer: int, heads: Heads) -> Tensor:
             q = self.write(layer, heads, layout.out_cache_loc)
-            return paged_attention_triton(q, self.kv.keys[layer], self.kv.values[layer], layout)
+            return paged_attention_triton(q, self.kv.keys[layer], self.kv.values[layer], layout, self.kv.value_scales(layer))
 
         return FusedAttend(attend)
 

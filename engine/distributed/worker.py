@@ -25,6 +25,7 @@ from engine.distributed.shard import ShardedDecoder, join, load_part
 from engine.models.config import load_config
 from engine.models.errors import ModelError
 from engine.models.quantization import format_of
+from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def main(assignment_json: str) -> int:
     print(READY, flush=True)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # from here on, nothing reads stdout, and libraries may print
     join(assignment.rank, assignment.settings.tensor_parallel, assignment.port, decoder.embed.weight.device)
-    _serve(decoder, orders, assignment.settings.attention)
+    _serve(decoder, orders, assignment.settings)
     return 0
 
 
@@ -61,10 +62,10 @@ def _load(assignment: Assignment) -> ShardedDecoder:
 
 
 @torch.inference_mode()
-def _serve(decoder: ShardedDecoder, orders: Orders, backend: str) -> None:
+def _serve(decoder: ShardedDecoder, orders: Orders, settings: EngineSettings) -> None:
     first = orders.get()
     assert isinstance(first, Allocate)
-    attention = make_attention(decoder, first.slots, backend)
+    attention = make_attention(decoder, first.slots, settings.attention, settings.kv_dtype)
     gc.collect()
     gc.freeze()
     while isinstance(step := orders.get(), ComputeStep):

@@ -7,8 +7,8 @@ on probation until a request uses them again, also if they were evicted in betwe
 room. If there is none, an item takes the place of the oldest protected item only if it was used more often lately. Items on
 probation are evicted first.
 
-Both kinds share all slots. While nodes that are no items have less than :data:`RESERVED_SHARE` of the slots, items are evicted
-before them; above that, whichever was not used for longer.
+Both kinds share all slots. While nodes that are no items have less than a reserved share of the slots, items are evicted before
+them; above that, whichever was not used for longer. Pinned items are held like those in use (:mod:`engine.kvcache.pins`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 PROTECTED_SHARE = 0.95
 """Part of the slots that protected items may have."""
-RESERVED_SHARE = 0.25
-"""Part of the slots that items never take from cached nodes of other kinds."""
 MAX_KEYS = 1 << 20
 """Most keys that the frequency sketch is sized for. It has one for each slot, so that evicted items are remembered too."""
 
@@ -39,36 +37,35 @@ class Queue:
     def __init__(self, *, protected: bool = False) -> None:
         """``protected``: whether the nodes are protected; a node that changes this leaves the queue."""
         self._protected = protected
-        self._heap: list[tuple[int, int, Node]] = []
+        self.heap: list[tuple[int, int, Node]] = []
+        """Read only."""
         self._ties = itertools.count()
 
     def push(self, node: Node) -> None:
         """Add ``node`` with its present time of use."""
-        heapq.heappush(self._heap, (node.used, next(self._ties), node))
+        heapq.heappush(self.heap, (node.used, next(self._ties), node))
 
     def first(self) -> Node | None:
         """Return the least recently used node that is evictable, or None."""
-        while self._heap:
-            used, _, node = self._heap[0]
+        while self.heap:
+            used, _, node = self.heap[0]
             if node.evictable and node.used == used and node.protected == self._protected:
                 return node
-            heapq.heappop(self._heap)
+            heapq.heappop(self.heap)
         return None
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
     def rebuild(self, nodes: Iterable[Node]) -> None:
         """Hold exactly ``nodes``, without stale entries."""
-        self._heap = [(node.used, next(self._ties), node) for node in nodes]
-        heapq.heapify(self._heap)
+        self.heap = [(node.used, next(self._ties), node) for node in nodes]
+        heapq.heapify(self.heap)
 
 
 class Evictor:
     """The order of eviction of one prefix cache."""
 
-    def __init__(self, slots: int) -> None:
-        self._reserved = int(RESERVED_SHARE * slots)
+    def __init__(self, slots: int, reserved: int) -> None:
+        """``reserved``: slots that items never take from cached nodes of other kinds."""
+        self._reserved = reserved
         self._room = int(PROTECTED_SHARE * slots)
         """Tokens that may be protected."""
         self._sketch = FrequencySketch(min(slots, MAX_KEYS))
@@ -104,7 +101,7 @@ class Evictor:
     def tidy(self, nodes: Callable[[], Iterable[Node]], count: int) -> None:
         """Drop stale entries if they are many. ``nodes``: all evictable nodes; ``count``: number of nodes of the cache."""
         queues = (self._others, self._probation, self._protected)
-        if sum(map(len, queues)) <= 2 * count + 64:
+        if len(self._others.heap) + len(self._probation.heap) + len(self._protected.heap) <= 2 * count + 64:
             return
         members: dict[Queue, list[Node]] = {queue: [] for queue in queues}
         for node in nodes():

@@ -20,15 +20,15 @@ class FrequencySketch:
         """``keys``: about as many as are used in turn. Takes 4 to 8 bytes for each."""
         self._width = 1 << max(6, (keys - 1).bit_length())
         self._rows = [bytearray(self._width) for _ in range(ROWS)]
-        self._shifts = range(0, 16 * ROWS, 16)
         self._uses = 0
 
     def use(self, key: int) -> None:
         """Count one use of ``key``: 64 bits, spread evenly."""
-        places = self._places(key)
-        least = min(row[place] for row, place in zip(self._rows, places, strict=True))
+        a, b, c, d = self._rows
+        i, j, k, m = self._places(key)
+        least = min(a[i], b[j], c[k], d[m])
         if least < MAX_COUNT:
-            for row, place in zip(self._rows, places, strict=True):
+            for row, place in ((a, i), (b, j), (c, k), (d, m)):
                 if row[place] == least:
                     row[place] = least + 1
         self._uses += 1
@@ -37,11 +37,19 @@ class FrequencySketch:
 
     def count(self, key: int) -> int:
         """Estimate the recent uses of ``key``."""
-        return min(row[place] for row, place in zip(self._rows, self._places(key), strict=True))
+        a, b, c, d = self._rows
+        i, j, k, m = self._places(key)
+        return min(a[i], b[j], c[k], d[m])
 
-    def _places(self, key: int) -> list[int]:
+    def _places(self, key: int) -> tuple[int, int, int, int]:
         # Rows use different bits; more than 16 are needed in wide rows, so bits from the other end are mixed in.
-        return [(key >> shift ^ key << 13 + shift) & (self._width - 1) for shift in self._shifts]
+        mask = self._width - 1
+        return (
+            (key ^ key << 13) & mask,
+            (key >> 16 ^ key << 29) & mask,
+            (key >> 32 ^ key << 45) & mask,
+            (key >> 48 ^ key << 61) & mask,
+        )
 
     def _age(self) -> None:
         for row in self._rows:

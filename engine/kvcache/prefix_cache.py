@@ -19,6 +19,7 @@ import numpy as np
 
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.eviction import Evictor
+from engine.kvcache.pins import Pins
 from engine.kvcache.slots import SlotPool
 
 _KEY_MASK = (1 << 64) - 1
@@ -66,10 +67,11 @@ class Root(Node):
 class PrefixCache:
     """Shares slots between requests with a common prefix. Not thread-safe: the loop owns it."""
 
-    def __init__(self, pool: SlotPool) -> None:
+    def __init__(self, pool: SlotPool, reserved: int = 0) -> None:
+        """``reserved``: see :class:`Evictor`."""
         self._pool = pool
         self._clock = itertools.count(1)
-        self._evictor = Evictor(pool.size)
+        self._evictor = Evictor(pool.size, reserved)
         self.root = Root("")
         """Tree of requests without a salt. It always exists, and references on its root are not counted."""
         self._roots = {"": self.root}
@@ -79,7 +81,10 @@ class PrefixCache:
         """Tokens that no request holds."""
         self.item_tokens = 0
         """Tokens of items."""
+        self.held_item_tokens = 0
+        """Those of them that a request or a pin holds."""
         self.evicted_item_tokens = 0
+        self.pins = Pins(self)
 
     def enter(self, salt: str | None) -> Root:
         """Root of the tree of ``salt``, with a new reference. None: a private tree whose slots :meth:`release` frees at once."""
@@ -138,22 +143,34 @@ class PrefixCache:
         child.references = 1
         self._count += 1
         self._add_tokens(child, len(tokens))
+        self.held_item_tokens += len(tokens) if child.item else 0
         return child
 
-    def release(self, node: Node, above: Node | None = None) -> None:
+    def hold(self, node: Node) -> None:
+        """Add one reference on each node of the path from the root down to ``node``."""
+        step = node
+        while (parent := step.parent) is not None:
+            self._hold(step)
+            step = parent
+        if step is not self.root:
+            step.references += 1
+
+    def release(self, node: Node, above: Node | None = None, *, used: bool = True) -> None:
         """Drop one reference on each node of the path down to ``node``: from the root, or from below ``above``.
 
-        Slots of a private tree are free at once.
+        ``used``: whether this counts as a use. Slots of a private tree are free at once.
         """
         now = next(self._clock)
         step = node
         while step is not above and (parent := step.parent) is not None:
             assert step.references > 0
             step.references -= 1
-            step.used = now
-            self._evictor.use(step)
+            if used:
+                step.used = now
+                self._evictor.use(step)
             if step.references == 0:
                 self.evictable += len(step.tokens)
+                self.held_item_tokens -= len(step.tokens) if step.item else 0
                 if step.shared:
                     self._offer(step)
                 else:
@@ -184,7 +201,8 @@ class PrefixCache:
         return freed
 
     def clear(self) -> None:
-        """Evict everything that no request holds."""
+        """Evict everything that no request holds, pinned or not."""
+        self.pins.clear()
         self.evict(self.evictable)
 
     def nodes(self) -> Iterator[Node]:
@@ -203,6 +221,7 @@ class PrefixCache:
     def _hold(self, node: Node) -> None:
         if node.references == 0:
             self.evictable -= len(node.tokens)
+            self.held_item_tokens += len(node.tokens) if node.item else 0
         node.references += 1
 
     def _split(self, node: Node, length: int) -> Node:
@@ -221,7 +240,10 @@ class PrefixCache:
         if node.children:
             return
         self._evictor.offer(node)
-        self._evictor.tidy(lambda: (leaf for leaf in self.nodes() if leaf.shared and leaf.evictable), self._count)
+        self._evictor.tidy(self._leaves, self._count)
+
+    def _leaves(self) -> Iterator[Node]:
+        return (leaf for leaf in self.nodes() if leaf.shared and leaf.evictable)
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -255,6 +277,6 @@ class PrefixCache:
 def common_length(left: Ints, right: Ints) -> int:
     """Number of leading elements that are equal."""
     length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    if left[:length].tobytes() == right[:length].tobytes():  # a fraction of the time of what follows
+        return length
+    return int((left[:length] != right[:length]).argmax())

@@ -107,6 +107,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(attended, config.hidden_size, bias=config.o_bias, dtype=dtype)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
+        self.kv_bounds: Tensor | None = None
+        """Where the projection is quantised: :func:`engine.models.kv_scales.kv_bounds` of its weights."""
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""

@@ -16,6 +16,7 @@ from engine.models import checkpoint
 from engine.models.checkpoint import SINGLE, Stored
 from engine.models.config import ModelConfig, config_json, load_config
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.kv_scales import kv_bounds
 from engine.models.pooling import load_pooling
 from engine.models.quantization import FORMATS
 from engine.models.source import locate
@@ -72,6 +73,7 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
         form.convert(layer)
     for index, layer in enumerate(layers):
         checkpoint.copy(stored, decoder.layer_views(index, passage), part)
+        layer.attention.kv_bounds = kv_bounds(passage, decoder.config)
         form.fill(layer, passage)
 
 
@@ -97,10 +99,11 @@ def write_checkpoint(tensors: Mapping[str, Tensor], config: ModelConfig, directo
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def fingerprint(directory: Path, dtype: torch.dtype, quantize: str | None = None, parts: int = 1) -> str:
+def fingerprint(directory: Path, dtype: torch.dtype, quantize: str | None = None, parts: int = 1, kv_dtype: str = "auto") -> str:
     """Digest of what makes a model's numbers: weights, ``config.json`` and the format it is served in. 32 hexadecimal digits.
 
     ``parts``: processes that share the model. They count where it is quantised, because each finds scales for its own part.
+    ``kv_dtype``: see :attr:`~engine.settings.EngineSettings.kv_dtype`.
     Up to :data:`HASHED_WHOLE` bytes of weights are read whole. Of larger files, each one's name, size, header and
     :data:`SAMPLE_BLOCKS` blocks of :data:`SAMPLE_BLOCK` bytes at equal distances are: fine-tuning changes every tensor, so a
     sample tells models apart in a second, where reading all would take minutes. It is no proof against a forger.
@@ -108,6 +111,8 @@ def fingerprint(directory: Path, dtype: torch.dtype, quantize: str | None = None
     files = checkpoint.weight_files(directory)
     whole = sum(path.stat().st_size for path in files) <= HASHED_WHOLE
     digest = hashlib.sha256((str(dtype) if quantize is None else f"{dtype}, {quantize} in {parts}").encode())
+    if kv_dtype != "auto":
+        digest.update(f"\0keys and values in {kv_dtype}\0".encode())
     digest.update((directory / "config.json").read_bytes())
     if (pooling := load_pooling(directory)) is not None:
         digest.update(f"\0pooling {pooling}\0".encode())

@@ -36,10 +36,11 @@ def format_of(quantize: str | None, device: torch.device, dtype: torch.dtype) ->
     return quantize or ("packed" if packed.suits(device, dtype) else None)
 
 
-def arithmetic_of(dtype: torch.dtype, quantize: str | None) -> str:
+def arithmetic_of(dtype: torch.dtype, quantize: str | None, kv_dtype: str = "auto") -> str:
     """:attr:`engine.wire.Info.arithmetic`."""
-    name = str(dtype).removeprefix("torch.")
-    if quantize is None:
-        return name
-    where = f" ({instructions()})" if quantize == "int8" else ""
-    return f"{name}, matrix products in {quantize}{where}"
+    parts = [str(dtype).removeprefix("torch.")]
+    if quantize is not None:
+        parts.append(f"matrix products in {quantize}" + (f" ({instructions()})" if quantize == "int8" else ""))
+    if kv_dtype != "auto":
+        parts.append(f"keys and values in {kv_dtype}")
+    return ", ".join(parts)

@@ -33,7 +33,7 @@ class LabelReadout(Readout):
         request = segment.request
         assert isinstance(request, ScoreRequest)
         assert isinstance(request.readout, wire.Labels)
-        if segment.completes and request.readout.raw == self.raw:
+        if request.readout.raw == self.raw and segment.completes:
             self.branches.append(branch)
             self.hidden_rows.append(row + len(segment.tokens) - 1)
             self._labels.append(request.readout.tokens)

@@ -48,7 +48,7 @@ class Admission:
     def admit_waiting(self, batch: Batch, flow: Flow) -> None:
         """Start waiting requests of a tenant while it has a share of the step, and while there are places and slots."""
         while flow.waiting and flow.room > 0 and batch.load < self._most:
-            if not self._has_room(flow):
+            if not (self._has_room(flow) and self._allocator.leaves_reserve(flow.waiting[0][2])):
                 return
             if not self._admit(batch, flow, min(flow.room, self._most - batch.load)):
                 self._closed_above = min(self._closed_above, flow.holding)
@@ -115,7 +115,7 @@ class Admission:
         They come from tenants that have more for their weight. The request is admitted before the running ones are computed, which
         would take these slots.
         """
-        if not flow.waiting:
+        if not (flow.waiting and self._allocator.leaves_reserve(flow.waiting[0][2])):
             return
         if self._free_places <= 0:
             victim = self._allocator.victim_for_place(flow)

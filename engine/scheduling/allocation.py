@@ -19,6 +19,9 @@ from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.flow import Flow
 from engine.scheduling.preemption import Preemption
 
+PINNED_SHARE = 0.5
+"""Part of the slots that items may have which pinned items may have."""
+
 
 class KVPool(NamedTuple):
     """Slots and prefix cache of one model."""
@@ -30,13 +33,19 @@ class KVPool(NamedTuple):
 class Allocator:
     """Owns the slots of all models and the running places. Flows count the slots that their requests hold."""
 
-    def __init__(self, pools: Iterable[SlotPool], queue: FairQueue) -> None:
-        """pools: one for each model."""
-        self.kv_pools = [KVPool(pool, PrefixCache(pool)) for pool in pools]
+    def __init__(self, pools: Iterable[SlotPool], queue: FairQueue, reserved_share: float) -> None:
+        """pools: one for each model. reserved_share: see :attr:`~engine.settings.EngineSettings.reserved_share`."""
+        self._reserved_share = reserved_share
+        self.kv_pools = [KVPool(pool, PrefixCache(pool, self.reserved(pool))) for pool in pools]
+        for pool, cache in self.kv_pools:
+            cache.pins.room = int(PINNED_SHARE * (pool.size - self.reserved(pool)))
         self.running: dict[str, Request] = {}
         """Requests with a running place, in order of admission."""
         self.items_running = 0
         """Those of them that are items."""
+        self.other_item_tokens = 0
+        """Slots that items hold beside :attr:`PrefixCache.held_item_tokens`, in all pools: those of their branches, and all slots
+        of items that keep nothing."""
         self.step = 0
         """Number of the step being scheduled; requests that are already in it are not preempted."""
         self.flows = queue.flows
@@ -48,13 +57,22 @@ class Allocator:
         """Return the KV pool of the model that computes ``request``."""
         return self.kv_pools[request.on_lenvm]
 
+    def reserved(self, pool: SlotPool) -> int:
+        """Slots that items leave to generations and queries, in use or cached."""
+        return int(self._reserved_share * pool.size)
+
     def allocate(self, count: int, request: Request, branch: Branch | None, *, may_preempt: bool) -> Ints:
-        """Return ``count`` slots for ``branch`` (None: the prefix), or none at all."""
+        """Return ``count`` slots for ``branch`` (None: the prefix), or none at all.
+
+        Pins give way to a request that runs alone, so that each request that fits the slots is computed at some time.
+        """
         pool, cache = self.kv_pools[request.on_lenvm]
         while pool.available < count:
             if cache.evict(count - pool.available):
                 continue
-            if not (may_preempt and self._preempt_behind(request, branch)):
+            if may_preempt and self._preempt_behind(request, branch):
+                continue
+            if len(self.running) > 1 or not cache.pins.give_way():
                 return EMPTY
         return pool.allocate(count)
 
@@ -62,6 +80,13 @@ class Allocator:
         """Return whether ``count`` slots of a model can be allocated without preemption."""
         pool, cache = self.kv_pools[kv_pool]
         return pool.available + cache.evictable >= count
+
+    def leaves_reserve(self, request: Request) -> bool:
+        """Whether a waiting request may begin without touching what items leave to others. The only running item may."""
+        if not (request.is_item and self.items_running):
+            return True
+        pool, cache = self.kv_pool(request)
+        return cache.held_item_tokens + self.other_item_tokens + request.size <= pool.size - self.reserved(pool)
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
         """Free slots of this model: those of another request or, if no other has any to give, of a later branch of ``request``."""
@@ -101,8 +126,8 @@ class Allocator:
                 part.cached_tokens = 0
         self._queue.wait(request)
 
-    def let_go(self, request: Request) -> None:
-        """Free all slots and the running place."""
+    def let_go(self, request: Request) -> bool:
+        """Free all slots and the running place; return whether it had one."""
         for part in request.with_aux:
             for branch in part.branches:
                 self.free(branch)
@@ -110,15 +135,18 @@ class Allocator:
                 self.kv_pool(part).cache.release(part.node)
                 part.node = None
             part.prefix_slots.clear()
-            self.count_taken(part, -part.taken)
-        if self.running.pop(request.id, None) is not None:
-            self.items_running -= request.is_item
+            if part.taken:
+                self.count_taken(part, -part.taken)
+        if self.running.pop(request.id, None) is None:
+            return False
+        self.items_running -= request.is_item
         self._queue.stop(request)
+        return True
 
     def free(self, branch: Branch) -> None:
         """Free the slots of a branch, which is then computed again or ends."""
         slots = branch.slots
-        self.count_taken(branch.request, -len(slots))
+        self.count_taken(branch.request, -len(slots), branch)
         self.kv_pool(branch.request).pool.free(slots)
         branch.context.clear()
         if not branch.drawn:
@@ -142,7 +170,9 @@ class Allocator:
         self.kv_pool(candidate_pass.branch.request).pool.free(candidate_pass.branch.context.drop(pending + 1))
         self.count_taken(candidate_pass.branch.request, -pending - 1)
 
-    def count_taken(self, request: Request, count: int) -> None:
-        """Count slots that ``request`` took from the pool; a negative number was given back."""
+    def count_taken(self, request: Request, count: int, branch: Branch | None = None) -> None:
+        """Count slots that ``request`` took from the pool for ``branch`` (None: its prefix); a negative number was given back."""
         request.taken += count
+        if request.is_item and (branch is not None or request.salt is None):
+            self.other_item_tokens += count
         self.flows[request.caller.tenant].held[request.on_lenvm] += count

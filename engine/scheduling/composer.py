@@ -111,7 +111,7 @@ class StepComposer:
         """Add the tokens of ``branch`` from ``start`` to the step, with their ``slots``."""
         request, count = branch.request, slots.size
         branch.enter(slots)
-        self._allocator.count_taken(request, count)
+        self._allocator.count_taken(request, count, branch)
         request.computed_tokens += count
         batch.add(ExtendSegment(request, branch, branch.tokens.part(start, start + count), branch.context.view))
 

@@ -120,11 +120,12 @@ class FairQueue:
             flow.reserved = 0
             self._make_ready(flow)
 
-    def leave(self, request: Request) -> None:
-        """Remove a request that has ended and does not run."""
+    def leave(self, request: Request, *, waiting: bool) -> None:
+        """Remove a request that has ended and does not run. ``waiting``: whether it was not running before."""
         flow = self.of(request)
-        place = bisect_left(flow.waiting, (rank(request), request.arrival))
-        if place < len(flow.waiting) and flow.waiting[place][2] is request:
+        if waiting:
+            place = bisect_left(flow.waiting, (rank(request), request.arrival))
+            assert flow.waiting[place][2] is request
             del flow.waiting[place]
             flow.waiting_tokens -= request.size
         if not flow.waiting and not flow.running:

@@ -45,6 +45,7 @@ from engine.scheduling.composer import StepComposer
 from engine.scheduling.decoding import decode, decoding_branch
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.wait_estimator import WaitEstimator
+from engine.settings import RESERVED_SHARE
 
 PREFILL_SHARE = 0.25
 CONTENDED_SHARE = 0.25
@@ -59,6 +60,8 @@ class Budget:
     """Tokens a step, decoding branches included; a :data:`CONTENDED_SHARE` of it while several tenants share the engine."""
     max_running_requests: int
     """Requests admitted at once."""
+    reserved_share: float = RESERVED_SHARE
+    """Part of the slots that items leave to others: :attr:`engine.settings.EngineSettings.reserved_share`."""
 
 
 class Scheduler:
@@ -76,7 +79,7 @@ class Scheduler:
         """``lenvm_pool``: slots of the length model, if there is one."""
         pools = [each for each in (pool, lenvm_pool) if each is not None]
         self._queue = FairQueue(len(pools), clock)
-        self._allocator = Allocator(pools, self._queue)
+        self._allocator = Allocator(pools, self._queue, budget.reserved_share)
         self._composer = StepComposer(self._allocator, run_ahead=run_ahead)
         self._run_ahead = run_ahead
         self._running = self._allocator.running
@@ -184,13 +187,16 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Return the next step; it is empty only if there is nothing to compute."""
         batch = Batch()
+        now = self._clock()
+        for kv_pool in self.kv_pools:
+            kv_pool.cache.pins.expire(now)
         self._allocator.step += 1
         contended, shared = self._queue.contended(), self._queue.shared
         tokens = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
         reserved = self._queue.reserve()
         most = max(tokens, reserved + max(1, int(PREFILL_SHARE * tokens)))
         granted = self._queue.grant(most - reserved)
-        self._admission.begin(most, self._clock(), contended=contended)
+        self._admission.begin(most, now, contended=contended)
         if shared:
             for flow in granted:
                 self._admission.make_way(batch, flow)
@@ -202,6 +208,24 @@ class Scheduler:
         self._queue.settle(most)
         self._wait_estimator.turn()
         return batch
+
+    @property
+    def reserved_slots(self) -> int:
+        """Slots of the base model that items leave to others."""
+        return self._allocator.reserved(self.pool)
+
+    def pin(self, request: Request, seconds: float) -> bool:
+        """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin.
+
+        Returns whether it is pinned now.
+        """
+        node, pins = request.node, self._allocator.kv_pool(request).cache.pins
+        if node is None or node.parent is None or not node.shared:
+            return False
+        if seconds > 0:
+            return pins.pin(node, len(request.prefix), self._clock() + seconds)
+        pins.remove(node)
+        return False
 
     def finish(self, branch: Branch) -> None:
         """End a branch. A generation stays in the prefix cache; an item does not, because later requests rarely have it."""
@@ -229,8 +253,8 @@ class Scheduler:
             branch.done = True
         self._items -= request.is_item
         self._wait_estimator.leave(request, begun=False)
-        self._allocator.let_go(request)
-        self._queue.leave(request)
+        ran = self._allocator.let_go(request)
+        self._queue.leave(request, waiting=not ran)
 
     def fail(self, batch: Batch) -> list[Request]:
         """Remove the requests of a failed step, and clear the prefix caches, which may have slots that the step did not fill.
@@ -249,6 +273,8 @@ class Scheduler:
         """Compute the running requests in order of admission. Consecutive ones that continue by one token are composed at once."""
         decoding: list[Branch] = []
         for request in self.running:
+            if request.awaits_result:
+                continue
             branch = decoding_branch(request, run_ahead=self._run_ahead) if request.step != self._allocator.step else None
             if branch is None:
                 self._decode(batch, decoding)

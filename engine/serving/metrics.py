@@ -20,6 +20,8 @@ GAUGES = {
     "yardstick_engine_attention_fallback": ("1 if `auto` could not choose the fastest attention backend.", "attention_fallback"),
     "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),
     "yardstick_engine_slots_items": ("Slots of items that came first, in the prefix cache.", "slots_items"),
+    "yardstick_engine_slots_pinned": ("Slots of pinned items.", "slots_pinned"),
+    "yardstick_engine_slots_reserved": ("Slots that items leave to generations and queries.", "slots_reserved"),
 }
 COUNTERS = {
     "yardstick_engine_steps": ("Forward passes.", "steps"),
@@ -29,6 +31,7 @@ COUNTERS = {
     "yardstick_engine_scored_items": ("Items scored that came before the query.", "scored_items"),
     "yardstick_engine_cached_items": ("Of these, items that were in the prefix cache whole.", "cached_items"),
     "yardstick_engine_evicted_item_tokens": ("Tokens of items evicted from the prefix cache.", "evicted_item_tokens"),
+    "yardstick_engine_unpinned_items": ("Items that were to be pinned and found no room.", "unpinned_items"),
     "yardstick_engine_lenvm_tokens": ("Tokens computed by the length model, candidates included.", "lenvm_tokens"),
     "yardstick_engine_guided_draws": ("Draws that the length model evaluated.", "guided_draws"),
     "yardstick_engine_decided_draws": ("Draws of guided requests that were decided without the length model.", "decided_draws"),

@@ -82,6 +82,10 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     """Length of each item, in tokens."""
     query: list[int]
     readout: Readout
+    pin_seconds: float | None = None
+    """Pin each item for this time after it is scored: it is not evicted until then. A later message with a time replaces it, 0 ends
+    it, None changes nothing. Items that find no room, or whose caller keeps nothing, are scored and not pinned. Pins give way only
+    to a request that otherwise could not be computed at all, and end with the pod."""
     priority: int = 0
     """As in :class:`Score`."""
     deadline: float | None = None
@@ -103,6 +107,8 @@ class Scored(msgspec.Struct, tag="scored", frozen=True):
     """Time from the receipt of the request to the first step that computed a part of it."""
     cached_items: int = 0
     """Items of :class:`ScoreItems` that were in the prefix cache whole."""
+    pinned_items: int = 0
+    """Items of :class:`ScoreItems` with ``pin_seconds`` above 0 that are pinned."""
 
 
 def row_length(readout: Readout, branch: Sequence[int], info: Info) -> int:

@@ -78,6 +78,12 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     cached_tokens: int
     slots_items: int = 0
     """Held by items of :class:`ScoreItems` in the prefix cache, in use or not."""
+    slots_pinned: int = 0
+    """Tokens of pinned items."""
+    slots_reserved: int = 0
+    """Slots that items never take from generations and queries."""
+    unpinned_items: int = 0
+    """Times that an item was to be pinned and was not, because pins have no more room."""
     scored_items: int = 0
     """Items of :class:`ScoreItems` that were scored."""
     cached_items: int = 0

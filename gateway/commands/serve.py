@@ -22,7 +22,7 @@ from gateway.commands.supervisor import Stop, Supervisor, supervised, told_to_st
 from gateway.settings import PREFIX, Settings, SettingsError, is_loopback, load_settings
 
 _DEMO_NAME = "yardstick-demo"
-_ENGINE_OPTIONS = ("lenvm_gamma", "dtype", "quantize", "max_total_tokens")
+_ENGINE_OPTIONS = ("lenvm_gamma", "dtype", "quantize", "kv_dtype", "max_total_tokens")
 """Options that are passed to the engine unchanged; :mod:`engine.settings` defines them."""
 _OF_THE_MODEL = {"presets": "preset", "tool_parsers": "tool_parser", "reasoning_parsers": "reasoning_parser"}
 """The gateway's settings with an entry ``MODEL=NAME`` for each model, and the options with the name for the one model."""
@@ -39,6 +39,7 @@ class ServeOptions:
     port: int | None
     dtype: str | None
     quantize: str | None
+    kv_dtype: str | None
     max_total_tokens: int | None
     api_keys_file: Path | None
     preset: str | None = None

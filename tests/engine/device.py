@@ -65,9 +65,9 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def skip_without_flashinfer(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
+def skip_without_flashinfer(device: torch.device, head_dim: int, dtype: torch.dtype, kept: torch.dtype | None = None) -> None:
     """Skip the test where FlashInfer cannot run, or could after some minutes of compiling."""
-    if reason := flashinfer.problem(device, head_dim, dtype):
+    if reason := flashinfer.problem(device, head_dim, dtype, kept or dtype):
         pytest.skip(f"FlashInfer: {reason}")
-    if not flashinfer.compiled(head_dim, dtype):
+    if not flashinfer.compiled(head_dim, dtype, kept or dtype):
         pytest.skip(f"FlashInfer: its module for {dtype} and heads of {head_dim} is not compiled, and tests do not compile it")

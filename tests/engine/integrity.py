@@ -69,10 +69,14 @@ class SlotContents:
 
 
 def check(scheduler: Scheduler) -> None:
-    """On each model each slot is free, or in the prefix cache, or a branch's own; references are exactly those of the requests."""
+    """On each model each slot is free, or in the prefix cache, or a branch's own; references are those of requests and pins."""
     for on_lenvm, kv_pool in enumerate(scheduler.kv_pools):
         with_aux = [part for request in scheduler.requests for part in request.with_aux if part.on_lenvm == on_lenvm]
         _check_kv_pool(kv_pool, with_aux)
+    items = [request for request in scheduler.requests if request.is_item]
+    others = sum(len(branch.slots) for request in items for branch in request.branches)
+    others += sum(len(request.prefix_slots) for request in items if request.salt is None)
+    assert scheduler._allocator.other_item_tokens == others
     for request in scheduler.requests:
         assert request.branches
         assert isinstance(request, GenerateRequest) or all(branch.given == len(branch.tokens) for branch in request.branches)
@@ -121,14 +125,26 @@ def _check_kv_pool(kv_pool: KVPool, with_aux: list[Request]) -> None:
         if part.node is not None:
             roots[node.salt].append(part)
             assert [slot for slots in reversed(held) for slot in slots] == part.prefix_slots.view.tolist()
+    pinned_roots: dict[str | None, int] = defaultdict(int)
+    for node, (_, tokens) in cache.pins._until.items():
+        length = 0
+        while node.parent is not None:
+            references[id(node)] += 1
+            length += len(node.tokens)
+            node = node.parent
+        assert length == tokens
+        pinned_roots[node.salt] += 1
+    assert cache.pins.tokens == sum(tokens for _, tokens in cache.pins._until.values()) <= cache.pins.room
     for node in nodes:
         assert node.references == references[id(node)]
         assert len(node.tokens) == len(node.slots) > 0
         assert node.parent.children[int(node.tokens[0])] is node
         assert all(node.references >= child.references for child in node.children.values())
     for root in cache.roots:
-        assert root.references == (0 if root is cache.root else 1 if root.salt is None else len(roots[root.salt]))
+        own = 1 if root.salt is None else len(roots[root.salt]) + pinned_roots[root.salt]
+        assert root.references == (0 if root is cache.root else own)
         assert root.children or root.references or root is cache.root, "a tree without tokens and requests is dropped"
     for salt, requests in roots.items():
         assert all(part.salt == salt for part in requests), "a request is in the tree of its salt"
     assert cache.evictable == sum(len(node.tokens) for node in nodes if not node.references)
+    assert cache.held_item_tokens == sum(len(node.tokens) for node in nodes if node.references and node.item)

@@ -135,6 +135,18 @@ def test_two_quantised_processes_are_as_near_as_one(qwen3: Path, start, quantize
 
 
 @pytest.mark.slow
+def test_two_processes_keep_the_keys_and_values_of_one_in_fp8(qwen3: Path, start):
+    """Each head has its own scale, so only a code that rounds to the other side differs."""
+    given = EngineSettings(model=str(qwen3), name="alone", **SETTINGS)
+    plain, alone = (torch.tensor(scored(settings).rows) for settings in (given, msgspec.structs.replace(given, kv_dtype="fp8")))
+    pod = start(qwen3, "--kv-dtype", "fp8")
+    found = torch.tensor(pod.ask("/score", SCORE)[1].rows)
+    assert 0 < (found - plain).norm() < 2 * (alone - plain).norm()
+    assert (found - alone).norm() < 0.5 * (alone - plain).norm()
+    assert pod.read("/info", wire.Info).fingerprint == fingerprint(qwen3, torch.float32, None, 2, "fp8")
+
+
+@pytest.mark.slow
 def test_two_processes_classify_as_one(tmp_path: Path, start):
     model = make_checkpoint(tmp_path, "qwen3", model_class=CLASSIFIERS["qwen3"], num_labels=3)
     message = wire.Score("s", list(range(5, 30)), [[7, 8], list(range(60, 130))], wire.Classes())

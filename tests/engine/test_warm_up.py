@@ -102,9 +102,17 @@ def nothing_new(variants: Variants, loop: Loop, requests: list[wire.Request], se
     assert not variants.jiterated
 
 
-@pytest.mark.parametrize("vocab_size", [pytest.param(320, marks=pytest.mark.slow), ODD_VOCABULARY])
-def test_scores_and_generations(variants: Variants, tmp_path: Path, vocab_size: int) -> None:
-    loop = build_loop(settings(make_checkpoint(tmp_path, "qwen3", **SHAPE, vocab_size=vocab_size)))
+@pytest.mark.parametrize(
+    ("vocab_size", "kv_dtype"),
+    [
+        pytest.param(320, "auto", marks=pytest.mark.slow),
+        (ODD_VOCABULARY, "auto"),
+        pytest.param(ODD_VOCABULARY, "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_scores_and_generations(variants: Variants, tmp_path: Path, vocab_size: int, kv_dtype: str) -> None:
+    model = make_checkpoint(tmp_path, "qwen3", **SHAPE, vocab_size=vocab_size)
+    loop = build_loop(settings(model, kv_dtype=kv_dtype))
     assert loop.stats.steps == loop.stats.computed_tokens == loop.stats.slots_cached == 0
     rng = random.Random(vocab_size)
     nothing_new(variants, loop, [*scores(rng), *generations(rng)], vocab_size)

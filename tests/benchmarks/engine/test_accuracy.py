@@ -10,12 +10,21 @@ import pytest
 import torch
 
 from benchmarks.engine import accuracy
-from benchmarks.engine.accuracy import QUICK, demo_material, following, value_costs
+from benchmarks.engine.accuracy import QUICK, Format, demo_material, following, value_costs
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.store import FILE, Store
 from benchmarks.engine.subject import Subject
 from engine.demo import MODELS
 from engine.models.loader import load_model
+
+FEW = (
+    Format("float32"),
+    Format("float32", "fp8"),
+    Format("bfloat16", "fp8"),
+    Format("float32", "int8"),
+    Format("float32", kv_dtype="fp8"),
+    Format("bfloat16", "fp8", "fp8"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +34,7 @@ def base():
 
 @pytest.mark.slow
 def test_the_demo_model_stays_what_it_is(base, monkeypatch):
-    monkeypatch.setattr(accuracy, "FORMATS", (("float32", None), ("float32", "fp8"), ("bfloat16", "fp8"), ("float32", "int8")))
+    monkeypatch.setattr(accuracy, "FORMATS", FEW)
     sizes = dataclasses.replace(QUICK, questions=150)
     found = accuracy.costs(base, demo_material(sizes), sizes)
     assert found["float32"].auc == 1.0
@@ -46,7 +55,7 @@ def test_a_model_that_is_wrong_shows(base, monkeypatch):
     monkeypatch.setattr(
         "engine.models.fp8.scaled_linear", lambda x, _, weight, scales, bias, dtype: x.to(dtype) @ weight.to(dtype).T
     )
-    monkeypatch.setattr(accuracy, "FORMATS", (("float32", None), ("float32", "fp8")))
+    monkeypatch.setattr(accuracy, "FORMATS", (Format("float32"), Format("float32", "fp8")))
     cost = accuracy.costs(base, demo_material(QUICK), QUICK)["float32, FP8"]
     assert cost.auc < 0.999
     assert cost.largest > 0.05

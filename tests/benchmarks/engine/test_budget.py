@@ -64,6 +64,23 @@ def test_attention_by_hand() -> None:
     assert computed == 4 * 128 * 128 * (192 + 256 + 320)
 
 
+def test_catalogue_by_hand() -> None:
+    """409 queries of 20 on 180 cached tokens: 40 rows a key head in one block, which sees 200 keys in four blocks."""
+    queries, contexts = budget.catalogue()
+    assert (sum(queries), len(queries), set(contexts)) == (8180, 409, {200})
+    needed, computed = budget.attention_work(QWEN3_06B, queries, contexts)
+    assert needed == 409 * 4 * 16 * 128 * (20 * 180 + 20 * 21 // 2)
+    assert computed == 409 * 8 * 4 * 128 * 128 * 256
+    assert budget.attention_work(QWEN3_06B, queries, contexts, 64)[1] == computed // 2
+    plain, small = (
+        {kernel.name: kernel for kernel in budget.step(QWEN3_06B, fp8=False, work=(queries, contexts), kept=kept)}
+        for kept in (2, 1)
+    )
+    saved = plain["attention"].bytes - small["attention"].bytes
+    assert saved == 28 * 2 * 409 * 200 * 1024
+    assert plain["qkv_proj"] == small["qkv_proj"]
+
+
 def test_candidates() -> None:
     assert budget.computed_candidates(100) == (104 * 8, 104 * 5)
     assert budget.computed_candidates(800) == (800 * 8, 800 * 5)  # launched, so not padded

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.engine.host import HERE, clock_rate, in_process, main, summary
 
-TOKENS = {"score": 8192, "decode": 256, "guided": 256, "structured": 32}
+TOKENS = {"score": 8192, "catalogue": 8192, "decode": 256, "guided": 256, "structured": 32}
 """Tokens of a step. Structured rows wait for their masks, so each step has half of the 64."""
 
 

@@ -19,6 +19,7 @@ from engine.core import Request
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
+from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from tests.engine.device import no_waiting, skip_without_flashinfer
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -147,6 +148,53 @@ def test_triton_on_many_layouts(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize(("dtype", "group"), [*LONG, (torch.float32, 1), (torch.float32, 8)])
 def test_triton_on_long_layouts(dtype: torch.dtype, group: int, device: torch.device) -> None:
     compare(TritonAttention, device, group, 20_000, group, 128, dtype, turned=dtype != torch.float32)
+
+
+def coded(kv_heads: int = 2, layers: int = LAYERS) -> Tensor:
+    """Scales of FP8 keys and values, another for each layer and head."""
+    return torch.exp2(torch.arange(-6.0, -6 + layers * 2 * kv_heads)).view(layers, 2, kv_heads)
+
+
+def compare_codes(
+    make: Backend, device: torch.device, group: int, head_dim: int, dtype: torch.dtype, bound: float, *, longest: int = 20
+) -> None:
+    """Attention to FP8 keys and values beside that to float32 ones: the mean error is within ``bound`` of the mean result."""
+    generator = np.random.default_rng(group)
+    slots, heads = 4 * longest + 600, 2 * group
+    backend, reference = (
+        kind(KVCache(layers=LAYERS, slots=slots, kv_heads=2, head_dim=head_dim, dtype=each, device=at, scales=scales), heads)
+        for kind, each, at, scales in (
+            (make, dtype, device, coded().to(device)),
+            (ReferenceAttention, torch.float32, CPU, None),
+        )
+    )
+    for segments in steps(generator, slots, longest):
+        tokens = sum(len(one.tokens) for one in segments)
+        given = [random_heads(tokens, heads, 2, head_dim, dtype, turned=False) for _ in range(LAYERS)]
+        wide = [there(heads, CPU) for heads in given]
+        wide = [replace(each, qkv=each.qkv.float()) for each in wide]
+        found, expected = attended(backend, segments, given).float(), attended(reference, segments, wide)
+        assert (found - expected).abs().mean() < bound * expected.abs().mean()
+        assert (found - expected).abs().mean() > 0.003 * expected.abs().mean(), "nothing was rounded"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_with_codes(dtype: torch.dtype) -> None:
+    """A code differs by 2.4 % on average from what it stands for."""
+    compare_codes(ReferenceAttention, CPU, 3, 32, dtype, 0.04)
+
+
+def test_triton_with_codes(device: torch.device) -> None:
+    class Reading(TritonAttention):
+        make_ready = staticmethod(qk_norm_rope_write_reference)  # the interpreter does not carry when it rounds to FP8
+
+    compare_codes(TritonAttention if device.type == "cuda" else Reading, device, 2, 32, torch.float32, 0.04)
+
+
+@pytest.mark.gpu
+def test_flashinfer_with_codes(device: torch.device) -> None:
+    skip_without_flashinfer(device, 128, torch.bfloat16, torch.float8_e4m3fn)
+    compare_codes(FlashInferAttention, device, 4, 128, torch.bfloat16, 0.04, longest=2000)
 
 
 @pytest.mark.gpu

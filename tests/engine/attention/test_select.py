@@ -41,7 +41,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with such a GPU and FlashInfer with its kernels."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashinfer.metadata, "version", lambda name: flashinfer.VERSION)
-    monkeypatch.setattr(flashinfer, "compiled", lambda head_dim, dtype: True)
+    monkeypatch.setattr(flashinfer, "compiled", lambda *_: True)
     return monkeypatch
 
 
@@ -71,7 +71,7 @@ def test_triton_where_flashinfer_is_not(hopper: pytest.MonkeyPatch, caplog: pyte
 
 def test_flashinfer_that_must_be_compiled_only_where_asked_for(hopper: pytest.MonkeyPatch) -> None:
     """A start takes minutes then."""
-    hopper.setattr(flashinfer, "compiled", lambda head_dim, dtype: False)
+    hopper.setattr(flashinfer, "compiled", lambda *_: False)
     hopper.setattr(flashinfer, "_compiler", lambda: True)
     assert choose("auto", GPU, config(), HALF).backend is TritonAttention
     assert choose("flashinfer", GPU, config(), HALF).backend is FlashInferAttention
@@ -80,8 +80,19 @@ def test_flashinfer_that_must_be_compiled_only_where_asked_for(hopper: pytest.Mo
         choose("flashinfer", GPU, config(), HALF)
 
 
+def test_a_kernel_for_fp8_keys_and_values_is_one_of_its_own(hopper: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The modules that are built beforehand have none."""
+    hopper.setattr(flashinfer, "compiled", lambda head_dim, dtype, kept: kept == dtype)
+    hopper.setattr(flashinfer, "_compiler", lambda: True)
+    assert choose("auto", GPU, config(), HALF).backend is FlashInferAttention
+    with caplog.at_level(logging.WARNING):
+        choice = choose("auto", GPU, config(), HALF, torch.float8_e4m3fn)
+    assert choice == (TritonAttention, "not flashinfer: its kernel would have to be compiled first, for some minutes", True)
+    assert caplog.messages[-1] == f"attention: the triton backend ({choice.reason})"
+
+
 def test_flashinfer_that_is_not_whole(hopper: pytest.MonkeyPatch) -> None:
-    def missing(head_dim: int, dtype: torch.dtype) -> bool:
+    def missing(*_: object) -> bool:
         raise ImportError("No module named 'tvm_ffi'")
 
     hopper.setattr(flashinfer, "compiled", missing)
@@ -120,15 +131,15 @@ def test_flashinfer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashinfer.metadata, "version", absent)
-    assert flashinfer.problem(GPU, 128, HALF) == "flashinfer-python 0.6.6 is not installed"
+    assert flashinfer.problem(GPU, 128, HALF, HALF) == "flashinfer-python 0.6.6 is not installed"
 
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_tests_never_compile_flashinfer(hopper: pytest.MonkeyPatch, ready: bool) -> None:
     """The GPU host has a compiler, and float16 is not among the modules that are built beforehand."""
-    hopper.setattr(flashinfer, "compiled", lambda head_dim, dtype: ready)
+    hopper.setattr(flashinfer, "compiled", lambda *_: ready)
     hopper.setattr(flashinfer, "_compiler", lambda: True)
-    assert flashinfer.problem(GPU, 128, torch.float16) is None
+    assert flashinfer.problem(GPU, 128, torch.float16, torch.float16) is None
     if ready:
         skip_without_flashinfer(GPU, 128, torch.float16)
     else:

@@ -62,7 +62,7 @@ def test_a_wrong_value_names_the_option() -> None:
 
 
 def test_formats_reach_the_engine() -> None:
-    options = ServeOptions("m", None, None, "127.0.0.1", 8000, "bfloat16", "fp8", None, None)
+    options = ServeOptions("m", None, None, "127.0.0.1", 8000, "bfloat16", "fp8", None, None, None)
     arguments = " ".join(_engine_arguments(options, _Models("m", None), 8100))
     assert "--dtype bfloat16 --quantize fp8" in arguments
     refused = run("serve", "--quantize", "int3")

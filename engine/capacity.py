@@ -1,0 +1,31 @@
+"""Number of slots that fit the memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from engine.device import cgroup
+from engine.models.decoder import Decoder
+
+MAX_SLOTS = 131_072
+"""Most slots on a CPU."""
+MEMORY_SHARE, GPU_MEMORY_SHARE = 0.25, 0.8
+
+
+def default_slots(decoders: Sequence[Decoder], kept: Sequence[torch.dtype], processes: int) -> int:
+    """Return the number of slots for which a share of the free memory suffices. A slot has keys and values in all ``decoders``,
+    those of each in its dtype of ``kept``. On a CPU all processes share one memory; on GPUs each has its own.
+    """
+    weight = decoders[0].embed.weight
+    slot_bytes = 0
+    for decoder, dtype in zip(decoders, kept, strict=True):
+        config = decoder.config
+        slot_bytes += 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    if weight.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)
+    available = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup.free_memory())
+    return max(1024, min(MAX_SLOTS, int(available * MEMORY_SHARE) // (processes * slot_bytes)))

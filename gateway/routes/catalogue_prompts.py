@@ -1,0 +1,144 @@
+"""The prompts of requests that name items of a catalogue."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Request
+
+from gateway.breathing import Breath
+from gateway.catalogues.catalogues import Catalogues, check_model, owner_of
+from gateway.catalogues.record import PLACE_BYTES, Content, content_of, tokens_of
+from gateway.catalogues.store import Found, Spec, State
+from gateway.errors import InvalidRequest
+from gateway.pool.pool import Pool
+from gateway.pool.replica import ServedModel
+from gateway.routes.access import requested_model
+from gateway.routes.reading import Reading
+from gateway.text.bounds import Bounds
+from gateway.text.prepared import PlacedIds, Prepared
+from gateway.text.reading.catalogue import Opened
+
+Records = Sequence[bytes | None]
+
+
+@dataclass(frozen=True)
+class CataloguePrompts:
+    """Builds prompts of stored token ids and a query; only the query is tokenised."""
+
+    catalogues: Catalogues
+    pool: Pool
+    bounds: Bounds
+    most_items: int
+    """Most items of a request for a whole catalogue."""
+
+    async def find(self, request: Request[Any, Any, Any], name: str, ids: Sequence[str], asked: str | None) -> _Items:
+        """Return items, and the model that scores them. ``asked``: the request's ``model``. Raises :class:`GatewayError`."""
+        found = await self.catalogues.find(owner_of(request), name, ids)
+        model = requested_model(request, self.pool, asked or found.spec.model)
+        check_model(name, found.spec, model)
+        return _Items(found, ids, model)
+
+    async def open(self, request: Request[Any, Any, Any], name: str, asked: str | None) -> Whole:
+        """Return a whole catalogue. Raises as :meth:`find`, and :class:`InvalidRequest` for one with too many items."""
+        owner = owner_of(request)
+        with self.catalogues.errors(name):
+            state = await self.catalogues.store.state(owner, name)
+        model = requested_model(request, self.pool, asked or state.spec.model)
+        check_model(name, state.spec, model)
+        if state.items > self.most_items:
+            message = f"The catalogue has {state.items} items; a request may score {self.most_items}. Name some of them in `ids`."
+            raise InvalidRequest(message, param="ids")
+        return Whole(owner, state, model)
+
+    async def pages(self, whole: Whole) -> AsyncGenerator[list[tuple[str, bytes]], None]:
+        """Yield the items of a catalogue, in parts that one message to a text worker may have. Raises :class:`GatewayError`."""
+        name, most, left = whole.state.name, self.bounds.max_request_tokens // 2, self.most_items
+        with self.catalogues.errors(name):
+            async for page in self.catalogues.store.pages(whole.owner, name, whole.state.epoch):
+                part: list[tuple[str, bytes]] = []
+                tokens = 0
+                for id, record in page[:left]:
+                    if part and tokens + tokens_of(record) > most:
+                        yield part
+                        part, tokens = [], 0
+                    part.append((id, record))
+                    tokens += tokens_of(record)
+                yield part
+                left -= len(page)  # items that change meanwhile may come again, but not for ever
+                if left <= 0:
+                    return
+
+    async def read(self, body: Reading[Any], items: _Items) -> Prepared:
+        """Return the prompts of ``items`` with the query in ``body``. Raises :class:`GatewayError`."""
+        prepared = await self.rows(body, items.model, items.found.spec, items.found.records, "ids[]")
+        prepared.ids = items.ids
+        return prepared
+
+    async def rows(
+        self, body: Reading[Any], model: ServedModel, spec: Spec, records: Records, param: str, *, reads_labels: bool = True
+    ) -> Prepared:
+        """Return the prompts of the items in ``records``, none of them None."""
+        contents, tails, breath = [], dict[bytes, int](), Breath()
+        for record in records:
+            assert record is not None
+            contents.append(content_of(record))
+            tails.setdefault(contents[-1].tail, len(tails))
+            if breath.due:
+                await breath.take()
+        prepared = await body.read(model, msgspec.msgpack.encode(Opened(spec.template, list(tails))))
+        seams = [array("I", seam) for seam in prepared.rows]
+        rows, tokens = [], 0
+        shared = len(prepared.suffix)
+        for index, content in enumerate(contents):
+            row = _row(content, seams[tails[content.tail]])
+            length = len(row) + shared
+            if length > model.context or not length:
+                _refuse(model, length, param.replace("[]", f"[{index}]"))
+            tokens += length
+            rows.append(row)
+            if breath.due:
+                await breath.take()
+        labels = prepared.labels or spec.label_ids
+        if reads_labels:
+            if not labels:
+                raise InvalidRequest("Give `labels` or `label_token_ids`; the catalogue has no labels of its own.", param="labels")
+            self.bounds.check("max_scores", len(rows) * len(labels), "scores (items and labels)", "ids")
+        self.bounds.check("max_request_tokens", tokens, "tokens", "ids")
+        return Prepared(rows, (), prepared.suffix, labels, param=param)
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Items that a request names, at one moment."""
+
+    found: Found
+    ids: Sequence[str]
+    model: ServedModel
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A catalogue whose items are all to be scored."""
+
+    owner: str
+    state: State
+    model: ServedModel
+
+
+def _row(content: Content, seam: array[int]) -> PlacedIds:
+    """Return the tokens of a prompt in front of the shared suffix."""
+    row = PlacedIds("I")
+    row.frombytes(content.ids)
+    row.extend(seam)
+    row.place = int.from_bytes(content.digest[:PLACE_BYTES], "little")
+    return row
+
+
+def _refuse(model: ServedModel, length: int, param: str) -> None:
+    model.facts.check_prompt(length, param)
+    raise InvalidRequest(f"`{param}`: the item and the query are both empty, so there is no position to score at.", param=param)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from litestar.connection import ASGIConnection
 
-from gateway.catalogues.store import CatalogueStore, Found, Full, Missing, Spec, Unavailable
+from gateway.catalogues.store import CatalogueStore, Found, Full, Missing, Spec, TooLarge, Unavailable
 from gateway.context import RequestContext
 from gateway.errors import CatalogueNotFound, Conflict, InvalidRequest, ItemNotFound, NotPermitted, StoreFull, StoreUnavailable
 from gateway.pool.replica import ServedModel
@@ -50,6 +50,9 @@ class Catalogues:
         except Unavailable:
             message = "Catalogues cannot be read or changed at present; try again, or send the items with the request."
             raise StoreUnavailable(message, retry_after=1) from None
+        except TooLarge as large:
+            message = f"The items have more than {large.most} bytes together; name fewer of them in a request."
+            raise InvalidRequest(message, param="ids") from None
         except Full as full:
             whose = "the catalogues of one group of keys" if full.group else "all catalogues of the server"
             stored = f" {full.stored} items of this request are registered." if full.stored else ""

@@ -52,7 +52,9 @@ class Copies:
             copy = self._of[place] = Copy(epoch, version)
         elif version > copy.version:
             # Another request may have moved the copy on meanwhile; then this list holds more than it has to.
-            for id in list(copy.records) if changed is None else changed:
+            if changed is None:
+                self._clear(copy)
+            for id in changed or ():
                 self._drop(copy, id)
             copy.version = version
         self._of.move_to_end(place)
@@ -80,9 +82,7 @@ class Copies:
         """Drop all that is known of a catalogue."""
         copy = self._of.pop((owner, name), None)
         if copy is not None:
-            self.bytes -= copy.bytes
-            copy.records = {}
-            copy.bytes = 0
+            self._clear(copy)
             copy.dropped = True
 
     def _make_room(self, kept: Copy) -> None:
@@ -93,8 +93,11 @@ class Copies:
             if oldest is kept:
                 self._drop(kept, next(iter(kept.records)))
             else:
-                self._grow(oldest, -oldest.bytes)
-                oldest.records = {}
+                self._clear(oldest)
+
+    def _clear(self, copy: Copy) -> None:
+        self._grow(copy, -copy.bytes)
+        copy.records = {}
 
     def _drop(self, copy: Copy, id: str) -> None:
         record = copy.records.pop(id, None)

@@ -55,6 +55,18 @@ local function purge(epoch, now, most, item_bytes)
         remove(epoch, id, item_bytes)
     end
 end
+local function read(epoch, ids, most)
+    local records, size = {}, 0
+    for place, id in ipairs(ids) do
+        local record = redis.call('HGET', at(epoch, 'items'), id)
+        records[place] = record
+        size = size + (record and #record or 0)
+        if size > most then
+            break
+        end
+    end
+    return records
+end
 local epoch = redis.call('HGET', KEYS[1], name)
 """
 
@@ -124,9 +136,9 @@ local version = redis.call('HGET', meta, 'version')
 if not version then
     return false
 end
-return {version, redis.call('HMGET', at(ARGV[4], 'items'), unpack(ARGV, 5))}
+return {version, read(ARGV[4], {unpack(ARGV, 6)}, tonumber(ARGV[5]))}
 """)
-"""ARGV: epoch, ids. Returns the version and the records."""
+"""ARGV: epoch, bytes after which no more is read, ids. Returns the version, and the records of the first ids."""
 
 PUT = _script("""
 if not epoch or epoch ~= ARGV[4] then
@@ -173,18 +185,16 @@ PAGE = _script("""
 if not epoch or (ARGV[4] ~= '' and epoch ~= ARGV[4]) then
     return false
 end
-local found = redis.call('ZRANGEBYSCORE', at(epoch, 'log'), '(' .. ARGV[5], '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[6])
+local found = redis.call('ZRANGEBYSCORE', at(epoch, 'log'), '(' .. ARGV[6], '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[7])
 local ids, versions = {}, {}
 for place = 1, #found, 2 do
     ids[#ids + 1] = found[place]
     versions[#versions + 1] = found[place + 1]
 end
-if #ids == 0 then
-    return {ids, versions, {}}
-end
-return {ids, versions, redis.call('HMGET', at(epoch, 'items'), unpack(ids))}
+return {ids, versions, read(epoch, ids, tonumber(ARGV[5]))}
 """)
-"""ARGV: epoch or nothing, a version, most items. Returns ids, versions and records of the items that changed after the version."""
+"""ARGV: epoch or nothing, bytes after which no more is read, a version, most items. Returns ids and versions of the items that changed
+after the version, and the records of the first of them."""
 
 REMOVE = _script("""
 if not epoch then

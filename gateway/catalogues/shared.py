@@ -42,6 +42,7 @@ from gateway.catalogues.store import (
     StoreBounds,
     Unavailable,
     Written,
+    check_size,
     lives,
 )
 from gateway.redis.link import Link, RedisAway
@@ -52,6 +53,8 @@ SECONDS = 1.0
 WRITTEN_AT_ONCE = 200
 """Items of one call of a script, which takes Redis about a millisecond."""
 READ_AT_ONCE = 500
+READ_BYTES = 2 << 20
+"""Most items of one call that reads them, and bytes after which it reads no more."""
 MOST_CHANGES = 1000
 """Changes for which a gateway asks; after more, it drops all its copies of the catalogue."""
 
@@ -140,6 +143,7 @@ class RedisCatalogues:
         if missing:
             read = await self._read(owner, epoch, copy, list(dict.fromkeys(missing)), now)
             records = [record or read.get(id) for id, record in zip(ids, records, strict=True)]
+        check_size(records)
         return Found(copy.spec, epoch, version, records)
 
     async def pages(self, owner: str, name: str, epoch: str) -> AsyncIterator[list[tuple[str, bytes]]]:
@@ -153,11 +157,11 @@ class RedisCatalogues:
         """See :class:`CatalogueStore`. ``epoch``: that the catalogue must have, if not empty."""
         found: list[tuple[str, int, bytes]] = []
         while not found:
-            ids, versions, records = await self._call(PAGE, owner, name, epoch, after, count)
+            ids, versions, records = await self._call(PAGE, owner, name, epoch, READ_BYTES, after, count)
             if not ids:
                 return []
-            after, now = int(versions[-1]), self._now()
-            read = zip(ids, versions, records, strict=True)
+            after, now = int(versions[len(records) - 1]), self._now()
+            read = zip(ids, versions, records, strict=False)
             found = [(id.decode(), int(version), record) for id, version, record in read if record and lives(record, now)]
         return found
 
@@ -183,12 +187,15 @@ class RedisCatalogues:
     async def _read(self, owner: str, epoch: str, copy: Any, ids: list[str], now: int) -> dict[str, bytes]:
         """Return the live records of ``ids``, and keep copies of them."""
         read: dict[str, bytes] = {}
-        for begin in range(0, len(ids), READ_AT_ONCE):
+        begin = 0
+        while begin < len(ids):
             few = ids[begin : begin + READ_AT_ONCE]
-            version, records = await self._call(READ, owner, "", epoch, *few)
-            found = {id: record for id, record in zip(few, records, strict=True) if record is not None and lives(record, now)}
+            version, records = await self._call(READ, owner, "", epoch, READ_BYTES, *few)
+            begin += len(records)
+            found = {id: record for id, record in zip(few, records, strict=False) if record is not None and lives(record, now)}
             self._copies.keep(copy, int(version), found)
             read |= found
+            check_size(read.values())
         return read
 
     async def _call(self, script: Any, owner: str, name: str, *arguments: Any) -> Any:

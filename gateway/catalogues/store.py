@@ -7,12 +7,13 @@ the same name.
 
 from __future__ import annotations
 
+import asyncio
 import bisect
-import heapq
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -20,14 +21,18 @@ import msgspec
 from gateway.catalogues.record import digest_of, expiry_of, tokens_of, with_expiry
 from gateway.text.catalogue import Template
 
-ITEM_BYTES = 256
+ITEM_BYTES = 320
 """Bytes that an item takes besides its id and its record; this also bounds the number of tiny items."""
 CATALOGUE_BYTES = 16 << 10
 """Bytes that a catalogue takes besides its items; this also bounds the number of empty catalogues."""
 PAGE_ITEMS = 500
 """Items of a page of :meth:`CatalogueStore.pages`."""
+MOST_READ = 32 << 20
+"""Most bytes of the items that a request names."""
 PURGED_AT_ONCE = 500
 """Most expired items that one call removes."""
+
+FREED_AT_ONCE = 5000
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +97,14 @@ class Missing(Exception):
     """There is no such catalogue, or it was deleted meanwhile."""
 
 
+class TooLarge(Exception):
+    """Items have more bytes than a request may have."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+
 class Full(Exception):
     """There is no room. What was registered before stays."""
 
@@ -119,11 +132,13 @@ class CatalogueStore(Protocol):
         ...
 
     async def put(self, owner: str, name: str, epoch: str, items: Sequence[tuple[str, bytes]], expires: int) -> Written:
-        """Add or replace items: ids and records. ``expires``: milliseconds since 1970; 0 for never. Raises :class:`Full`."""
+        """Add or replace items: ids and records. ``expires``: milliseconds since 1970, not before that of earlier calls; 0 for
+        never. Raises :class:`Full`."""
         ...
 
     async def find(self, owner: str, name: str, ids: Sequence[str]) -> Found:
-        """Return items as they are at a moment during the call: an update that was confirmed before the call is seen."""
+        """Return items as they are at a moment during the call: an update that was confirmed before the call is seen. Raises
+        :class:`TooLarge`."""
         ...
 
     def pages(self, owner: str, name: str, epoch: str) -> AsyncIterator[list[tuple[str, bytes]]]:
@@ -160,12 +175,10 @@ class _Catalogue:
         self.spec = spec
         self.epoch = secrets.token_hex(8)
         self.version = version
-        self.items: dict[str, _Entry] = {}  # in order of change
+        self.items: OrderedDict[str, _Entry] = OrderedDict()  # in order of change, which is that of expiry
         self.bytes = CATALOGUE_BYTES
         self.tokens = 0
         self.warmed: int | None = None
-        self.ends: list[tuple[int, str]] = []
-        """Heap of expiry times and ids. An entry whose item has another expiry time by now means nothing."""
 
 
 class MemoryCatalogues:
@@ -237,8 +250,6 @@ class MemoryCatalogues:
             catalogue.items[id] = _Entry(with_expiry(record, expires), catalogue.version)
             catalogue.tokens += tokens_of(record)
             self._count(owner, catalogue, _size(id, record))
-            if expires:
-                heapq.heappush(catalogue.ends, (expires, id))
         return Written(added, changed, len(items) - added - changed, catalogue.version)
 
     async def find(self, owner: str, name: str, ids: Sequence[str]) -> Found:
@@ -246,6 +257,7 @@ class MemoryCatalogues:
         catalogue, now = self._find(owner, name), int(self._clock() * 1000)
         entries = map(catalogue.items.get, ids)
         records = [entry.record if entry is not None and lives(entry.record, now) else None for entry in entries]
+        check_size(records)
         return Found(catalogue.spec, catalogue.epoch, catalogue.version, records)
 
     async def pages(self, owner: str, name: str, epoch: str) -> AsyncIterator[list[tuple[str, bytes]]]:
@@ -283,6 +295,10 @@ class MemoryCatalogues:
         self._grow(owner, -catalogue.bytes)
         if not self._owners[owner]:
             del self._owners[owner], self._bytes[owner]
+        while catalogue.items:  # freeing many at once would block the event loop
+            for _ in range(min(FREED_AT_ONCE, len(catalogue.items))):
+                catalogue.items.popitem()
+            await asyncio.sleep(0)
 
     async def warmed(self, owner: str, name: str, epoch: str, version: int) -> None:
         """See :class:`CatalogueStore`."""
@@ -298,22 +314,16 @@ class MemoryCatalogues:
         """Remove expired items."""
         now = int(self._clock() * 1000)
         for _ in range(PURGED_AT_ONCE):
-            if not catalogue.ends or catalogue.ends[0][0] > now:
+            oldest = next(iter(catalogue.items.items()), None)
+            if oldest is None or lives(oldest[1].record, now):
                 return
-            _, id = heapq.heappop(catalogue.ends)
-            entry = catalogue.items.get(id)
-            if entry is not None and not lives(entry.record, now):
-                self._drop(owner, catalogue, id)
-                catalogue.version += 1
+            self._drop(owner, catalogue, oldest[0])
+            catalogue.version += 1
 
     def _drop(self, owner: str, catalogue: _Catalogue, id: str) -> None:
         record = catalogue.items.pop(id).record
         catalogue.tokens -= tokens_of(record)
         self._count(owner, catalogue, -_size(id, record))
-        if len(catalogue.ends) > 2 * len(catalogue.items) + PURGED_AT_ONCE:  # entries of items that were registered again
-            live = [(expiry_of(entry.record), each) for each, entry in catalogue.items.items() if expiry_of(entry.record)]
-            heapq.heapify(live)
-            catalogue.ends = live
 
     def _check_room(self, owner: str, growth: int, *, stored: int) -> None:
         """Raise :class:`Full`."""
@@ -336,6 +346,12 @@ class MemoryCatalogues:
 def _size(id: str, record: bytes) -> int:
     """Return the bytes that an item takes."""
     return ITEM_BYTES + len(id) + len(record)
+
+
+def check_size(records: Iterable[bytes | None]) -> None:
+    """Raise :class:`TooLarge` if the records of a request take too much memory."""
+    if sum(len(record) for record in records if record is not None) > MOST_READ:
+        raise TooLarge(MOST_READ)
 
 
 def lives(record: bytes, now: int) -> bool:

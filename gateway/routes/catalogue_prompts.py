@@ -20,7 +20,7 @@ from gateway.pool.replica import ServedModel
 from gateway.routes.access import requested_model
 from gateway.routes.reading import Reading
 from gateway.text.bounds import Bounds
-from gateway.text.prepared import PlacedIds, Prepared
+from gateway.text.prepared import ID_BYTES, PlacedIds, Prepared
 from gateway.text.reading.catalogue import Opened
 
 Records = Sequence[bytes | None]
@@ -63,11 +63,12 @@ class CataloguePrompts:
                 part: list[tuple[str, bytes]] = []
                 tokens = 0
                 for id, record in page[:left]:
-                    if part and tokens + tokens_of(record) > most:
+                    size = len(record) // ID_BYTES  # not less than its tokens, and a measure of a long tail too
+                    if part and tokens + size > most:
                         yield part
                         part, tokens = [], 0
                     part.append((id, record))
-                    tokens += tokens_of(record)
+                    tokens += size
                 yield part
                 left -= len(page)  # items that change meanwhile may come again, but not for ever
                 if left <= 0:
@@ -83,13 +84,16 @@ class CataloguePrompts:
         self, body: Reading[Any], model: ServedModel, spec: Spec, records: Records, param: str, *, reads_labels: bool = True
     ) -> Prepared:
         """Return the prompts of the items in ``records``, none of them None."""
-        contents, tails, breath = [], dict[bytes, int](), Breath()
+        contents, tails, stored, breath = [], dict[bytes, int](), 0, Breath()
         for record in records:
             assert record is not None
             contents.append(content_of(record))
             tails.setdefault(contents[-1].tail, len(tails))
+            stored += tokens_of(record)
             if breath.due:
                 await breath.take()
+        self.bounds.check("max_request_tokens", stored, "tokens", "ids")
+        self.bounds.check("max_request_characters", sum(map(len, tails)), "characters that must be tokenised", "ids")
         prepared = await body.read(model, msgspec.msgpack.encode(Opened(spec.template, list(tails))))
         seams = [array("I", seam) for seam in prepared.rows]
         rows, tokens = [], 0

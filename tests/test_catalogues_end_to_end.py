@@ -41,7 +41,7 @@ def gateway(request: pytest.FixtureRequest, pods: list[Pod]) -> Iterator[Program
         program.close()
         return
     with RedisServer.start() as redis:
-        program = Program("gateway", *engines, "--redis-url", redis.url)
+        program = Program("gateway", *engines, "--redis-url", redis.url, YARDSTICK_REDIS_SECONDS="5")
         program.wait_ready()
         wait_until(lambda: "yardstick_redis_available 1" in program.client.get("/metrics").text)
         yield program

@@ -79,12 +79,10 @@ def check_name(name: str) -> None:
         raise InvalidRequest(message, param="name")
 
 
-def check_model(name: str, spec: Spec, model: ServedModel) -> None:
-    """Raise an error if the items of a catalogue with ``spec`` cannot be scored by ``model``."""
-    if spec.model != model.name:
-        raise InvalidRequest(f"The catalogue {name!r} is for the model {spec.model!r}.", param="model")
+def check_text(name: str, spec: Spec, model: ServedModel) -> None:
+    """Raise :class:`Conflict` if the items of a catalogue with ``spec`` were made for another tokeniser than that of ``model``."""
     if spec.text != model.text:
-        message = f"The tokeniser of {model.name!r} has changed since the catalogue {name!r} was made; delete and load it again."
+        message = f"The tokeniser of {spec.model!r} has changed since the catalogue {name!r} was made; delete and load it again."
         raise Conflict(message, param="catalogue")
 
 

@@ -193,8 +193,8 @@ for place = 1, #found, 2 do
 end
 return {ids, versions, read(epoch, ids, tonumber(ARGV[5]))}
 """)
-"""ARGV: epoch or nothing, bytes after which no more is read, a version, most items. Returns ids and versions of the items that changed
-after the version, and the records of the first of them."""
+"""ARGV: epoch or nothing, bytes after which no more is read, a version, most items. Returns ids and versions of the items that
+changed after the version, and the records of the first of them."""
 
 REMOVE = _script("""
 if not epoch then

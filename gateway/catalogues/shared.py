@@ -19,6 +19,7 @@ no entry in the log; it raises the floor, and copies of versions below the floor
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -50,6 +51,8 @@ from gateway.telemetry import Telemetry
 
 SECONDS = 1.0
 """Longest wait for Redis. A request for items fails without it, so this is longer than for a cached result."""
+PAUSE_SECONDS = 0.05
+"""Pause between two looks at a circuit breaker that is open. It often opens for a moment only, after one slow command."""
 WRITTEN_AT_ONCE = 200
 """Items of one call of a script, which takes Redis about a millisecond."""
 READ_AT_ONCE = 500
@@ -207,6 +210,10 @@ class RedisCatalogues:
         return answer
 
     async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        for _ in range(int(SECONDS / PAUSE_SECONDS)):
+            if not self._link.is_open:
+                break
+            await asyncio.sleep(PAUSE_SECONDS)
         try:
             return await self._link.ask(command, seconds=SECONDS)
         except RedisAway:

@@ -11,7 +11,7 @@ import msgspec
 from litestar import Request
 
 from gateway.breathing import Breath
-from gateway.catalogues.catalogues import Catalogues, check_model, owner_of
+from gateway.catalogues.catalogues import Catalogues, check_text, owner_of
 from gateway.catalogues.record import PLACE_BYTES, Content, content_of, tokens_of
 from gateway.catalogues.store import Found, Spec, State
 from gateway.errors import InvalidRequest
@@ -39,17 +39,14 @@ class CataloguePrompts:
     async def find(self, request: Request[Any, Any, Any], name: str, ids: Sequence[str], asked: str | None) -> _Items:
         """Return items, and the model that scores them. ``asked``: the request's ``model``. Raises :class:`GatewayError`."""
         found = await self.catalogues.find(owner_of(request), name, ids)
-        model = requested_model(request, self.pool, asked or found.spec.model)
-        check_model(name, found.spec, model)
-        return _Items(found, ids, model)
+        return _Items(found, ids, self._model(request, name, found.spec, asked))
 
     async def open(self, request: Request[Any, Any, Any], name: str, asked: str | None) -> Whole:
         """Return a whole catalogue. Raises as :meth:`find`, and :class:`InvalidRequest` for one with too many items."""
         owner = owner_of(request)
         with self.catalogues.errors(name):
             state = await self.catalogues.store.state(owner, name)
-        model = requested_model(request, self.pool, asked or state.spec.model)
-        check_model(name, state.spec, model)
+        model = self._model(request, name, state.spec, asked)
         if state.items > self.most_items:
             message = f"The catalogue has {state.items} items; a request may score {self.most_items}. Name some of them in `ids`."
             raise InvalidRequest(message, param="ids")
@@ -73,6 +70,14 @@ class CataloguePrompts:
                 left -= len(page)  # items that change meanwhile may come again, but not for ever
                 if left <= 0:
                     return
+
+    def _model(self, request: Request[Any, Any, Any], name: str, spec: Spec, asked: str | None) -> ServedModel:
+        """Return the model of a catalogue. Raises :class:`GatewayError`, also if the client asks for another one."""
+        model = requested_model(request, self.pool, spec.model)
+        if asked is not None and requested_model(request, self.pool, asked) is not model:
+            raise InvalidRequest(f"The catalogue {name!r} is for the model {spec.model!r}.", param="model")
+        check_text(name, spec, model)
+        return model
 
     async def read(self, body: Reading[Any], items: _Items) -> Prepared:
         """Return the prompts of ``items`` with the query in ``body``. Raises :class:`GatewayError`."""

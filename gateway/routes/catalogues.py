@@ -13,7 +13,7 @@ from litestar import Request, delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
-from gateway.catalogues.catalogues import Catalogues, check_may_write, check_model, check_name, owner_of, version_of
+from gateway.catalogues.catalogues import Catalogues, check_may_write, check_name, check_text, owner_of, version_of
 from gateway.catalogues.record import digest_of, expiry_of, tokens_of
 from gateway.catalogues.store import Missing, Spec, State
 from gateway.context import RequestContext
@@ -78,7 +78,7 @@ def _create_route(parts: _Parts) -> HTTPRouteHandler:
             prepared = await body.read(model)
         pieces = (fields.template,) if isinstance(fields.template, str) else tuple(fields.template)
         spec = Spec(
-            model=model.name,
+            model=fields.model or _only_model(request) or model.name,
             text=model.text,
             template=Template(pieces, fields.add_special_tokens),
             labels=fields.labels or [],
@@ -113,7 +113,7 @@ def _register_route(parts: _Parts) -> HTTPRouteHandler:
         with parts.catalogues.errors(name):
             known = await store.find(owner, name, [])
         model = requested_model(request, parts.pool, known.spec.model)
-        check_model(name, known.spec, model)
+        check_text(name, known.spec, model)
         async with parts.reader.open(request, ItemsRequest, data) as body:
             prepared = await body.read(model, msgspec.msgpack.encode(Opened(known.spec.template)))
         records = _records.decode(prepared.response)
@@ -204,6 +204,12 @@ def _delete_routes(parts: _Parts) -> list[HTTPRouteHandler]:
         return DeletedItems(catalogue=name, deleted=deleted)
 
     return [remove, remove_items]
+
+
+def _only_model(request: Request[Any, Any, Any]) -> str | None:
+    """Return the name of the only model that the key may use, which may be an alias."""
+    key = RequestContext.of(request).key
+    return key.models[0] if key is not None and key.models else None
 
 
 def _described(state: State) -> CatalogueBody:

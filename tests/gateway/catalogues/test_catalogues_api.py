@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import gateways, metric
+from tests.prefixes import PrefixCache
 from tests.processes import wait_until
 from tests.redis import RedisServer
 
@@ -29,7 +31,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, httpx.C
             yield engine, start(engine)
             return
         with RedisServer.start() as redis:
-            client = start(engine, redis_url=redis.url)
+            client = start(engine, redis_url=redis.url, redis_seconds=5)
             wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
             yield engine, client
 
@@ -263,3 +265,66 @@ def test_a_catalogue_keeps_its_form(client: httpx.Client, name: str) -> None:
     refused = create(client, name, template="{item} {query}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
     assert name in [each["id"] for each in client.get("/v1/catalogues").json()["data"]]
+
+
+def test_updates_race_with_scores(client: httpx.Client, name: str) -> None:
+    """A score is that of a text that was current at some moment of its request: never of an earlier one."""
+    texts = [f"fox {number}" for number in range(25)]
+    rows = [expected(ids(text + QUERY)) for text in texts]
+    register(client, name, {"a": texts[0]})
+    state = {"confirmed": 0, "sent": 0}
+
+    def read() -> int:
+        reads = 0
+        with httpx.Client(base_url=client.base_url, timeout=20) as own:
+            while state["confirmed"] < len(texts) - 1:
+                least = state["confirmed"]
+                (row,) = score(own, name, ["a"]).raise_for_status().json()["scores"]
+                assert any(row == pytest.approx(rows[place]) for place in range(least, state["sent"] + 1))
+                reads += 1
+        return reads
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read) for _ in range(3)]
+        for place in range(1, len(texts)):
+            state["sent"] = place
+            register(client, name, {"a": texts[place]})
+            state["confirmed"] = place
+            (row,) = score(client, name, ["a"]).raise_for_status().json()["scores"]
+            assert row == pytest.approx(rows[place])
+        assert all(reader.result() > 3 for reader in readers)
+
+
+def test_items_go_to_the_replica_that_the_warm_up_chose() -> None:
+    engines = [FakeEngine(prefixes=PrefixCache()) for _ in range(3)]
+    with gateways() as start:
+        client = start(*engines)
+        create(client, "shop").raise_for_status()
+        items = {f"i{place}": f"the quick brown fox {place} jumps" for place in range(60)}
+        register(client, "shop", items)
+        client.post("/v1/catalogues/shop/warm", json={}).raise_for_status()
+        warmed = [sum(len(asked.lengths) // 4 for asked in engine.item_scores) for engine in engines]
+        assert min(warmed) > 5
+        assert sum(warmed) == 60
+        # The query's first token joins the last one of each item, so rows differ from those of the warm-up.
+        answer = score(client, "shop", list(items), "es over").raise_for_status().json()
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        least = sum(len(ids(text)) - 3 for text in items.values())
+        assert cached >= least
+
+
+@pytest.mark.redis
+def test_without_redis_a_request_is_answered_503() -> None:
+    engine = FakeEngine()
+    with gateways() as start, RedisServer.start() as redis:
+        client = start(engine, redis_url=redis.url, redis_seconds=1)
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+        create(client, "shop").raise_for_status()
+        register(client, "shop", {"a": "one"})
+        score(client, "shop", ["a"]).raise_for_status()
+        redis.kill()
+        for answer in (score(client, "shop", ["a"]), client.put("/v1/catalogues/shop/items", json=[{"id": "b", "text": "c"}])):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+            assert answer.headers["retry-after"] == "1"
+        plain = {"query": "a", "items": ["b"], "label_token_ids": [5]}
+        assert client.post("/v1/score", json=plain).status_code == 200, "other requests need no Redis"

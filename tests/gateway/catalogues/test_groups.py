@@ -103,7 +103,7 @@ def test_counts_tell_nothing_of_another_groups_items(served: tuple[FakeEngine, h
     warmed = ask(client, "a", "POST", "/v1/catalogues/shop/warm", {"ids": list(texts)}).raise_for_status().json()
     assert (warmed["items"], warmed["cached_items"]) == (5, 0)
     known = score(client, "a", list(texts)).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert known > 5 * len(TEXT.split())
+    assert known >= 5 * len(TEXT.split())
     ask(client, "b", "PUT", "/v1/catalogues/shop", {}).raise_for_status()
     register(client, "b", texts).raise_for_status()
     first = score(client, "b", list(texts))
@@ -126,7 +126,7 @@ def test_a_reader_may_not_write(client: httpx.Client, method: str, path: str, bo
 
 
 def test_registrations_and_whole_catalogues_count_towards_limits(client: httpx.Client) -> None:
-    refused = register(client, "poor", {"long": TEXT * 4})
+    refused = register(client, "poor", {"long": TEXT * 20})
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     register(client, "poor", {f"i{number}": "a" for number in range(6)}).raise_for_status()
     for path, body in (

@@ -76,7 +76,7 @@ def test_a_load_that_breaks_off_tells_how_to_continue(client: httpx.Client, file
     with pytest.raises(CommandError, match="row 1: the column 'text' holds no text"):
         load(client, file)
     file.write_text('{"id": "a space", "text": "a"}')
-    with pytest.raises(CommandError, match="row 1: .*pattern"):
+    with pytest.raises(CommandError, match=r"row 1: .*pattern"):
         load(client, file, id_column="id")
     command.delete(Access(str(client.base_url), None), "shop")
 

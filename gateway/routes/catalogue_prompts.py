@@ -66,7 +66,8 @@ class CataloguePrompts:
                         part, tokens = [], 0
                     part.append((id, record))
                     tokens += size
-                yield part
+                if part:
+                    yield part
                 left -= len(page)  # items that change meanwhile may come again, but not for ever
                 if left <= 0:
                     return

@@ -22,12 +22,13 @@ from gateway.routes.body import Body
 from gateway.routes.catalogue_prompts import CataloguePrompts, Whole
 from gateway.routes.reading import INLINE_BYTES, Reading
 from gateway.routes.scoring import Scoring
+from gateway.schemas.truncation import MAX_ITEMS
 from gateway.streams import while_connected
 from gateway.tenancy import caller_of
 from gateway.text.prepared import Prepared
 
 SLACK = 1000
-"""Results that may be kept besides the best."""
+"""Results that may be kept besides many best ones, because sorting thousands takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,10 @@ class Best:
         self._kept: dict[str, tuple[float, Result]] = {}
 
     def add(self, part: list[Result]) -> list[Result]:
-        """Add results; return those that are among the best now. A later result of an item replaces an earlier one."""
+        """Add results; return those that may be among the best. A later result of an item replaces an earlier one."""
         for result in part:
             self._kept[result.id] = (self._rank(result.row), result)
-        if len(self._kept) > self._most + SLACK or len(part) > self._most:
+        if len(self._kept) > self._most + (SLACK if self._most > SLACK else 0):
             self._kept = {result.id: (rank, result) for rank, result in self._sorted()}
         return [result for result in part if result.id in self._kept]
 
@@ -137,6 +138,8 @@ def check_whole(body: Body[Any], *, top_n: int | None, stream: bool) -> None:
     """Refuse a request for a whole catalogue that cannot be answered within bounds. Raises :class:`InvalidRequest`."""
     if not stream and not top_n:
         raise InvalidRequest("A request for a whole catalogue needs `top_n` or `stream`; or name items in `ids`.", param="ids")
+    if (top_n or 0) > MAX_ITEMS:
+        raise InvalidRequest(f"`top_n` of a catalogue is at most {MAX_ITEMS}.", param="top_n")
     if body.size > INLINE_BYTES:
         message = f"A request for a whole catalogue has at most {INLINE_BYTES} bytes; shorten the query."
         raise InvalidRequest(message, param="query")

@@ -147,7 +147,10 @@ class FanOut:
         self, model: ServedModel, prompts: Prompts, branches: list[Ids], part: _Part, lease: Lease | None
     ) -> wire.Scored:
         request = _message(prompts, branches)
-        row_lengths = [wire.row_length(prompts.readout, prompts.suffix or branch, model.info) for branch in branches]
+        if prompts.suffix:
+            row_lengths = [wire.row_length(prompts.readout, prompts.suffix, model.info)] * len(branches)
+        else:
+            row_lengths = [wire.row_length(prompts.readout, branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
         async def ask(client: EngineClient) -> wire.Scored:

@@ -144,7 +144,8 @@ def _row(content: Content, seam: array[int]) -> PlacedIds:
     """Return the tokens of a prompt in front of the shared suffix."""
     row = PlacedIds("I")
     row.frombytes(content.ids)
-    row.extend(seam)
+    if seam:
+        row.extend(seam)
     row.place = int.from_bytes(content.digest[:PLACE_BYTES], "little")
     return row
 

@@ -23,8 +23,8 @@ from gateway.text.catalogue import Template
 
 ITEM_BYTES = 320
 """Bytes that an item takes besides its id and its record; this also bounds the number of tiny items."""
-CATALOGUE_BYTES = 16 << 10
-"""Bytes that a catalogue takes besides its items; this also bounds the number of empty catalogues."""
+CATALOGUE_BYTES = 32 << 10
+"""Bytes that a catalogue takes besides its items: more than its template and labels have."""
 PAGE_ITEMS = 500
 """Items of a page of :meth:`CatalogueStore.pages`."""
 MOST_READ = 32 << 20

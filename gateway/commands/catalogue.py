@@ -101,8 +101,7 @@ class _Loading:
         options = self._options
         async with Server(options.url, options.api_key).client(options.concurrency) as client:
             sender = Sender(client, options.url, self._places, options.retry_seconds)
-            given = {name: value for name, value in vars(options.form).items() if value is not None}
-            await self._ask(sender, Call(_path(options.catalogue), msgspec.json.encode(given), "PUT"))
+            await self._create(sender)
             tasks: set[asyncio.Task[None]] = set()
             try:
                 for number, batch in enumerate(batches):
@@ -118,6 +117,14 @@ class _Loading:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _create(self, sender: Sender) -> None:
+        """Create the catalogue, unless it exists and the options leave its form open."""
+        path = _path(self._options.catalogue)
+        given = {name: value for name, value in vars(self._options.form).items() if value is not None}
+        if not given and not isinstance(await sender.send(Call(path, b"", "GET")), Refusal):
+            return
+        await self._ask(sender, Call(path, msgspec.json.encode(given), "PUT"))
 
     async def _any(self, tasks: set[asyncio.Task[None]]) -> None:
         """Wait until a request has ended. Raises its error."""

@@ -10,7 +10,7 @@ const SAMPLE_MS = 2000;
 const SAMPLES = 120;
 const MAX_ROWS = 200;
 const LEAST_SAMPLES = 20;
-const CATALOGUE_SAMPLES = 5; // samples between two looks at the catalogues, each of which counts as a request of the key
+const CATALOGUE_SAMPLES = 5; // samples between two looks at the catalogues
 const is = (name, value) => (labels) => labels[name] === value;
 const isApi = (labels) => !["/metrics", "/", "/console/{name}", "/livez", "/readyz"].includes(labels.route);
 

@@ -14,7 +14,7 @@ MAX_REGISTERED = 2000
 MAX_ID = 128
 TTL = Annotated[float, msgspec.Meta(gt=0, le=366 * 86_400)]
 ItemId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/+=-]{0,127}\Z")]
-Piece = Annotated[str, msgspec.Meta(max_length=16384)]
+Piece = Annotated[str, msgspec.Meta(max_length=8192)]
 
 
 class CatalogueRequest(Parameters, kw_only=True):

@@ -116,10 +116,10 @@ class Frame:
             shared = [*self._encode(self._query_left, limit), *query, *self._encode(self._query_right, limit), *self._after]
             return Seams([self._encode(tail, limit) for tail in tails], shared)
         text = self._query_left + query + self._query_right
-        if not self._joined:
+        if not self._joined or not tails:
             return Seams([[] for _ in tails], [*self._encode(text, limit), *self._after])
         cut = self._tokenizer.cut(text, last=False)
-        if cut is None or not self._exact(tails[0] + text, len(tails[0]) + cut):
+        if cut is None or not self._exact(tails[0] + text, len(tails[0]) + cut, limit):
             cut = len(text)
         characters = len(text) + sum(map(len, tails)) + cut * len(tails)
         bounds.check("max_request_characters", characters, "characters that must be tokenised", "query")
@@ -133,17 +133,15 @@ class Frame:
     def _up_to_tail(self, text: str, limit: int, *, check: bool) -> Stored:
         """Divide an item at its last safe cut. ``check``: compare with the tokens of the whole text."""
         cut = self._tokenizer.cut(text, last=True)
-        if cut is None or (check and not self._exact(text, cut)):
-            if self._tokenizer.least_tokens(len(text)) > limit:
-                raise TooManyTokens(limit, exact=False)
-            self._encode(text, limit)
+        if cut is None or (check and not self._exact(text, cut, limit)):
+            self._encode(text, limit)  # checks the length
             return Stored(self._before, text)
         return Stored([*self._before, *self._encode(text[:cut], limit)], text[cut:])
 
-    def _exact(self, text: str, cut: int) -> bool:
-        """Whether the parts of ``text`` have the tokens of the whole."""
-        parts = [*self._encode(text[:cut]), *self._encode(text[cut:])]
-        return parts == self._encode(text)
+    def _exact(self, text: str, cut: int, limit: int) -> bool:
+        """Whether the parts of ``text`` have the tokens of the whole. Raises :class:`TooManyTokens`."""
+        whole = self._encode(text, limit)
+        return [*self._encode(text[:cut]), *self._encode(text[cut:])] == whole
 
     def _encode(self, text: str, limit: int = 1 << 31) -> list[int]:
         """Return the ids of plain text."""

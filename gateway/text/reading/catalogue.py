@@ -16,6 +16,10 @@ from gateway.text.prepared import Prepared
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.tokenizer import Tokenizer
 
+MAX_TEMPLATE = 8192
+"""Most characters of a template."""
+MAX_LABEL = 64
+
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
     """A catalogue, as far as workers need it."""
@@ -63,6 +67,8 @@ def _frame(template: Template, tokenizer: Tokenizer) -> Frame:
 def _create(request: CatalogueRequest, model: Model) -> Prepared:
     """Check the template; return the ids of the labels."""
     pieces = (request.template,) if isinstance(request.template, str) else tuple(request.template)
+    if sum(map(len, pieces)) > MAX_TEMPLATE:
+        raise InvalidRequest(f"`template` has more than {MAX_TEMPLATE} characters.", param="template")
     template = Template(pieces, request.add_special_tokens)
     frame = _frame(template, model.texts.tokenizer)
     try:
@@ -71,8 +77,8 @@ def _create(request: CatalogueRequest, model: Model) -> Prepared:
         raise InvalidRequest(f"`template`: {error}.", param="template") from None
     labels = []
     for index, text in enumerate(request.labels or []):
-        ids = model.texts.tokenizer.encode(text[: 64 + 1], add_special_tokens=False)
-        if len(ids) != 1 or len(text) > 64:
+        ids = model.texts.tokenizer.encode(text[: MAX_LABEL + 1], add_special_tokens=False)
+        if len(ids) != 1 or len(text) > MAX_LABEL:
             message = f"`labels[{index}]`: {text[:100]!r} is not one token of {model.facts.name!r}."
             raise InvalidRequest(message, param=f"labels[{index}]")
         labels += ids

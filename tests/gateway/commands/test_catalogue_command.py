@@ -50,7 +50,7 @@ def test_a_file_is_loaded_once(client: httpx.Client, file: Path, capsys: pytest.
     assert "shop: 0 added, 0 changed, 100 unchanged" in capsys.readouterr().err
     csv = file.with_suffix(".csv")
     csv.write_text("sku,title\nsku-1,changed\nsku-100,new\n")
-    load(client, csv, id_column="sku", text_column="title")
+    load(client, csv, id_column="sku", text_column="title", form=Form(None, None, None, None))
     assert "shop: 1 added, 1 changed, 0 unchanged" in capsys.readouterr().err
     access = Access(str(client.base_url), None)
     command.status(access, "shop")

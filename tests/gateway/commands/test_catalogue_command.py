@@ -76,7 +76,7 @@ def test_a_load_that_breaks_off_tells_how_to_continue(client: httpx.Client, file
     with pytest.raises(CommandError, match="row 1: the column 'text' holds no text"):
         load(client, file)
     file.write_text('{"id": "a space", "text": "a"}')
-    with pytest.raises(CommandError, match=r"row 1: .*pattern"):
+    with pytest.raises(CommandError, match=r"row 1: .*regex"):
         load(client, file, id_column="id")
     command.delete(Access(str(client.base_url), None), "shop")
 
@@ -92,9 +92,9 @@ def test_a_busy_server_is_asked_again(start: Start, file: Path, tmp_path: Path, 
 
 
 def test_the_command_line(client: httpx.Client, file: Path) -> None:
-    options = ["load", str(file), "--catalogue", "shop", "--url", str(client.base_url), "--template", "{item}{query}"]
+    options = ["load", str(file), "--catalogue", "other", "--url", str(client.base_url), "--template", "{item}{query}"]
     done = subprocess.run(
         [sys.executable, "-m", "gateway.cli", "catalogue", *options], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, "100 added" in done.stderr) == (0, True), done.stderr
-    command.delete(Access(str(client.base_url), None), "shop")
+    command.delete(Access(str(client.base_url), None), "other")

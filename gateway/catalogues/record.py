@@ -17,23 +17,15 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from gateway.text.prepared import ID_BYTES, PlacedIds
 
 _HEADER = struct.Struct("<16sqI")
 _EXPIRES = struct.Struct("<q")
 DIGEST_BYTES = 16
 _AFTER_EXPIRY = DIGEST_BYTES + _EXPIRES.size
-PLACE_BYTES = 8
-"""Bytes of the digest that place an item on a replica."""
-
-
-class Content(NamedTuple):
-    """The parts of a record that a prompt needs."""
-
-    digest: bytes
-    ids: memoryview
-    """Token ids as bytes."""
-    tail: bytes
+_PLACE_AND_COUNT = struct.Struct("<Q16xI")
+"""The first 8 bytes of the digest, which place an item on a replica, and the number of token ids."""
 
 
 def packed(ids: Sequence[int], tail: str) -> bytes:
@@ -50,11 +42,13 @@ def with_expiry(record: bytes, expires: int) -> bytes:
     return record[:DIGEST_BYTES] + _EXPIRES.pack(expires) + record[_AFTER_EXPIRY:]
 
 
-def content_of(record: bytes) -> Content:
-    """Return the content of a record."""
-    digest, _, count = _HEADER.unpack_from(record)
-    end = _HEADER.size + 4 * count
-    return Content(digest, memoryview(record)[_HEADER.size : end], record[end:])
+def row_of(record: bytes) -> tuple[PlacedIds, bytes]:
+    """Return the token ids of a record, and its tail."""
+    place, count = _PLACE_AND_COUNT.unpack_from(record)
+    end = _HEADER.size + ID_BYTES * count
+    row = PlacedIds("I", record[_HEADER.size : end])
+    row.place = place
+    return row, record[end:]
 
 
 def digest_of(record: bytes) -> bytes:

@@ -45,7 +45,7 @@ local function remove(epoch, id, item_bytes)
         return 0
     end
     redis.call('HDEL', at(epoch, 'items'), id)
-    grow(epoch, -1, -tokens_of(record), -(item_bytes + #id + #record))
+    grow(epoch, -1, 0 - tokens_of(record), 0 - (item_bytes + #id + #record))  -- a negated zero is no integer to Redis
     local version = redis.call('HINCRBY', at(epoch, 'meta'), 'version', 1)
     redis.call('HSET', at(epoch, 'meta'), 'floor', version)
     return 1
@@ -214,7 +214,7 @@ if not epoch then
     return false
 end
 local state = redis.call('HMGET', at(epoch, 'meta'), 'items', 'tokens', 'bytes')
-grow(epoch, -tonumber(state[1] or 0), 0, -tonumber(state[3] or 0))
+grow(epoch, 0 - tonumber(state[1] or 0), 0, 0 - tonumber(state[3] or 0))
 redis.call('HINCRBY', KEYS[3], 'catalogues', -1)
 redis.call('HDEL', KEYS[1], name)
 redis.call('UNLINK', at(epoch, 'meta'), at(epoch, 'items'), at(epoch, 'log'), at(epoch, 'ends'))

@@ -123,6 +123,8 @@ class FanOut:
         replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
         placement = Placement(replicas, sum(lengths))
         groups: list[list[int]] = [[] for _ in replicas]
+        if len(replicas) == 1:
+            groups, items = [[*range(len(items))]], ()
         breath = Breath()
         for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt)):
             groups[placement.choose(digest, lengths[index])].append(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from litestar import Request
 
 from gateway.breathing import Breath
 from gateway.catalogues.catalogues import Catalogues, check_text, owner_of
-from gateway.catalogues.record import PLACE_BYTES, Content, content_of, tokens_of
+from gateway.catalogues.record import row_of
 from gateway.catalogues.store import Found, Spec, State
 from gateway.errors import InvalidRequest
 from gateway.pool.pool import Pool
@@ -23,6 +24,8 @@ from gateway.text.bounds import Bounds
 from gateway.text.prepared import ID_BYTES, PlacedIds, Prepared
 from gateway.text.reading.catalogue import Opened
 
+ROWS_AT_ONCE = 256
+"""Rows that are built between two looks at the clock, in about 0.2 ms."""
 Records = Sequence[bytes | None]
 
 
@@ -89,30 +92,31 @@ class CataloguePrompts:
     async def rows(
         self, body: Reading[Any], model: ServedModel, spec: Spec, records: Records, param: str, *, reads_labels: bool = True
     ) -> Prepared:
-        """Return the prompts of the items in ``records``, none of them None."""
-        contents, tails, stored, breath = [], dict[bytes, int](), 0, Breath()
-        for record in records:
-            assert record is not None
-            contents.append(content_of(record))
-            tails.setdefault(contents[-1].tail, len(tails))
-            stored += tokens_of(record)
+        """Return the prompts of the items in ``records``: at least one, and none of them None."""
+        rows, behind, breath = list[PlacedIds](), list[bytes](), Breath()
+        for begin in range(0, len(records), ROWS_AT_ONCE):
+            for record in records[begin : begin + ROWS_AT_ONCE]:
+                assert record is not None
+                row, tail = row_of(record)
+                rows.append(row)
+                behind.append(tail)
             if breath.due:
                 await breath.take()
-        self.bounds.check("max_request_tokens", stored, "tokens", "ids")
+        self.bounds.check("max_request_tokens", sum(map(len, rows)), "tokens", "ids")
+        tails = dict(zip(dict.fromkeys(behind), count(), strict=False))
         self.bounds.check("max_request_characters", sum(map(len, tails)), "characters that must be tokenised", "ids")
         prepared = await body.read(model, msgspec.msgpack.encode(Opened(spec.template, list(tails))))
         seams = [array("I", seam) for seam in prepared.rows]
-        rows, tokens = [], 0
-        shared = len(prepared.suffix)
-        for index, content in enumerate(contents):
-            row = _row(content, seams[tails[content.tail]])
-            length = len(row) + shared
-            if length > model.context or not length:
-                _refuse(model, length, param.replace("[]", f"[{index}]"))
-            tokens += length
-            rows.append(row)
-            if breath.due:
-                await breath.take()
+        if any(seams):
+            for row, tail in zip(rows, behind, strict=True):
+                row.extend(seams[tails[tail]])
+        lengths, shared = [*map(len, rows)], len(prepared.suffix)
+        tokens = sum(lengths) + shared * len(rows)
+        if max(lengths) + shared > model.context:
+            place = lengths.index(max(lengths))
+            model.facts.check_prompt(lengths[place] + shared, param.replace("[]", f"[{place}]"))
+        if min(lengths) + shared == 0:
+            raise _empty(param.replace("[]", f"[{lengths.index(0)}]"))
         labels = prepared.labels or spec.label_ids
         if reads_labels:
             if not labels:
@@ -140,16 +144,5 @@ class Whole:
     model: ServedModel
 
 
-def _row(content: Content, seam: array[int]) -> PlacedIds:
-    """Return the tokens of a prompt in front of the shared suffix."""
-    row = PlacedIds("I")
-    row.frombytes(content.ids)
-    if seam:
-        row.extend(seam)
-    row.place = int.from_bytes(content.digest[:PLACE_BYTES], "little")
-    return row
-
-
-def _refuse(model: ServedModel, length: int, param: str) -> None:
-    model.facts.check_prompt(length, param)
-    raise InvalidRequest(f"`{param}`: the item and the query are both empty, so there is no position to score at.", param=param)
+def _empty(param: str) -> InvalidRequest:
+    return InvalidRequest(f"`{param}`: the item and the query are both empty, so there is no position to score at.", param=param)

@@ -23,6 +23,7 @@ class PlacedIds(array):  # type: ignore[type-arg]
     """Token ids of a prompt with a registered item, and the number that places the item on a replica. The number does not depend on
     the query, unlike the last tokens of the row."""
 
+    __slots__ = ("place",)
     place: int
 
 

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.catalogues.copies import Copies
-from gateway.catalogues.record import content_of, packed
+from gateway.catalogues.record import packed, row_of
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import (
     CATALOGUE_BYTES,
@@ -79,7 +79,7 @@ def items(*numbers: int, tail: str = "", size: int = 4) -> list[tuple[str, bytes
 async def first(stores: CatalogueStore, ids: list[str], owner: str = "o") -> list[int | None]:
     """The first token of each item; None for one that is not there."""
     found = (await stores.find(owner, "c", ids)).records
-    return [None if record is None else content_of(record).ids.cast("I")[0] for record in found]
+    return [None if record is None else row_of(record)[0][0] for record in found]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,6 +154,8 @@ async def test_a_full_store_refuses_and_keeps_what_it_has(request: pytest.Fixtur
             await one.put("b", "c", other, items(*range(5)), 0)
         assert (full.value.group, full.value.stored) == (False, 3)
         await one.remove("a", "c", ["i1", "i2"])
+        await one.put("a", "c", epoch, [("e", packed([], ""))], 0)
+        assert await one.remove("a", "c", ["e"]) == 1, "an item without tokens"
         await one.put("b", "c", other, items(3, 4), 0)
         await one.delete("a", "c")
         await one.delete("b", "c")

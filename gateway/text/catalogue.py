@@ -88,6 +88,11 @@ class Frame:
             if self._encode_all(parts) != self._tokenizer.encode(piece, add_special_tokens=False):
                 raise TemplateError("the tokeniser does not keep its control tokens apart from text")
 
+    @property
+    def around_query(self) -> int:
+        """Number of tokens of the template around the query, apart from tokens that the query joins."""
+        return len(self._encode(self._query_left)) + len(self._encode(self._query_right)) + len(self._after)
+
     def store(self, items: Sequence[str | list[int]], limit: int) -> list[Stored]:
         """Tokenise items. Token ids stand as they are; the template's text next to them is tokenised by itself. Raises
         :class:`ItemTooLong` for an item with more than ``limit`` tokens."""
@@ -105,8 +110,11 @@ class Frame:
                     stored.append(Stored([*self._before, *ids, *self._between], ""))
             except TooManyTokens as error:
                 raise ItemTooLong(index, error) from None
-            if len(stored[-1].ids) > limit:
-                raise ItemTooLong(index, TooManyTokens(len(stored[-1].ids), exact=True))
+            tokens, tail = len(stored[-1].ids), stored[-1].tail
+            if tokens + len(tail.encode()) > limit:  # a token has at least a byte
+                tokens += len(self._encode(tail))
+                if tokens > limit:
+                    raise ItemTooLong(index, TooManyTokens(tokens, exact=True))
         return stored
 
     def seams(self, tails: Sequence[str], query: str | list[int], limit: int, bounds: Bounds) -> Seams:

@@ -100,8 +100,10 @@ def _register(request: ItemsRequest, model: Model) -> Prepared:
     characters = sum(len(text) for text in texts if isinstance(text, str))
     model.bounds.check("max_request_characters", characters, "characters that must be tokenised", "items")
     places = [index for index, _ in items.values()]
+    frame = _frame(opened(model).template, model.texts.tokenizer)
+    room = model.facts.context - frame.around_query - 1  # for a query of one token
     try:
-        stored = _frame(opened(model).template, model.texts.tokenizer).store(texts, model.facts.context - 1)
+        stored = frame.store(texts, room)
     except ItemTooLong as error:
         raise model.facts.too_long(error.tokens, f"items[{places[error.index]}]", remedy="Shorten it.") from None
     tokens = sum(len(each.ids) for each in stored)

@@ -105,7 +105,8 @@ def _register(request: ItemsRequest, model: Model) -> Prepared:
     try:
         stored = frame.store(texts, room)
     except ItemTooLong as error:
-        raise model.facts.too_long(error.tokens, f"items[{places[error.index]}]", remedy="Shorten it: a query must fit behind it.") from None
+        remedy = "Shorten it: a query must fit behind it."
+        raise model.facts.too_long(error.tokens, f"items[{places[error.index]}]", remedy=remedy) from None
     tokens = sum(len(each.ids) for each in stored)
     model.bounds.check("max_request_tokens", tokens, "tokens", "items")
     records = Records([(id, packed(each.ids, each.tail)) for id, each in zip(items, stored, strict=True)], tokens)

@@ -18,7 +18,8 @@ from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
 from gateway.catalogues.catalogues import Catalogues
-from gateway.catalogues.store import CatalogueStore, MemoryCatalogues
+from gateway.catalogues.memory import MemoryCatalogues
+from gateway.catalogues.store import CatalogueStore
 from gateway.context import RequestContext, answer_request
 from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard

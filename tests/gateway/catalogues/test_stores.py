@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.catalogues.copies import Copies
+from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.record import packed, row_of
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import (
@@ -19,7 +20,6 @@ from gateway.catalogues.store import (
     ITEM_BYTES,
     CatalogueStore,
     Full,
-    MemoryCatalogues,
     Missing,
     Spec,
     StoreBounds,

@@ -188,13 +188,10 @@ def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreIt
 def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Readout) -> None:
     """Raise :class:`InternalError` unless ``rows`` have these lengths and are numbers. Minus infinity is valid as a log-probability
     only."""
-    broken = math.isnan if isinstance(readout, wire.Labels | wire.Likelihood) else _not_finite
-    if list(map(len, rows)) != row_lengths or any(broken(sum(row)) for row in rows):
+    total = sum(map(sum, rows))  # of finite numbers and minus infinity, one that is no number spoils the sum
+    logarithms = isinstance(readout, wire.Labels | wire.Likelihood)
+    if list(map(len, rows)) != row_lengths or (math.isnan(total) if logarithms else not math.isfinite(total)):
         raise InternalError("The engine's scores are incomplete or not numbers; its model may be broken.", retryable=True)
-
-
-def _not_finite(number: float) -> bool:
-    return not math.isfinite(number)
 
 
 def affinity_of(prefix: Ids, caller: wire.Caller) -> bytes | None:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gateway.catalogues.store import ITEM_BYTES, Spec, lives
+from gateway.catalogues.store import ITEM_BYTES, Spec, without_expired
 
 MOST_CATALOGUES = 10_000
 """Most catalogues of which anything is known."""
@@ -64,8 +64,8 @@ class Copies:
 
     def get(self, copy: Copy, ids: Sequence[str], now: int) -> list[bytes | None]:
         """Return the live records that there are copies of."""
-        records = map(copy.records.get, ids)
-        return [record if record is not None and lives(record, now) else None for record in records]
+        records = [*map(copy.records.get, ids)]
+        return records if copy.spec is not None and copy.spec.ttl_seconds is None else without_expired(records, now)
 
     def keep(self, copy: Copy, version: int, records: Mapping[str, bytes]) -> None:
         """Keep copies of records that were read at ``version``. If the copies are of a later one already, these may be out of

@@ -26,6 +26,7 @@ from gateway.catalogues.store import (
     Written,
     check_size,
     lives,
+    without_expired,
 )
 
 FREED_AT_ONCE = 5000
@@ -123,9 +124,10 @@ class MemoryCatalogues:
 
     async def find(self, owner: str, name: str, ids: Sequence[str]) -> Found:
         """See :class:`CatalogueStore`."""
-        catalogue, now = self._find(owner, name), int(self._clock() * 1000)
-        entries = map(catalogue.items.get, ids)
-        records = [entry.record if entry is not None and lives(entry.record, now) else None for entry in entries]
+        catalogue = self._find(owner, name)
+        records = [None if entry is None else entry.record for entry in map(catalogue.items.get, ids)]
+        if catalogue.spec.ttl_seconds is not None:
+            records = without_expired(records, int(self._clock() * 1000))
         check_size(records)
         return Found(catalogue.spec, catalogue.epoch, catalogue.version, records)
 

@@ -157,8 +157,13 @@ class CatalogueStore(Protocol):
 
 def check_size(records: Iterable[bytes | None]) -> None:
     """Raise :class:`TooLarge` if the records of a request take too much memory."""
-    if sum(len(record) for record in records if record is not None) > MOST_READ:
+    if sum(map(len, filter(None, records))) > MOST_READ:
         raise TooLarge(MOST_READ)
+
+
+def without_expired(records: Iterable[bytes | None], now: int) -> list[bytes | None]:
+    """Return ``records`` with None in place of those that have expired. ``now``: milliseconds since 1970."""
+    return [record if record is not None and lives(record, now) else None for record in records]
 
 
 def lives(record: bytes, now: int) -> bool:

@@ -96,6 +96,9 @@ class LabelForm(Form):
         if self._top_n is not None:
             yield from (self._probabilities(scores.rows[place]) for place in self._best(scores))
             return
+        if not prepared.refused and not scores.errors and not self._softmax:
+            yield from ([*map(math.exp, row)] for row in scores.rows)
+            return
         refused = {refusal.index for refusal in prepared.refused}
         rows = iter(scores.rows)
         for place in range(len(scores.rows) + len(refused)):

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -116,7 +117,7 @@ async def test_an_update_is_seen_at_once_by_every_gateway(request: pytest.Fixtur
 @pytest.mark.parametrize("kind", KINDS)
 async def test_items_expire(request: pytest.FixtureRequest, kind: str) -> None:
     async with store(request, kind, gateways=2) as (now, (one, two)):
-        epoch = (await one.create("o", "c", SPEC)).epoch
+        epoch = (await one.create("o", "c", msgspec.structs.replace(SPEC, ttl_seconds=10.0))).epoch
         ends = int(now() * 1000) + 10_000
         await one.put("o", "c", epoch, items(1, 2, 3), ends)
         assert await first(two, ["i1", "i2"]) == [1, 2]

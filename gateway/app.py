@@ -17,6 +17,9 @@ from gateway.auth import RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
+from gateway.catalogues.catalogues import Catalogues
+from gateway.catalogues.memory import MemoryCatalogues
+from gateway.catalogues.store import CatalogueStore
 from gateway.context import RequestContext, answer_request
 from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
@@ -43,6 +46,10 @@ from gateway.pool.replica import Replica
 from gateway.redis.share import Share
 from gateway.responses.kept import Kept
 from gateway.responses.store import MemoryStore
+from gateway.routes.catalogue_prompts import CataloguePrompts
+from gateway.routes.catalogue_scan import Scanner
+from gateway.routes.catalogue_warm import warm_route
+from gateway.routes.catalogues import catalogue_routes
 from gateway.routes.chat import chat_route
 from gateway.routes.classify import classify_route
 from gateway.routes.completions import completion_route
@@ -107,13 +114,18 @@ def create_app(
     dispatcher = Dispatcher(telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting)
     share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
     results = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
-    scorer = Scorer(MeteredCache(results, telemetry), FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens))
+    fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens)
+    scorer = Scorer(MeteredCache(results, telemetry), fan_out)
     limiter: Limiter = share.limiter if share else LocalLimiter()
     quotas = Quotas(limiter, telemetry)
     streams = Streams(settings.keepalive_seconds)
     scoring = Scoring(scorer, quotas, telemetry, streams)
     generator = Generator(dispatcher, quotas, telemetry, streams)
     responses = share.responses if share else MemoryStore(settings.store_bounds)
+    stored: CatalogueStore = share.catalogues if share else _catalogues_in_memory(settings, telemetry)
+    catalogues = Catalogues(stored, telemetry)
+    prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
+    scanner = Scanner(prompts, scoring)
     kept = Kept(responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
     keys = _key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
     origins = Origins(settings.cors_origins)
@@ -144,8 +156,10 @@ def create_app(
     v1 = Router(
         path="",
         route_handlers=[
-            score_route(pool, reader, scoring),
-            rerank_route(pool, reader, scoring),
+            score_route(pool, reader, scoring, scanner),
+            rerank_route(pool, reader, scoring, scanner),
+            *catalogue_routes(pool, reader, catalogues, quotas),
+            warm_route(reader, prompts, scoring, fan_out),
             classify_route(pool, reader, scoring),
             embeddings_route(pool, reader, scoring),
             completion_route(pool, reader, generator),
@@ -188,6 +202,12 @@ def _key_ring(settings: Settings, file: Path) -> KeyRing:
 def _text_capacity(settings: Settings) -> Capacity:
     workers = settings.text_workers or default_workers()
     return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes)
+
+
+def _catalogues_in_memory(settings: Settings, telemetry: Telemetry) -> MemoryCatalogues:
+    store = MemoryCatalogues(settings.catalogue_bounds)
+    telemetry.watch_catalogues(lambda: store.catalogues, lambda: store.items, lambda: store.bytes)
+    return store
 
 
 def _bounds(settings: Settings) -> Bounds:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from gateway.commands import catalogue_options
 from gateway.commands.errors import CommandError
 from gateway.commands.offline import options as offline
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 keys = typer.Typer(help="Manage the API keys of a gateway.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 offline.add_commands(app)
+app.add_typer(catalogue_options.catalogues, name="catalogue")
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -49,6 +51,13 @@ class KVDtype(StrEnum):
 
     AUTO = "auto"
     FP8 = "fp8"
+
+
+class CatalogueAccess(StrEnum):
+    """Permissions of a key on catalogues."""
+
+    WRITE = "write"
+    READ = "read"
 
 
 def main() -> None:
@@ -161,6 +170,9 @@ def new_key(
     ] = None,
     priority_min: Annotated[int | None, typer.Option(help="Lowest priority that requests may have; default: -100.")] = None,
     priority_max: Annotated[int | None, typer.Option(help="Highest priority that requests may have; default: 100.")] = None,
+    catalogues: Annotated[
+        CatalogueAccess | None, typer.Option(help="Whether the key may change catalogues of its group; default: write.")
+    ] = None,
 ) -> None:
     """Create an API key. The key is printed once, and the file stores only its hash. A gateway that serves with this file accepts
     the key at once."""
@@ -177,6 +189,7 @@ def new_key(
         "weight": weight,
         "priority_min": priority_min,
         "priority_max": priority_max,
+        "catalogues": catalogues and catalogues.value,
     }
     new(name, file, **{field: value for field, value in fields.items() if value is not None})
 

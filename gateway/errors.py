@@ -8,11 +8,15 @@
     ├── Unauthorized            401  an API key is missing or unknown
     │   └── KeyExpired          401  an API key has expired
     ├── Forbidden               403  a web page of another origin sent a request to a server without keys
+    │   └── NotPermitted        403  the key may not do this
     ├── NotFound                404  no such path
     │   ├── ModelNotFound       404  no engine serves this model
-    │   └── ResponseNotFound    404  no such stored response, or another key's
+    │   ├── ResponseNotFound    404  no such stored response, or another key's
+    │   ├── CatalogueNotFound   404  no such catalogue, or another trust group's
+    │   └── ItemNotFound        404  items that a catalogue does not have
     ├── MethodNotAllowed        405
     ├── RequestTimeout          408  headers or body did not arrive in time
+    ├── Conflict                409  a catalogue of this name differs, or was made for another tokeniser
     ├── BodyTooLarge            413
     ├── UnsupportedMediaType    415  the body is not JSON
     │   └── UnsupportedEncoding 415  the body has a content coding that is not supported
@@ -25,10 +29,11 @@
     ├── EngineLost              502  the engine disconnected, or sent invalid data, during a request
     ├── NotReady                503  no replica of the model is ready; comes with Retry-After
     │   └── UnusableModel       503  an engine serves a model whose tokeniser or template cannot be used
-    ├── StoreUnavailable        503  responses cannot be stored or read at present; comes with Retry-After
+    ├── StoreUnavailable        503  responses or catalogues cannot be stored or read at present; comes with Retry-After
     ├── KeysUnavailable         503  the key file cannot be read, so no key can be accepted; comes with Retry-After
     ├── ShuttingDown            503  this gateway ends before the response is complete; comes with Retry-After
     ├── OutOfMemory             503  the engine has no memory for this request
+    ├── StoreFull               507  there is no room for more items of catalogues
     └── DeadlineExceeded        504  the engine stopped the request at its deadline
         └── EngineSilent        504  the engine sent nothing for too long
 
@@ -124,6 +129,10 @@ class Forbidden(GatewayError):
     code = "origin_not_allowed"
 
 
+class NotPermitted(Forbidden):
+    code = "not_permitted"
+
+
 class NotFound(GatewayError):
     status = 404
     type = "invalid_request_error"
@@ -138,6 +147,14 @@ class ResponseNotFound(NotFound):
     code = "response_not_found"
 
 
+class CatalogueNotFound(NotFound):
+    code = "catalogue_not_found"
+
+
+class ItemNotFound(NotFound):
+    code = "item_not_found"
+
+
 class MethodNotAllowed(GatewayError):
     status = 405
     type = "invalid_request_error"
@@ -148,6 +165,12 @@ class RequestTimeout(GatewayError):
     status = 408
     type = "timeout_error"
     code = "request_timeout"
+
+
+class Conflict(GatewayError):
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
 
 
 class BodyTooLarge(GatewayError):
@@ -228,6 +251,16 @@ class UnusableModel(NotReady):
 class StoreUnavailable(GatewayError):
     status = 503
     code = "store_unavailable"
+
+
+class StoreFull(GatewayError):
+    status = 507
+    code = "store_full"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """A header that tells OpenAI's SDK not to retry."""
+        return {"x-should-retry": "false"}
 
 
 class KeysUnavailable(GatewayError):

@@ -82,6 +82,12 @@ ERRORS: dict[int, ResponseSpec] = READ_ERRORS | {
     504: _error("The engine sent nothing for too long."),
 }
 """Error responses of every endpoint that takes a body."""
+WRITE_ERRORS: dict[int, ResponseSpec] = READ_ERRORS | {
+    403: _error("The key may not change catalogues, or a server without keys got a request from another site."),
+    409: _error("A catalogue of this name has another form, or was made for another tokeniser."),
+    507: _error("There is no room for more items."),
+}
+"""Error responses of endpoints that change catalogues."""
 
 KEY: list[dict[str, list[str]]] = [{"key": []}]
 """Security of endpoints that need an API key."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
+from gateway.catalogues.store import StoreBounds
 from gateway.logs.access import Format
 from gateway.model_settings import read_aliases, read_fallbacks, read_formats, read_presets
 from gateway.responses.store import Bounds
@@ -179,6 +180,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest conversation with which a response is stored, in bytes; for a longer one the answer is 400."""
     stored_responses_seconds: Seconds = 86_400.0
     """Time for which a response is stored."""
+    catalogue_bytes: Positive = 256 << 20
+    """Most bytes of all catalogues of registered items, in Redis if it is configured, else in this gateway's memory. Beyond it,
+    registrations are answered 507."""
+    catalogue_group_bytes: Positive = 128 << 20
+    """Most bytes of the catalogues of one trust group."""
+    catalogue_request_items: Positive = 200_000
+    """Most items of a request that scores a whole catalogue."""
+    catalogue_copies_bytes: Count = 128 << 20
+    """With Redis: most bytes of registered items that this gateway keeps copies of."""
     aliases: tuple[str, ...] = ()
     """Further names of models: ``ALIAS=MODEL``, separated by commas in the environment. ``/v1/models`` lists them; answers,
     metrics and logs name the model itself."""
@@ -234,6 +244,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def chosen_fallbacks(self) -> dict[str, str]:
         """Fallback of each model in ``fallbacks``. Raises :class:`SettingsError`."""
         return read_fallbacks(self.fallbacks, self.chosen_aliases)
+
+    @property
+    def catalogue_bounds(self) -> StoreBounds:
+        """Bounds of the catalogues."""
+        return StoreBounds(self.catalogue_group_bytes, self.catalogue_bytes)
 
     @property
     def store_bounds(self) -> Bounds:

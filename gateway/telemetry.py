@@ -103,6 +103,15 @@ class Telemetry:
         self._collections = self._counter(
             "garbage_collections", "Full collections of garbage: while idle, or overdue because requests never paused.", "reason"
         )
+        self._catalogues = {
+            name: Gauge(f"yardstick_{name}", f"{text} in the store of catalogues.", registry=self._registry)
+            for name, text in (("catalogues", "Catalogues"), ("catalogue_items", "Registered items"), ("catalogue_bytes", "Bytes"))
+        }
+        self._catalogue_lookups = self._counter(
+            "catalogue_lookups", "Registered items looked up, by source: memory of the gateway, or Redis.", "source"
+        )
+        self._registered = self._counter("registered_items", "Items registered: added, changed or unchanged.", "result")
+        self._warmed = self._counter("warmed_items", "Registered items warmed, by what engines did: cached or computed.", "result")
         self._text_wait = self._histogram("text_wait_seconds", "Time that a request waits for a text worker.", labels=())
         self._text_seconds = self._histogram("text_seconds", "Time that a text worker spends on one request.", labels=())
         self._text_ends = self._counter("text_workers_ended", "Text workers that were killed or ended by themselves.", "reason")
@@ -132,6 +141,32 @@ class Telemetry:
     def garbage_collected(self, reason: str) -> None:
         """Count a full garbage collection: while ``idle``, or because it was ``overdue``."""
         self._collections.labels(reason).inc()
+
+    def catalogue_totals(self, catalogues: int, items: int, size: int) -> None:
+        """Report the contents of the store of catalogues."""
+        for gauge, value in zip(self._catalogues.values(), (catalogues, items, size), strict=True):
+            gauge.set(value)
+
+    def watch_catalogues(self, *reads: Callable[[], int]) -> None:
+        """Report the numbers of catalogues, of items and of bytes that the functions return whenever the metrics are read."""
+        for gauge, read in zip(self._catalogues.values(), reads, strict=True):
+            gauge.set_function(read)
+
+    def catalogue_items_found(self, memory: int, redis: int) -> None:
+        """Count registered items that were looked up."""
+        self._catalogue_lookups.labels("memory").inc(memory)
+        if redis:
+            self._catalogue_lookups.labels("redis").inc(redis)
+
+    def items_registered(self, added: int, changed: int, unchanged: int) -> None:
+        """Count registered items."""
+        for result, count in (("added", added), ("changed", changed), ("unchanged", unchanged)):
+            self._registered.labels(result).inc(count)
+
+    def items_warmed(self, cached: int, computed: int) -> None:
+        """Count warmed items."""
+        self._warmed.labels("cached").inc(cached)
+        self._warmed.labels("computed").inc(computed)
 
     def text_waited(self, seconds: float) -> None:
         """Record how long a request waited for a text worker."""

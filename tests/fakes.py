@@ -211,12 +211,13 @@ class _Call:
             await self._reply(200, wire.encode(files))
         elif path == "/score":
             request = msgspec.msgpack.decode(await self._body(), type=wire.Score | wire.ScoreItems)
+            items = [request.prefix] if isinstance(request, wire.Score) else items_of(request)
             if isinstance(request, wire.ScoreItems):
                 self.engine.item_scores.append(request)
                 request = joined(request)
             asked = self.engine.values if isinstance(request.readout, wire.LengthValue) else self.engine.scores
             asked.append(request)
-            await self._unless_left(request.id, self._score(request))
+            await self._unless_left(request.id, self._score(request, items))
         elif path == "/generate":
             generate = msgspec.msgpack.decode(await self._body(), type=wire.Generate)
             self.engine.generates.append(generate)
@@ -258,11 +259,12 @@ class _Call:
     async def _refuse(self, failed: wire.Failed) -> None:
         await self._reply(wire.STATUS_OF_CODE[failed.code], wire.encode(failed))
 
-    async def _score(self, request: wire.Score) -> None:
+    async def _score(self, request: wire.Score, prefixes: list[list[int]]) -> None:
         if await self._behaves(request):
             rows = [_row(self.engine, request.prefix, branch, request.readout) for branch in request.branches]
-            cached = await self._cached(request.caller, request.prefix)
-            scored = wire.Scored(request.id, rows, cached, _tokens(request), self.engine.queue_seconds)
+            cached = [await self._cached(request.caller, prefix) for prefix in prefixes]
+            whole = sum(found == len(prefix) for found, prefix in zip(cached, prefixes, strict=True))
+            scored = wire.Scored(request.id, rows, sum(cached), _tokens(request), self.engine.queue_seconds, whole)
             await self._reply(200, wire.encode(scored))
 
     async def _cached(self, caller: wire.Caller, tokens: list[int]) -> int:
@@ -322,11 +324,15 @@ class _Call:
         await self.send({"type": "http.response.body", "body": b""})
 
 
+def items_of(message: wire.ScoreItems) -> list[list[int]]:
+    """The items of a message."""
+    ids, lengths = (memoryview(packed).cast("I").tolist() for packed in (message.items, message.lengths))
+    return [ids[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
+
+
 def joined(message: wire.ScoreItems) -> wire.Score:
     """A message with the same prompts, whole."""
-    ids, lengths = (memoryview(packed).cast("I").tolist() for packed in (message.items, message.lengths))
-    ends = list(accumulate(lengths))
-    branches = [ids[end - length : end] + message.query for end, length in zip(ends, lengths, strict=True)]
+    branches = [item + message.query for item in items_of(message)]
     return wire.Score(message.id, [], branches, message.readout, message.priority, message.deadline, message.caller)
 
 

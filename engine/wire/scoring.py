@@ -128,6 +128,8 @@ def row_length(readout: Readout, branch: Sequence[int], info: Info) -> int:
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Return token ids as 32-bit integers, the least significant byte first."""
+    if isinstance(ids, array) and ids.typecode == "I" and sys.byteorder == "little":
+        return ids.tobytes()
     packed = array("I", ids)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -39,7 +39,7 @@ class MemoryCache:
             if key in self._results:
                 continue
             self._results[key] = row
-            self.bytes += _size(row)
+            self.bytes += ENTRY_BYTES + LABEL_BYTES * len(row)  # as _size; a call for each of many rows takes longer
         while len(self._results) > self._max_entries or self.bytes > self._max_bytes:
             self.bytes -= _size(self._results.popitem(last=False)[1])
 

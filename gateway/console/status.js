@@ -1,6 +1,6 @@
 // The Status panel: engines, queues, rates, models and limits, sampled from /metrics while the panel is open.
 
-import { limits, readText, signals } from "./api.js";
+import { call, limits, readText, signals } from "./api.js";
 import { byId, count, make, say, table } from "./dom.js";
 import { parseMetrics, Series, sum } from "./metrics.js";
 import { codeBlock } from "./snippets.js";
@@ -10,6 +10,7 @@ const SAMPLE_MS = 2000;
 const SAMPLES = 120;
 const MAX_ROWS = 200;
 const LEAST_SAMPLES = 20;
+const CATALOGUE_SAMPLES = 5; // samples between two looks at the catalogues
 const is = (name, value) => (labels) => labels[name] === value;
 const isApi = (labels) => !["/metrics", "/", "/console/{name}", "/livez", "/readyz"].includes(labels.route);
 
@@ -31,6 +32,7 @@ export function startStatus(served) {
   let open = false;
   let timer = null;
   let abort = null;
+  let sampled = 0;
 
   async function sample() {
     clearTimeout(timer);
@@ -47,6 +49,7 @@ export function startStatus(served) {
       });
       drawTiles(series);
       drawEngines(metrics);
+      if (sampled++ % CATALOGUE_SAMPLES === 0) await drawCatalogues(abort.signal);
       say(byId("status-error"), "");
       byId("status-line").textContent = lineOf(metrics);
     } catch (error) {
@@ -69,6 +72,7 @@ export function startStatus(served) {
   return {
     shown(now) {
       open = now;
+      sampled = 0;
       if (open) sample();
       else abort?.abort();
     },
@@ -105,6 +109,20 @@ function drawModels(models) {
   const rows = models.map(({ id, context, capabilities, preset }) =>
     [id, count(context), capabilities.join(", ").replaceAll("_", " "), preset ? `${preset.name} (${preset.task})` : "none"]);
   drawTable("status-models", ["Model", "Context", "Capabilities", "Preset"], rows, "No model is known.");
+}
+
+async function drawCatalogues(signal) {
+  let rows = [];
+  let hint = "There are no catalogues of registered items.";
+  try {
+    const { data } = await call("v1/catalogues", { signal });
+    rows = data.slice(0, MAX_ROWS).map(({ id, model, items, tokens, bytes, version, warmed_version: warmed }) =>
+      [id, model, count(items), count(tokens), count(bytes), warmed === null ? "no" : warmed === version ? "yes" : "changed since"]);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    hint = error.text ?? String(error);
+  }
+  drawTable("status-catalogues", ["Catalogue", "Model", "Items", "Tokens", "Bytes", "Warmed"], rows, hint);
 }
 
 function drawLimits() {

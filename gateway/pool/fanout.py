@@ -123,6 +123,8 @@ class FanOut:
         replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
         placement = Placement(replicas, sum(lengths))
         groups: list[list[int]] = [[] for _ in replicas]
+        if len(replicas) == 1:
+            groups, items = [[*range(len(items))]], ()
         breath = Breath()
         for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt)):
             groups[placement.choose(digest, lengths[index])].append(index)
@@ -147,7 +149,10 @@ class FanOut:
         self, model: ServedModel, prompts: Prompts, branches: list[Ids], part: _Part, lease: Lease | None
     ) -> wire.Scored:
         request = _message(prompts, branches)
-        row_lengths = [wire.row_length(prompts.readout, prompts.suffix or branch, model.info) for branch in branches]
+        if prompts.suffix:
+            row_lengths = [wire.row_length(prompts.readout, prompts.suffix, model.info)] * len(branches)
+        else:
+            row_lengths = [wire.row_length(prompts.readout, branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
         async def ask(client: EngineClient) -> wire.Scored:
@@ -183,13 +188,10 @@ def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreIt
 def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Readout) -> None:
     """Raise :class:`InternalError` unless ``rows`` have these lengths and are numbers. Minus infinity is valid as a log-probability
     only."""
-    broken = math.isnan if isinstance(readout, wire.Labels | wire.Likelihood) else _not_finite
-    if list(map(len, rows)) != row_lengths or any(broken(sum(row)) for row in rows):
+    total = sum(map(sum, rows))  # of finite numbers and minus infinity, one that is no number spoils the sum
+    logarithms = isinstance(readout, wire.Labels | wire.Likelihood)
+    if list(map(len, rows)) != row_lengths or (math.isnan(total) if logarithms else not math.isfinite(total)):
         raise InternalError("The engine's scores are incomplete or not numbers; its model may be broken.", retryable=True)
-
-
-def _not_finite(number: float) -> bool:
-    return not math.isfinite(number)
 
 
 def affinity_of(prefix: Ids, caller: wire.Caller) -> bytes | None:

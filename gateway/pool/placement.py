@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine import wire
 from gateway.pool.replica import Replica
-from gateway.text.prepared import Ids
+from gateway.text.prepared import Ids, PlacedIds
 
 LOAD_BOUND = 1.5
 SLACK_TOKENS = 1 << 14
@@ -22,7 +22,11 @@ _MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 def item_digests(items: Iterable[Ids], salt: str) -> Iterator[int]:
     """Yield a 64-bit digest of each item. Equal items of one salt have equal digests in every gateway."""
     start = hashlib.blake2b(digest_size=8, key=salt.encode()[:64])
+    salted = int.from_bytes(start.digest(), "little")
     for item in items:
+        if isinstance(item, PlacedIds):
+            yield item.place ^ salted
+            continue
         digest = start.copy()
         digest.update(wire.pack_ids(item))
         yield int.from_bytes(digest.digest(), "little")

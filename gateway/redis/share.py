@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from gateway.cache.redis import RedisCache
+from gateway.catalogues.copies import Copies
+from gateway.catalogues.shared import RedisCatalogues
 from gateway.limits.shared import SharedLimiter
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
@@ -22,6 +24,7 @@ class Share:
     cache: RedisCache
     limiter: SharedLimiter
     responses: RedisStore
+    catalogues: RedisCatalogues
 
     @classmethod
     def opened(cls, settings: Settings, telemetry: Telemetry) -> Self:
@@ -29,7 +32,9 @@ class Share:
         link = Link(open_client(settings), telemetry, seconds=settings.redis_seconds)
         cache = RedisCache(link, telemetry, prefix=settings.redis_prefix, ttl_seconds=settings.cache_ttl_seconds)
         responses = RedisStore(link, settings.store_bounds, prefix=settings.redis_prefix)
-        return cls(link, cache, SharedLimiter(link, telemetry, prefix=settings.redis_prefix), responses)
+        copies = Copies(settings.catalogue_copies_bytes)
+        catalogues = RedisCatalogues(link, settings.catalogue_bounds, copies, telemetry, prefix=settings.redis_prefix)
+        return cls(link, cache, SharedLimiter(link, telemetry, prefix=settings.redis_prefix), responses, catalogues)
 
     def start(self) -> None:
         """Start the background tasks."""

@@ -6,14 +6,15 @@ from collections.abc import Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from litestar import Request, post
+from litestar import Request, post, put
 from litestar._openapi.schema_generation import SchemaCreator
 from litestar.dto import AbstractDTO, DTOFieldDefinition
 from litestar.handlers import HTTPRouteHandler
+from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.spec import Reference, Schema
 from litestar.typing import FieldDefinition
 
-from gateway.openapi import ERRORS, ApiOperation
+from gateway.openapi import ERRORS, WRITE_ERRORS, ApiOperation
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -27,13 +28,28 @@ class Body(Generic[T]):
 
 def post_json(path: str | Sequence[str], kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
     """Return ``litestar.post`` for a handler whose ``data`` is a ``Body[kind]``. The content type is not checked."""
+    return _with_body(post, path, kind, tag, ERRORS)
+
+
+def put_json(path: str, kind: type[msgspec.Struct], tag: str) -> HTTPRouteHandler:
+    """:func:`post_json` for ``litestar.put``."""
+    return _with_body(put, path, kind, tag, ERRORS | WRITE_ERRORS)
+
+
+def _with_body(
+    method: type[post | put],
+    path: str | Sequence[str],
+    kind: type[msgspec.Struct],
+    tag: str,
+    errors: dict[int, ResponseSpec],
+) -> HTTPRouteHandler:
     dto = JsonBody[kind]  # type: ignore[valid-type]
-    return post(
+    return method(
         path,
         status_code=200,
         dto=dto,
         return_dto=None,
-        responses=ERRORS,
+        responses=errors,
         operation_class=ApiOperation,
         tags=[tag],
         request_class=_Whole,

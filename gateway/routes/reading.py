@@ -52,7 +52,7 @@ class Reading(ABC, Generic[T]):
 
     @abstractmethod
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
-        """Return the prompts as token ids. ``earlier``: items that the request continues, see :class:`Read`. Raises
+        """Return the prompts as token ids. ``earlier``: what the request needs besides its body, see :class:`Model`. Raises
         :class:`GatewayError`."""
 
 

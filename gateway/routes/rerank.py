@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,18 +13,22 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
+from engine import wire
 from gateway.breathing import Breath
 from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
+from gateway.pool.split import cut
 from gateway.presets.fitted import Fitted
+from gateway.presets.preset import Preset
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
+from gateway.routes.catalogue_scan import Best, Result, Scan, Scanner, check_whole
 from gateway.routes.large import listed, with_rows
-from gateway.routes.reading import Reader
-from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
+from gateway.routes.reading import Reader, Reading
+from gateway.routes.scoring import RESULTS_PER_EVENT, Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
 from gateway.schemas.rerank import (
     RerankChunk,
     RerankMeta,
@@ -35,15 +41,19 @@ from gateway.schemas.rerank import (
 )
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.scoring.scorer import Scores
+from gateway.streams import DONE, sse
 from gateway.tenancy import priority_of
 from gateway.text.prepared import Prepared
 
+_BY_LABELS = Preset(name="catalogue", task="rerank")
+"""The formula for items of a catalogue: the probability of the first label among all."""
 LARGE_RESULTS = 500
 """Number of results above which the response is built in slices; this many take about a millisecond."""
 
 
-def rerank_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
+def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
     """Create the route."""
+    whole = _WholeCatalogue(scanner)
 
     @post_json(["/v1/rerank", "/v2/rerank", "/rerank"], RerankRequest, "scoring")
     async def rerank(request: Request[Any, Any, Any], data: JSONBody[Body[RerankRequest]]) -> Response[RerankResponse]:
@@ -56,10 +66,18 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandl
         async with reader.open(request, RerankRequest, data) as body:
             fields = body.fields
             _check(fields)
-            model = requested_model(request, pool, fields.model)
-            fitted = fitted_of(model, "rerank")
             priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
+            if fields.catalogue is not None and fields.ids is None:
+                return await whole.answer(request, data, body)
+            if fields.catalogue is not None:
+                items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
+                model = items.model
+                prepared = await scanner.prompts.read(body, items)
+                fitted = Fitted(_BY_LABELS, [[label] for label in prepared.labels])
+            else:
+                model = requested_model(request, pool, fields.model)
+                fitted = fitted_of(model, "rerank")
+                prepared = await body.read(model)
         id, raw = f"rerank-{new_id()}", bool(fields.raw_scores)
 
         def closing(scores: Scores) -> RerankResponse:
@@ -92,9 +110,72 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandl
     return rerank
 
 
+@dataclass(frozen=True)
+class _WholeCatalogue:
+    """Ranks all items of a catalogue."""
+
+    scanner: Scanner
+
+    async def answer(
+        self, request: Request[Any, Any, Any], data: Body[RerankRequest], body: Reading[RerankRequest]
+    ) -> Response[RerankResponse]:
+        """Return the best items, or with ``stream`` all results as they become known. Raises :class:`GatewayError`."""
+        fields = body.fields
+        check_whole(data, top_n=fields.top_n, stream=bool(fields.stream))
+        scan = Scan(
+            request=request,
+            body=body,
+            whole=await self.scanner.prompts.open(request, fields.catalogue or "", fields.model),
+            readout=wire.Labels,
+            priority=priority_of(request, fields.priority),
+            cache_salt=fields.cache_salt,
+        )
+        raw, id = bool(fields.raw_scores), f"rerank-{new_id()}"
+
+        def rank(row: Row) -> float:
+            return Fitted(_BY_LABELS, [[label] for label in scan.labels]).score(row, raw=raw)
+
+        if fields.stream:
+            return await self.scanner.scoring.streams.begin(self._events(scan, rank, id, fields.top_n), request)
+        best = await self.scanner.best(scan, rank, fields.top_n or 0)
+        headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
+        results = _of_catalogue(best, rank)
+        return await with_rows(_closing(scan, id), "results", results, large=len(best) > LARGE_RESULTS, headers=headers)
+
+    async def _events(self, scan: Scan, rank: Callable[[Row], float], id: str, top_n: int | None) -> AsyncGenerator[bytes, None]:
+        best = Best(rank, top_n or 0)
+        async with aclosing(self.scanner.parts(scan)) as parts:
+            async for part in parts:
+                for few in cut(best.add(part) if top_n else part, RESULTS_PER_EVENT):
+                    yield sse(RerankChunk(id=id, results=list(_of_catalogue(few, rank))))
+        yield sse(msgspec.structs.replace(_closing(scan, id), results=list(_of_catalogue(best.results, rank))))
+        yield DONE
+
+
+def _closing(scan: Scan, id: str) -> RerankResponse:
+    return RerankResponse(
+        id=id,
+        object="rerank",
+        created=int(time.time()),
+        model=scan.whole.model.name,
+        results=[],
+        usage=Usage(scan.tokens, scan.tokens, prompt_tokens_details=PromptTokensDetails(scan.cached_tokens)),
+        meta=RerankMeta(tokens=RerankTokens(input_tokens=scan.tokens)),
+    )
+
+
+def _of_catalogue(results: list[Result], rank: Callable[[Row], float]) -> Iterator[RerankResult]:
+    return (RerankResult(index=result.index, relevance_score=rank(result.row), id=result.id) for result in results)
+
+
 def _check(fields: RerankRequest) -> None:
     """Refuse fields that a stream cannot follow: it sends every result, in no order, in the form of Cohere."""
-    if fields.stream and fields.top_n:
+    if fields.ids is not None and fields.catalogue is None:
+        raise InvalidRequest("`ids` goes with `catalogue`.", param="ids")
+    whole = fields.catalogue is not None and fields.ids is None
+    if whole and fields.return_item_usage:
+        raise InvalidRequest("`return_item_usage` goes with `documents` or `ids`.", param="return_item_usage")
+    if fields.stream and fields.top_n and not whole:
         raise InvalidRequest("`top_n` does not go with `stream`, which sends every result.", param="top_n")
     if fields.return_item_usage and fields.texts is not None:
         raise InvalidRequest("`texts` does not go with `return_item_usage`, because its answer is a bare list.", param="texts")
@@ -135,7 +216,8 @@ async def _ranked(fitted: Fitted, prepared: Prepared, scores: Scores, *, raw: bo
 def _results(ranks: list[tuple[int, float]], prepared: Prepared) -> Iterator[RerankResult]:
     for index, score in ranks:
         document = TextDocument(prepared.texts[index]) if prepared.texts else None
-        yield RerankResult(index=index, relevance_score=score, document=document)
+        id = prepared.ids[index] if prepared.ids is not None else msgspec.UNSET
+        yield RerankResult(index=index, relevance_score=score, document=document, id=id)
 
 
 def _tei(ranks: list[tuple[int, float]], prepared: Prepared) -> Iterator[TeiRank]:

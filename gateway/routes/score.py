@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from litestar import Request, Response
@@ -15,42 +15,35 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from engine import wire
-from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
-from gateway.generation.sequence import LEAST_LOGPROB
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.presets.fitted import Fitted, softmax
+from gateway.pool.split import cut
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
+from gateway.routes.catalogue_scan import Best, Result, Scan, Scanner, check_whole
 from gateway.routes.large import with_rows
-from gateway.routes.reading import Reader
-from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
+from gateway.routes.reading import Reader, Reading
+from gateway.routes.score_forms import LabelForm, ScoreAnswer, form_of
+from gateway.routes.scoring import RESULTS_PER_EVENT, Scoring, ScoringJob, fitted_of, headers_of, item_usage_of
 from gateway.schemas.score import (
-    ItemLikelihood,
-    ItemScores,
-    LikelihoodChunk,
-    Likelihoods,
-    PairChunk,
-    PairScore,
-    PairScores,
     ScoreChunk,
     ScoreRequest,
     ScoreResponse,
 )
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.scoring.scorer import Scores
+from gateway.streams import DONE, sse
 from gateway.tenancy import priority_of
-from gateway.text.prepared import Prepared
 
-ScoreAnswer = ScoreResponse | PairScores | Likelihoods
 LARGE_SCORES = 2000
 """Number of scores above which the response is built in slices; this many take about a millisecond."""
 
 
-def score_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandler:
+def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
     """Create the route."""
+    whole = _WholeCatalogue(scanner)
 
     @post_json(["/v1/score", "/score"], ScoreRequest, "scoring")
     async def score(request: Request[Any, Any, Any], data: JSONBody[Body[ScoreRequest]]) -> Response[ScoreAnswer]:
@@ -65,12 +58,20 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandle
         """
         async with reader.open(request, ScoreRequest, data) as body:
             fields = body.fields
-            model = requested_model(request, pool, fields.model)
-            fitted = fitted_of(model, "rerank") if fields.paired else None
-            _check(model, fields)
             priority = priority_of(request, fields.priority)
-            prepared = await body.read(model)
-        form = _form_of(fields, prepared, fitted)
+            if fields.catalogue is not None and fields.ids is None:
+                return await whole.answer(request, data, body)
+            if fields.catalogue is not None:
+                items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
+                model, fitted = items.model, None
+                _check(model, fields)
+                prepared = await scanner.prompts.read(body, items)
+            else:
+                model = requested_model(request, pool, fields.model)
+                fitted = fitted_of(model, "rerank") if fields.paired else None
+                _check(model, fields)
+                prepared = await body.read(model)
+        form = form_of(fields, prepared, fitted)
         id = f"score-{new_id()}"
 
         def closing(scores: Scores) -> ScoreAnswer:
@@ -96,137 +97,64 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring) -> HTTPRouteHandle
     return score
 
 
-class _Form(ABC):
-    """One of the forms of request and answer."""
+@dataclass(frozen=True)
+class _WholeCatalogue:
+    """Scores all items of a catalogue."""
 
-    field: ClassVar[str]
-    """Field of the answer that holds the results."""
-    readout: wire.Readout
+    scanner: Scanner
 
-    @abstractmethod
-    def numbers(self, scores: Scores) -> int:
-        """Return the amount of numbers in the results. A struct takes as much time as four."""
+    async def answer(
+        self, request: Request[Any, Any, Any], data: Body[ScoreRequest], body: Reading[ScoreRequest]
+    ) -> Response[ScoreAnswer]:
+        """Return the best items, or with ``stream`` all results as they become known. Raises :class:`GatewayError`."""
+        fields = body.fields
+        check_whole(data, top_n=fields.top_n, stream=bool(fields.stream))
+        scan = Scan(
+            request=request,
+            body=body,
+            whole=await self.scanner.prompts.open(request, fields.catalogue or "", fields.model),
+            readout=wire.Labels,
+            priority=priority_of(request, fields.priority),
+            cache_salt=fields.cache_salt,
+        )
+        _check(scan.whole.model, fields)
+        form, id = LabelForm([], softmax=bool(fields.apply_softmax)), f"score-{new_id()}"
+        if fields.stream:
+            return await self.scanner.scoring.streams.begin(self._events(scan, form, id, fields.top_n), request)
+        best = await self.scanner.best(scan, form.rank, fields.top_n or 0)
+        headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
+        rows = (form.item(result.index, result.id, result.row).scores for result in best)
+        return await with_rows(self._closing(scan, id, best), "scores", rows, large=len(best) > LARGE_SCORES, headers=headers)
 
-    @abstractmethod
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreAnswer:
-        """Return the answer without results."""
+    async def _events(self, scan: Scan, form: LabelForm, id: str, top_n: int | None) -> AsyncGenerator[bytes, None]:
+        best = Best(form.rank, top_n or 0)
+        async with aclosing(self.scanner.parts(scan)) as parts:
+            async for part in parts:
+                for few in cut(best.add(part) if top_n else part, RESULTS_PER_EVENT):
+                    yield sse(ScoreChunk(id=id, data=[form.item(result.index, result.id, result.row) for result in few]))
+        kept = best.results
+        scores = [form.item(result.index, result.id, result.row).scores for result in kept]
+        yield sse(msgspec.structs.replace(self._closing(scan, id, kept), scores=scores))
+        yield DONE
 
-    @abstractmethod
-    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[object]:
-        """Yield the results in the order of the items."""
-
-    @abstractmethod
-    def chunk(self, id: str, results: list[tuple[int, Row]]) -> msgspec.Struct:
-        """Return an event with some results."""
-
-
-class _LabelForm(_Form):
-    """Probabilities of labels."""
-
-    field = "scores"
-
-    def __init__(self, labels: list[int], *, softmax: bool) -> None:
-        self.readout = wire.Labels(labels)
-        self._labels = len(labels)
-        self._softmax = softmax
-
-    def numbers(self, scores: Scores) -> int:
-        return len(scores.rows) * self._labels
-
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreResponse:
-        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
-        return ScoreResponse(id=id, object="scoring", created=created, model=model.name, scores=[], usage=usage, errors=errors)
-
-    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[list[float] | None]:
-        refused = {refusal.index for refusal in prepared.refused}
-        rows = iter(scores.rows)
-        for place in range(len(scores.rows) + len(refused)):
-            row = () if place in refused else next(rows)
-            yield self._probabilities(row) if row else None
-
-    def chunk(self, id: str, results: list[tuple[int, Row]]) -> ScoreChunk:
-        return ScoreChunk(id=id, data=[ItemScores(index=index, scores=self._probabilities(row)) for index, row in results])
-
-    def _probabilities(self, row: Row) -> list[float]:
-        return softmax(row) if self._softmax else [math.exp(value) for value in row]
-
-
-class _PairForm(_Form):
-    """One score for each pair, as the preset prescribes."""
-
-    field = "data"
-
-    def __init__(self, fitted: Fitted) -> None:
-        self.readout = fitted.readout
-        self._fitted = fitted
-
-    def numbers(self, scores: Scores) -> int:
-        return 4 * len(scores.rows)
-
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> PairScores:
-        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
-        return PairScores(id=id, object="list", created=created, model=model.name, data=[], usage=usage, errors=errors)
-
-    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[PairScore]:
-        for index, row in zip(prepared.places, scores.rows, strict=True):
-            if row:
-                yield PairScore(index=index, score=self._fitted.score(row))
-
-    def chunk(self, id: str, results: list[tuple[int, Row]]) -> PairChunk:
-        return PairChunk(id=id, data=[PairScore(index=index, score=self._fitted.score(row)) for index, row in results])
-
-
-class _LikelihoodForm(_Form):
-    """Log-probability of each item's own tokens."""
-
-    field = "data"
-    readout = wire.Likelihood()
-
-    def __init__(self, *, each_token: bool) -> None:
-        self._each_token = each_token
-
-    def numbers(self, scores: Scores) -> int:
-        return 4 * len(scores.rows) + sum(map(len, scores.rows))
-
-    def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> Likelihoods:
-        created, usage, errors = int(time.time()), _usage(prepared, scores), errors_of(prepared, scores)
-        return Likelihoods(id=id, object="likelihood", created=created, model=model.name, data=[], usage=usage, errors=errors)
-
-    def rows(self, prepared: Prepared, scores: Scores) -> Iterator[ItemLikelihood]:
-        return (self._item(index, row) for index, row in zip(prepared.places, scores.rows, strict=True) if row)
-
-    def chunk(self, id: str, results: list[tuple[int, Row]]) -> LikelihoodChunk:
-        return LikelihoodChunk(id=id, data=[self._item(index, row) for index, row in results])
-
-    def _item(self, index: int, row: Row) -> ItemLikelihood:
-        *logprobs, greedy = row
-        total, count = sum(logprobs), len(logprobs)
-        if total == -math.inf:  # JSON has no infinity
-            logprobs = [max(logprob, LEAST_LOGPROB) for logprob in logprobs]
-            total = sum(logprobs)
-        return ItemLikelihood(
-            index=index,
-            logprob=total,
-            mean_logprob=total / count,
-            tokens=count,
-            is_greedy=greedy == 1,
-            token_logprobs=logprobs if self._each_token else None,
+    def _closing(self, scan: Scan, id: str, best: list[Result]) -> ScoreResponse:
+        return ScoreResponse(
+            id=id,
+            object="scoring",
+            created=int(time.time()),
+            model=scan.whole.model.name,
+            scores=[],
+            usage=Usage(scan.tokens, scan.tokens, prompt_tokens_details=PromptTokensDetails(scan.cached_tokens)),
+            ids=[result.id for result in best],
         )
 
 
-def _form_of(fields: ScoreRequest, prepared: Prepared, fitted: Fitted | None) -> _Form:
-    if fitted:
-        return _PairForm(fitted)
-    if fields.readout == "likelihood":
-        return _LikelihoodForm(each_token=bool(fields.return_token_logprobs))
-    return _LabelForm(prepared.labels, softmax=bool(fields.apply_softmax))
-
-
-def _usage(prepared: Prepared, scores: Scores) -> Usage:
-    tokens = prepared.tokens
-    return Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens))
-
-
 def _check(model: ServedModel, fields: ScoreRequest) -> None:
+    given = next((name for name in ("ids", "top_n") if getattr(fields, name) is not None), None)
+    if given is not None and fields.catalogue is None:
+        more = " Without it, every item is scored; sort the answer." if given == "top_n" else ""
+        raise InvalidRequest(f"`{given}` goes with `catalogue`.{more}", param=given)
+    if fields.return_item_usage and fields.catalogue is not None and (fields.ids is None or fields.top_n):
+        raise InvalidRequest("`return_item_usage` goes with `items`, or with `ids` without `top_n`.", param="return_item_usage")
     if not fields.paired and "score" not in model.info.capabilities:
         raise InvalidRequest(f"The model {model.name!r} does not score; use /v1/completions.", param="model")

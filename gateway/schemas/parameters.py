@@ -16,10 +16,24 @@ import msgspec
 from gateway.time_limits import MAX_SECONDS
 
 Endpoint = Literal[
-    "score", "rerank", "classify", "embeddings", "completions", "chat", "responses", "length", "tokenize", "detokenize"
+    "score",
+    "rerank",
+    "classify",
+    "embeddings",
+    "completions",
+    "chat",
+    "responses",
+    "length",
+    "tokenize",
+    "detokenize",
+    "catalogue",
+    "catalogue_items",
+    "catalogue_warm",
 ]
 
-ALL: tuple[Endpoint, ...] = get_args(Endpoint)
+OWN: tuple[Endpoint, ...] = ("catalogue", "catalogue_items", "catalogue_warm")
+"""Endpoints that other servers lack."""
+ALL: tuple[Endpoint, ...] = tuple(endpoint for endpoint in get_args(Endpoint) if endpoint not in OWN)
 GENERATING: tuple[Endpoint, ...] = ("completions", "chat", "responses")
 MULTIPLE: tuple[Endpoint, ...] = ("completions", "chat")
 """Endpoints whose requests may have several answers."""
@@ -175,7 +189,6 @@ REFUSED: tuple[Refused, ...] = (
     Refused("sampling_params", GENERATING, TOP_LEVEL, ({},)),
     Refused("options", GENERATING, TOP_LEVEL, ({},)),
     Refused("extra_body", ALL, TOP_LEVEL, ({},)),
-    Refused("top_n", ("score",), "every item is scored; sort the answer"),
     Refused("activation", ("score",), "use `apply_softmax`"),
     Refused("use_activation", ("score",), "use `apply_softmax`"),
     Refused("softmax", ("score",), "use `apply_softmax`"),

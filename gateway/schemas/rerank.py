@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from gateway.schemas.parameters import Endpoint
-from gateway.schemas.score import CacheSalt, Priority
+from gateway.schemas.score import CacheSalt, CatalogueIds, Priority
 from gateway.schemas.truncation import MAX_ITEMS, ItemError, Truncation
 from gateway.schemas.usage import ItemUsage, Usage
 
@@ -30,6 +30,10 @@ class RerankRequest(Truncation, kw_only=True):
     """Documents: texts, or objects with `text`."""
     texts: Documents | None = None
     """The form of TEI: used instead of `documents`, it makes the answer a bare list."""
+    catalogue: str | None = None
+    """Name of a catalogue with labels: its items are ranked in place of `documents`, as its template prescribes."""
+    ids: CatalogueIds | None = None
+    """With `catalogue`: ids of items; all of the catalogue by default, with `top_n` or `stream`."""
     top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Number of results; all by default, or with 0."""
     return_documents: bool | None = None
@@ -62,7 +66,9 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One document."""
 
     index: int
-    """Index of the document in the request."""
+    """Index of the document in the request; of an item of a whole catalogue, its place in the order of scoring."""
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    """Only with `catalogue`."""
     relevance_score: float
     """Greater is more relevant. The preset says in which range."""
     document: TextDocument | None = None

@@ -14,6 +14,8 @@ CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
+CatalogueIds = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+TopN = Annotated[int, msgspec.Meta(ge=1, le=MAX_ITEMS)]
 Paired = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 
 
@@ -26,6 +28,12 @@ class ScoreRequest(Truncation, kw_only=True):
     """The common part of all prompts, as text or token ids."""
     items: str | Annotated[list[str | list[int]], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
     """Items to score, of the same kind as the query: texts, or lists of token ids. One text means a list of one."""
+    catalogue: str | None = None
+    """Name of a catalogue: its items are scored in place of `items`, as its template prescribes."""
+    ids: CatalogueIds | None = None
+    """With `catalogue`: ids of items. Without it, all items of the catalogue are scored; set `top_n` or `stream`."""
+    top_n: TopN | None = None
+    """With `catalogue`: return the items with the highest scores of the first label only, the highest first, with their `ids`."""
     text_1: Paired | None = None
     """A query, or a query for each text of `text_2`. This and the next three fields are vLLM's form: the answer is `data`, with one
     score for each pair."""
@@ -84,6 +92,8 @@ class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     scores: list[list[float] | None]
     """One list for each item, with the probability of each label; null for an item in `errors`."""
     usage: Usage
+    ids: list[str] = []
+    """Only with `catalogue`: the item of each list."""
     item_usage: ItemUsage | msgspec.UnsetType = msgspec.UNSET
     """Only with `return_item_usage`."""
     errors: list[ItemError] = []
@@ -95,6 +105,8 @@ class ItemScores(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     scores: list[float]
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    """Only with `catalogue`."""
 
 
 class ScoreChunk(msgspec.Struct, frozen=True, kw_only=True):

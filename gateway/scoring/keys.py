@@ -36,7 +36,7 @@ def result_keys(
     keys = []
     for branch in branches:
         digest = common.copy()
-        digest.update(array("I", branch))
+        digest.update(branch if isinstance(branch, array) else array("I", branch))
         digest.update(end)
         keys.append(digest.digest())
     return keys

@@ -35,8 +35,7 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     bounds: Bounds
     formats: Formats = Formats()
     earlier: int = 0
-    """Bytes at the end of the body that are items of the conversation that the request continues: JSON values with commas between
-    them."""
+    """Bytes at the end of the body that are :attr:`gateway.text.reading.endpoint.Model.earlier`."""
 
 
 class Whole(msgspec.Struct, tag="whole", frozen=True):

@@ -19,6 +19,14 @@ Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""
 
 
+class PlacedIds(array):  # type: ignore[type-arg]
+    """Token ids of a prompt with a registered item, and the number that places the item on a replica. The number does not depend on
+    the query, unlike the last tokens of the row."""
+
+    __slots__ = ("place",)
+    place: int
+
+
 class Items(msgspec.Struct, frozen=True, array_like=True):
     """Items of a conversation. They are not objects of their own, because decoding thousands of these blocks the event loop."""
 
@@ -81,6 +89,8 @@ class Prepared:
     """How the answer is divided into parts; None for an answer that is all text."""
     items: Items = field(default_factory=Items)
     """Input items of a response that is to be stored."""
+    ids: Sequence[str] | None = None
+    """Id of the item of each row, if it is registered in a catalogue. It does not come from a worker."""
 
     @property
     def places(self) -> Sequence[int]:

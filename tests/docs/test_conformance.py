@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "bad_words": ["bad"],
     "allowed_token_ids": [5, 6],
     "cache_salt": "x",
+    "catalogue": "c",
     "timeout": 60,
     "chat_template_kwargs": {"a": 1},
     "custom_params": {"value_scale": 1.0},
@@ -45,6 +46,7 @@ VALUES: dict[str, Any] = {
     "guided_regex": "a+",
     "json_schema": SCHEMA,
     "gamma": 0.9,
+    "ids": ["a"],
     "include": ["message.output_text.logprobs"],
     "input_type": "query",
     "instruct": "Find it.",
@@ -144,6 +146,7 @@ WITH: dict[tuple[str, Endpoint], dict[str, Any]] = {
 }
 """Other parameters that one needs."""
 LIKELIHOOD = {"model": "fake", "query": [1], "items": [[2]], "readout": "likelihood"}
+OF_CATALOGUE = {"model": "fake", "query": "a", "catalogue": "c", "ids": ["a"]}
 PAIR = {"model": "fake", "text_1": "a", "text_2": ["b"]}
 INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
     **{
@@ -153,6 +156,8 @@ INSTEAD: dict[tuple[str, Endpoint], dict[str, Any]] = {
             *("truncation_direction", "instruction", "instruct", "raw_scores"),
         )
     },
+    **{(name, endpoint): OF_CATALOGUE for endpoint in ("score", "rerank") for name in ("catalogue", "ids")},
+    ("top_n", "score"): OF_CATALOGUE,
     ("readout", "score"): LIKELIHOOD,
     ("return_token_logprobs", "score"): LIKELIHOOD,
     ("queries", "score"): {"model": "fake", "queries": "a", "documents": ["b"]},
@@ -178,7 +183,10 @@ def server() -> Iterator[httpx.Client]:
     able = (*FakeEngine.capabilities, "grammar")
     template = "{{ reasoning_effort }}" + templates.THINKING
     with gateways() as start:
-        yield start(FakeEngine(template=template, capabilities=able, added=("<think>", "</think>")), head, embedder)
+        client = start(FakeEngine(template=template, capabilities=able, added=("<think>", "</think>")), head, embedder)
+        client.put("/v1/catalogues/c", json={"model": "fake", "labels": [" Yes", " No"]}).raise_for_status()
+        client.put("/v1/catalogues/c/items", json=[{"id": "a", "text": "b"}]).raise_for_status()
+        yield client
 
 
 def shown() -> dict[str, dict[Endpoint, Cell]]:

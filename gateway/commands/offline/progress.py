@@ -52,6 +52,14 @@ class Report:
             rate = (rows - self._first_row) / (now - self._started)
             self.say(f"{self._title}: {100 * position / self._total:.0f} %, {counts}, {rate:.0f} rows a second")
 
+    def progress(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` items are done."""
+        self._bar.update(self._task, completed=done, total=max(1, total), counts=f"{done} of {total}")
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            self.say(f"{self._title}: {done} of {total}")
+
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         self._console.print(line, soft_wrap=True)

@@ -66,7 +66,7 @@ class Sender:
             await self._wait_for_server()
             attempt += 1
             try:
-                response = await self._client.post(call.path, content=call.body)
+                response = await self._client.request(call.method, call.path, content=call.body)
             except httpx.ReadTimeout:
                 return Refusal(f"no answer within {_TIMEOUT.read:g} s")
             except httpx.InvalidURL as error:

@@ -50,7 +50,8 @@ class Model:
     """None on the event loop, which reads token ids only."""
     formats: Formats = field(default_factory=Formats)
     earlier: bytes = b""
-    """Items of the conversation that the request continues: JSON values with commas between them."""
+    """What a request needs besides its body: the items of the conversation that it continues, as JSON values with commas between
+    them, or the catalogue that it names (``catalogue.py``)."""
 
     @property
     def texts(self) -> TextSide:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.text.reading.catalogue import CATALOGUE, CATALOGUE_ITEMS, CATALOGUE_WARM
 from gateway.text.reading.chat import CHAT
 from gateway.text.reading.completions import COMPLETIONS
 from gateway.text.reading.detokenize import DETOKENIZE
@@ -26,5 +27,8 @@ ENDPOINTS: dict[str, Endpoint[Any]] = {
     "length": LENGTH,
     "tokenize": TOKENIZE,
     "detokenize": DETOKENIZE,
+    "catalogue": CATALOGUE,
+    "catalogue_items": CATALOGUE_ITEMS,
+    "catalogue_warm": CATALOGUE_WARM,
 }
 NAMES = {endpoint.kind: name for name, endpoint in ENDPOINTS.items()}

@@ -6,11 +6,32 @@ from gateway.errors import InvalidRequest
 from gateway.schemas.rerank import RerankRequest
 from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared
+from gateway.text.reading.catalogue import query_prompts
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.pairs import Pairs, preset_of
 
+WITHOUT_CATALOGUE = (
+    "documents",
+    "texts",
+    "return_documents",
+    "return_text",
+    "instruction",
+    "instruct",
+    "partial_results",
+    "truncate",
+    "truncate_prompt_tokens",
+    "max_tokens_per_doc",
+    "max_tokens_per_query",
+)
+"""Fields that requests for items of a catalogue must not have: their prompts were made when the items were registered."""
+
 
 def _read(request: RerankRequest, model: Model) -> Prepared:
+    if request.catalogue is not None:
+        wrong = next((name for name in WITHOUT_CATALOGUE if getattr(request, name) not in (None, False)), None)
+        if wrong is not None:
+            raise InvalidRequest(f"`{wrong}` does not go with `catalogue`.", param=wrong)
+        return query_prompts(request.query, [], model)
     if (request.documents is None) == (request.texts is None):
         raise InvalidRequest("Give either `documents` or `texts`.", param="documents")
     if request.instruction is not None and request.instruct is not None:
@@ -24,6 +45,8 @@ def _read(request: RerankRequest, model: Model) -> Prepared:
 
 
 def _characters(request: RerankRequest, query_once: bool) -> int:
+    if request.catalogue is not None:
+        return len(request.query)
     documents = request.documents or request.texts or []
     texts = sum(len(document if isinstance(document, str) else document.text) for document in documents)
     return texts + len(request.query) * (2 if query_once and may_be_cut(request.query) else len(documents))

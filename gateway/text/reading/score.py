@@ -22,6 +22,7 @@ from gateway.text.prompts import (
     tokenise_items,
     tokenise_pairs,
 )
+from gateway.text.reading.catalogue import query_prompts
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.likelihood import check_fields, likelihood_prompts, own_tokens
 from gateway.text.reading.pairs import SEAM_TOKENS, Pairs, preset_of
@@ -36,6 +37,8 @@ SHOWN_TOKENS = 16
 def _read(request: ScoreRequest, model: Model) -> Prepared:
     if request.return_token_logprobs and request.readout != "likelihood":
         raise InvalidRequest("`return_token_logprobs` goes with the readout `likelihood`.", param="return_token_logprobs")
+    if request.catalogue is not None:
+        return _of_catalogue(request, model)
     if request.paired:
         if request.readout == "likelihood":
             raise InvalidRequest("The readout `likelihood` goes with `query` and `items`.", param="readout")
@@ -72,6 +75,23 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
     tokens = len(prefix) + sum(map(len, rows)) + len(suffix) * len(rows)
     model.bounds.check("max_request_tokens", tokens, "tokens", "items")
     return Prepared(rows, prefix, suffix, labels, param="items[]", refused=refused)
+
+
+WITHOUT_CATALOGUE = ("items", "text_1", "text_2", "queries", "documents", "partial_results", "parse_special_tokens")
+"""Fields that requests for items of a catalogue must not have, besides :data:`ONLY_PAIRED`."""
+
+
+def _of_catalogue(request: ScoreRequest, model: Model) -> Prepared:
+    """Read the query and the labels; no labels are read for a request that leaves them to the catalogue."""
+    given = next((name for name in (*WITHOUT_CATALOGUE, *ONLY_PAIRED) if getattr(request, name) not in (None, False)), None)
+    if given is not None:
+        raise InvalidRequest(f"`{given}` does not go with `catalogue`.", param=given)
+    if request.readout == "likelihood":
+        raise InvalidRequest("The readout `likelihood` goes with `query` and `items`.", param="readout")
+    if request.query is None:
+        raise InvalidRequest("`query` is missing.", param="query")
+    named = request.labels is not None or request.label_token_ids is not None
+    return query_prompts(request.query, _labels(request, model) if named else [], model)
 
 
 def _likelihoods(request: ScoreRequest, model: Model, query: str | list[int], items: Sequence[str | list[int]]) -> Prepared:
@@ -277,7 +297,7 @@ def _label(model: Model, text: str, index: int) -> int:
 
 
 def _is_light(request: ScoreRequest) -> bool:
-    if request.paired or isinstance(request.query, str) or request.labels is not None:
+    if request.paired or request.catalogue is not None or isinstance(request.query, str) or request.labels is not None:
         return False
     return request.items is None or len(request.items) <= LIGHT_ITEMS
 
@@ -290,6 +310,8 @@ def _characters(request: ScoreRequest, query_once: bool) -> int:
     texts = sum(len(item) for item in items if isinstance(item, str)) + sum(map(len, request.labels or ()))
     if not isinstance(request.query, str):
         return texts
+    if request.catalogue is not None:
+        return texts + len(request.query)
     return texts + len(request.query) * (2 if query_once and may_be_cut(request.query) else len(items))
 
 

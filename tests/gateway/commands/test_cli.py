@@ -39,7 +39,9 @@ print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
     assert done.stdout.splitlines()[-1].strip() == "imported:"
 
 
-@pytest.mark.parametrize("command", ["serve", "gateway", "engine", "load", "score", "keys", "rerank", "embed", "batch"])
+@pytest.mark.parametrize(
+    "command", ["serve", "gateway", "engine", "load", "score", "keys", "rerank", "embed", "batch", "catalogue"]
+)
 def test_every_subcommand_explains_itself(command: str) -> None:
     done = run(command, "--help")
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
     tile = page.locator(".tile:has(h3:text-is('Requests'))")
     expect(tile.locator("svg")).to_have_attribute("aria-label", re.compile(r"^Requests: now .* at most (0\.[1-9]|[1-9]).*"))
     expect(page.locator(".tile")).to_have_count(8)
+    expect(page.locator("#status-catalogues")).to_contain_text("There are no catalogues of registered items.")
     for language, words in (("curl", "curl http"), ("Python", "client.models.list()")):
         page.locator("#status-code").get_by_role("button", name=language, exact=True).click()
         expect(page.locator("#status-code code")).to_contain_text(words)

@@ -38,6 +38,7 @@ class Call:
 
     path: str
     body: bytes
+    method: str = "POST"
 
 
 @dataclass(frozen=True, slots=True)

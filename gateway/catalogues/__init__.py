@@ -1,0 +1,1 @@
+"""Registered items: catalogues of token ids that requests name by id."""

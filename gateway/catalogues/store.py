@@ -1,0 +1,171 @@
+"""The store of catalogues: a protocol, implemented in memory (``memory.py``) and in Redis (``shared.py``).
+
+A catalogue belongs to an owner, which is the trust group of an API key. Its model and template never change; its items do. Each
+change of an item gives the catalogue a new version, a number that only grows. An *epoch* tells a catalogue from an earlier one of
+the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from gateway.catalogues.record import expiry_of
+from gateway.text.catalogue import Template
+
+ITEM_BYTES = 320
+"""Bytes that an item takes besides its id and its record; this also bounds the number of tiny items."""
+CATALOGUE_BYTES = 32 << 10
+"""Bytes that a catalogue takes besides its items: more than its template and labels have."""
+PAGE_ITEMS = 500
+"""Items of a page of :meth:`CatalogueStore.pages`."""
+MOST_READ = 32 << 20
+"""Most bytes of the items that a request names."""
+PURGED_AT_ONCE = 500
+"""Most expired items that one call removes."""
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a catalogue is created with."""
+
+    model: str
+    text: str
+    """Key of the model's tokeniser and template; items are of no use to another tokeniser."""
+    template: Template
+    labels: list[str] = []
+    label_ids: list[int] = []
+    ttl_seconds: float | None = None
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """A catalogue without its items."""
+
+    name: str
+    spec: Spec
+    epoch: str
+    version: int
+    items: int
+    bytes: int
+    tokens: int
+    warmed: int | None
+    """Version that was warmed."""
+
+
+class Found(NamedTuple):
+    """Items of a catalogue at one moment."""
+
+    spec: Spec
+    epoch: str
+    version: int
+    records: list[bytes | None]
+    """None for an id without an item."""
+
+
+class Written(NamedTuple):
+    """The result of a registration."""
+
+    added: int
+    changed: int
+    unchanged: int
+    version: int
+
+
+class StoreBounds(NamedTuple):
+    """Bounds of a store, in bytes."""
+
+    group_bytes: int
+    """Of the catalogues of one owner."""
+    bytes: int
+    """Of all catalogues."""
+
+
+class Unavailable(Exception):
+    """The store does not answer."""
+
+
+class Missing(Exception):
+    """There is no such catalogue, or it was deleted meanwhile."""
+
+
+class TooLarge(Exception):
+    """Items have more bytes than a request may have."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+
+class Full(Exception):
+    """There is no room. What was registered before stays."""
+
+    def __init__(self, most: int, *, group: bool, stored: int) -> None:
+        """``most``: the bound, in bytes; ``group``: whose it is; ``stored``: items of the call that were stored."""
+        super().__init__()
+        self.most = most
+        self.group = group
+        self.stored = stored
+
+
+class CatalogueStore(Protocol):
+    """Keeps catalogues. Every method may raise :class:`Unavailable`; those about one catalogue raise :class:`Missing`."""
+
+    async def create(self, owner: str, name: str, spec: Spec) -> State:
+        """Create a catalogue, or return the one that exists, which may have another spec. Raises :class:`Full`."""
+        ...
+
+    async def state(self, owner: str, name: str) -> State:
+        """Return a catalogue without its items."""
+        ...
+
+    async def names(self, owner: str) -> list[str]:
+        """Return the names of all catalogues of ``owner``, sorted."""
+        ...
+
+    async def put(self, owner: str, name: str, epoch: str, items: Sequence[tuple[str, bytes]], expires: int) -> Written:
+        """Add or replace items: ids and records. ``expires``: milliseconds since 1970, not before that of earlier calls; 0 for
+        never. Raises :class:`Full`."""
+        ...
+
+    async def find(self, owner: str, name: str, ids: Sequence[str]) -> Found:
+        """Return items as they are at a moment during the call: an update that was confirmed before the call is seen. Raises
+        :class:`TooLarge`."""
+        ...
+
+    def pages(self, owner: str, name: str, epoch: str) -> AsyncIterator[list[tuple[str, bytes]]]:
+        """Yield all items in pages. Each item that is there all the time comes at least once; one that changes meanwhile may come
+        again."""
+        ...
+
+    async def page(self, owner: str, name: str, after: int, count: int) -> list[tuple[str, int, bytes]]:
+        """Return id, version and record of the first ``count`` items that changed after version ``after``, in order of change."""
+        ...
+
+    async def remove(self, owner: str, name: str, ids: Sequence[str]) -> int:
+        """Remove items. Return how many there were."""
+        ...
+
+    async def delete(self, owner: str, name: str) -> None:
+        """Remove a catalogue and its items."""
+        ...
+
+    async def warmed(self, owner: str, name: str, epoch: str, version: int) -> None:
+        """Note that all items of ``version`` were warmed."""
+        ...
+
+
+def check_size(records: Iterable[bytes | None]) -> None:
+    """Raise :class:`TooLarge` if the records of a request take too much memory."""
+    if sum(map(len, filter(None, records))) > MOST_READ:
+        raise TooLarge(MOST_READ)
+
+
+def without_expired(records: Iterable[bytes | None], now: int) -> list[bytes | None]:
+    """Return ``records`` with None in place of those that have expired. ``now``: milliseconds since 1970."""
+    return [record if record is not None and lives(record, now) else None for record in records]
+
+
+def lives(record: bytes, now: int) -> bool:
+    expires = expiry_of(record)
+    return not expires or expires > now

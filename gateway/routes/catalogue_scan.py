@@ -1,0 +1,151 @@
+"""Scores a whole catalogue: part by part, so that its items are in memory for a moment only and other requests run in between."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from litestar import Request
+
+from engine import wire
+from gateway.cache.base import Row
+from gateway.cache.policy import CachePolicy
+from gateway.catalogues.record import tokens_of
+from gateway.context import RequestContext
+from gateway.errors import InvalidRequest
+from gateway.limits.base import Lease
+from gateway.pool.fanout import Prompts
+from gateway.routes.body import Body
+from gateway.routes.catalogue_prompts import CataloguePrompts, Whole
+from gateway.routes.reading import INLINE_BYTES, Reading
+from gateway.routes.scoring import Scoring
+from gateway.schemas.truncation import MAX_ITEMS
+from gateway.streams import while_connected
+from gateway.tenancy import caller_of
+from gateway.text.prepared import Prepared
+
+SLACK = 1000
+"""Results that may be kept besides many best ones, because sorting thousands takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The row of one item."""
+
+    index: int
+    """Place of the item in the order of scoring."""
+    id: str
+    row: Row
+
+
+@dataclass(kw_only=True)
+class Scan:
+    """A request for all items of a catalogue, and what it has cost so far."""
+
+    request: Request[Any, Any, Any]
+    body: Reading[Any]
+    whole: Whole
+    readout: Callable[[list[int]], wire.Readout]
+    """What is read for the ids of labels."""
+    priority: int
+    cache_salt: str | None
+    items: int = 0
+    hits: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+    labels: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scanner:
+    """Scores whole catalogues."""
+
+    prompts: CataloguePrompts
+    scoring: Scoring
+
+    async def best(self, scan: Scan, rank: Callable[[Row], float], most: int) -> list[Result]:
+        """Return the ``most`` items with the highest ranks, the highest first. Raises :class:`GatewayError`."""
+        best = Best(rank, most)
+        async with while_connected(scan.request.scope), aclosing(self.parts(scan)) as parts:
+            async for part in parts:
+                best.add(part)
+        return best.results
+
+    async def parts(self, scan: Scan) -> AsyncGenerator[list[Result], None]:
+        """Yield the results of all items, part by part. Raises :class:`GatewayError`."""
+        account = RequestContext.of(scan.request).account
+        caller, policy = caller_of(scan.request, cache_salt=scan.cache_salt), CachePolicy.of(scan.request)
+        model = scan.whole.model
+        lease: Lease | None = None
+        charged = False
+        async with aclosing(self.prompts.pages(scan.whole)) as pages:
+            async for page in pages:
+                ids, records = [id for id, _ in page], [record for _, record in page]
+                prepared = await self.prompts.rows(scan.body, model, scan.whole.state.spec, records, "ids")
+                scan.labels = prepared.labels
+                if not charged:
+                    charged = True
+                    expected = _expected(scan.whole, prepared, records[0])
+                    lease = await self.scoring.quotas.charge(scan.request, tokens=expected, items=scan.whole.state.items)
+                branches = Prompts((), prepared.rows, scan.readout(prepared.labels), scan.priority, caller, prepared.suffix)
+                scores = await self.scoring.scorer.score(model, branches, policy, lease)
+                first = scan.items
+                scan.items += len(ids)
+                scan.hits += scores.hits
+                scan.tokens += prepared.tokens
+                scan.cached_tokens += scores.cached_tokens
+                account.prompt_tokens, account.items = scan.tokens, scan.items
+                account.cache_hits, account.cached_tokens = scan.hits, scan.cached_tokens
+                account.queue_seconds = max(account.queue_seconds, scores.queue_seconds)
+                if lease is not None:
+                    lease.used_tokens = scan.tokens
+                rows = zip(ids, scores.rows, strict=True)
+                yield [Result(first + place, id, row) for place, (id, row) in enumerate(rows)]
+        if not charged:
+            await self.scoring.quotas.charge(scan.request, tokens=0)
+        self.scoring.telemetry.scored(account)
+
+
+class Best:
+    """The results with the highest ranks, in bounded memory."""
+
+    def __init__(self, rank: Callable[[Row], float], most: int) -> None:
+        self._rank = rank
+        self._most = most
+        self._kept: dict[str, tuple[float, Result]] = {}
+
+    def add(self, part: list[Result]) -> list[Result]:
+        """Add results; return those that may be among the best. A later result of an item replaces an earlier one."""
+        for result in part:
+            self._kept[result.id] = (self._rank(result.row), result)
+        if len(self._kept) > self._most + (SLACK if self._most > SLACK else 0):
+            self._kept = {result.id: (rank, result) for rank, result in self._sorted()}
+        return [result for result in part if result.id in self._kept]
+
+    @property
+    def results(self) -> list[Result]:
+        """The best results, the highest rank first; of equal ones, the one that was scored first."""
+        return [result for _, result in self._sorted()]
+
+    def _sorted(self) -> list[tuple[float, Result]]:
+        return heapq.nsmallest(self._most, self._kept.values(), key=lambda kept: (-kept[0], kept[1].index))
+
+
+def check_whole(body: Body[Any], *, top_n: int | None, stream: bool) -> None:
+    """Refuse a request for a whole catalogue that cannot be answered within bounds. Raises :class:`InvalidRequest`."""
+    if not stream and not top_n:
+        raise InvalidRequest("A request for a whole catalogue needs `top_n` or `stream`; or name items in `ids`.", param="ids")
+    if (top_n or 0) > MAX_ITEMS:
+        raise InvalidRequest(f"`top_n` of a catalogue is at most {MAX_ITEMS}.", param="top_n")
+    if body.size > INLINE_BYTES:
+        message = f"A request for a whole catalogue has at most {INLINE_BYTES} bytes; shorten the query."
+        raise InvalidRequest(message, param="query")
+
+
+def _expected(whole: Whole, prepared: Prepared, first: bytes) -> int:
+    """Return about the number of tokens of all prompts."""
+    behind = len(prepared.rows[0]) - tokens_of(first) + len(prepared.suffix)
+    return whole.state.tokens + behind * whole.state.items

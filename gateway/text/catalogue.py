@@ -1,0 +1,180 @@
+"""Tokenises the items of a catalogue once, and the queries of requests behind them, with exactly the tokens of the joined texts.
+
+A template has pieces with ``{item}`` and, behind it, ``{query}``. Its pieces and control tokens divide a prompt, and nothing merges
+across them. If item and query are in one text, the tokens next to the seam depend on both. Then an item is stored up to its last
+safe cut (``cuts.py``), with the text behind the cut as its *tail*, and a request tokenises each distinct tail with the beginning of
+its query. A template with a safe cut, a control token or a new piece between item and query has one tail for all items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from gateway.text.bounds import Bounds, TooManyTokens
+from gateway.text.prompts import common_suffix
+from gateway.text.tokenizer import Tokenizer
+
+ITEM, QUERY = "{item}", "{query}"
+
+
+class Template(msgspec.Struct, frozen=True, array_like=True):
+    """The form of a catalogue's prompts."""
+
+    pieces: tuple[str, ...] = (ITEM + QUERY,)
+    add_special_tokens: bool = True
+    """Add the tokens that the tokeniser puts around every text."""
+
+
+class TemplateError(ValueError):
+    """A template cannot be used. The message says why."""
+
+
+class Seams(NamedTuple):
+    """The tokens of a query behind items: those after each distinct tail, and those that all prompts end with."""
+
+    rows: list[list[int]]
+    suffix: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An item: its tokens up to the tail, and the tail."""
+
+    ids: list[int]
+    tail: str
+
+
+class Frame:
+    """A template, divided for one tokeniser. It is not safe to use from several threads, like the tokeniser."""
+
+    def __init__(self, template: Template, tokenizer: Tokenizer) -> None:
+        """Raises :class:`TemplateError`."""
+        self._tokenizer = tokenizer
+        parts = [part for piece in template.pieces for part in tokenizer.controls.divide(piece)]
+        item, query = _place(parts, ITEM), _place(parts, QUERY)
+        begin, end = tokenizer.affixes if template.add_special_tokens else ([], [])
+        text = parts[item]
+        assert isinstance(text, str)
+        self._left, _, rest = text.partition(ITEM)
+        self._before = [*begin, *self._encode_all(parts[:item])]
+        self._after = [*self._encode_all(parts[query + 1 :]), *end]
+        self._joined = item == query
+        self._between: list[int] = []
+        if self._joined:
+            if QUERY not in rest:
+                raise TemplateError("`{query}` must come after `{item}`")
+            self._middle, _, self._query_right = rest.partition(QUERY)
+            self._query_left = ""
+        elif query < item:
+            raise TemplateError("`{query}` must come after `{item}`")
+        else:
+            self._middle = rest
+            self._between = self._encode_all(parts[item + 1 : query])
+            asked = parts[query]
+            assert isinstance(asked, str)
+            self._query_left, _, self._query_right = asked.partition(QUERY)
+
+    def check(self, template: Template) -> None:
+        """Check that the parts' tokens are those of each whole piece. Raises :class:`TemplateError`."""
+        controls = self._tokenizer.controls
+        for piece in template.pieces:
+            parts = controls.divide(piece)
+            if any(isinstance(part, int) and controls.strips(part) for part in parts):
+                raise TemplateError("a control token in it absorbs whitespace, which is not supported")
+            if self._encode_all(parts) != self._tokenizer.encode(piece, add_special_tokens=False):
+                raise TemplateError("the tokeniser does not keep its control tokens apart from text")
+
+    @property
+    def around_query(self) -> int:
+        """Number of tokens of the template around the query, apart from tokens that the query joins."""
+        return len(self._encode(self._query_left)) + len(self._encode(self._query_right)) + len(self._after)
+
+    def store(self, items: Sequence[str | list[int]], limit: int) -> list[Stored]:
+        """Tokenise items. Token ids stand as they are; the template's text next to them is tokenised by itself. Raises
+        :class:`ItemTooLong` for an item with more than ``limit`` tokens."""
+        stored, checked = [], False
+        for index, item in enumerate(items):
+            try:
+                if isinstance(item, list):
+                    ids = [*self._encode(self._left, limit), *item, *self._encode(self._middle, limit)]
+                    stored.append(Stored([*self._before, *ids, *self._between], ""))
+                elif self._joined:
+                    stored.append(self._up_to_tail(self._left + item + self._middle, limit, check=not checked))
+                    checked = True
+                else:
+                    ids = self._encode(self._left + item + self._middle, limit)
+                    stored.append(Stored([*self._before, *ids, *self._between], ""))
+            except TooManyTokens as error:
+                raise ItemTooLong(index, error) from None
+            tokens, tail = len(stored[-1].ids), stored[-1].tail
+            if tokens + len(tail.encode()) > limit:  # a token has at least a byte
+                tokens += len(self._encode(tail))
+                if tokens > limit:
+                    raise ItemTooLong(index, TooManyTokens(tokens, exact=True))
+        return stored
+
+    def seams(self, tails: Sequence[str], query: str | list[int], limit: int, bounds: Bounds) -> Seams:
+        """Return the tokens of ``query`` behind each of ``tails``, which are distinct. Raises :class:`TooManyTokens`, and
+        :class:`InvalidRequest` for more than ``bounds``."""
+        if isinstance(query, list):
+            shared = [*self._encode(self._query_left, limit), *query, *self._encode(self._query_right, limit), *self._after]
+            return Seams([self._encode(tail, limit) for tail in tails], shared)
+        text = self._query_left + query + self._query_right
+        if not self._joined or not tails:
+            return Seams([[] for _ in tails], [*self._encode(text, limit), *self._after])
+        cut = self._tokenizer.cut(text, last=False)
+        if cut is None or not self._exact(tails[0] + text, len(tails[0]) + cut, limit):
+            cut = len(text)
+        characters = len(text) + sum(map(len, tails)) + cut * len(tails)
+        bounds.check("max_request_characters", characters, "characters that must be tokenised", "query")
+        rest = [*self._encode(text[cut:], limit), *self._after]
+        rows = [self._encode(tail + text[:cut], limit) for tail in tails]
+        # Tokens of the query that all rows end with belong to the suffix, so that an item's own tokens are what engines keep.
+        shared_length = common_suffix(rows, len(self._encode(text[:cut], limit)))
+        kept = [row[: len(row) - shared_length] for row in rows]
+        return Seams(kept, [*rows[0][len(rows[0]) - shared_length :], *rest])
+
+    def _up_to_tail(self, text: str, limit: int, *, check: bool) -> Stored:
+        """Divide an item at its last safe cut. ``check``: compare with the tokens of the whole text."""
+        cut = self._tokenizer.cut(text, last=True)
+        if cut is None or (check and not self._exact(text, cut, limit)):
+            self._encode(text, limit)  # checks the length
+            return Stored(self._before, text)
+        return Stored([*self._before, *self._encode(text[:cut], limit)], text[cut:])
+
+    def _exact(self, text: str, cut: int, limit: int) -> bool:
+        """Whether the parts of ``text`` have the tokens of the whole. Raises :class:`TooManyTokens`."""
+        whole = self._encode(text, limit)
+        return [*self._encode(text[:cut]), *self._encode(text[cut:])] == whole
+
+    def _encode(self, text: str, limit: int = 1 << 31) -> list[int]:
+        """Return the ids of plain text."""
+        return self._tokenizer.encode(text, limit=limit, add_special_tokens=False, parse_special_tokens=False) if text else []
+
+    def _encode_all(self, parts: Sequence[int | str]) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            ids += [part] if isinstance(part, int) else self._encode(part)
+        return ids
+
+
+class ItemTooLong(ValueError):
+    """An item has more tokens than the model's context."""
+
+    def __init__(self, index: int, tokens: TooManyTokens) -> None:
+        super().__init__(str(tokens))
+        self.index = index
+        self.tokens = tokens
+
+
+def _place(parts: Sequence[int | str], name: str) -> int:
+    """Return the place of the one part with ``name``. Raises :class:`TemplateError`."""
+    found = [place for place, part in enumerate(parts) if isinstance(part, str) and name in part]
+    texts = [parts[place] for place in found]
+    if len(found) != 1 or sum(text.count(name) for text in texts if isinstance(text, str)) != 1:
+        raise TemplateError(f"`{name}` must occur exactly once")
+    return found[0]

@@ -1,0 +1,332 @@
+"""``/v1/catalogues``, and scores of registered items: a gateway before a fake engine, with catalogues in memory and in Redis."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import FakeEngine, ids, logprobs_after
+from tests.gateway.conftest import gateways, metric
+from tests.prefixes import PrefixCache
+from tests.processes import wait_until
+from tests.redis import RedisServer
+
+TEXTS = ["Red running shoes", "Oak table", "", "brown fox", "d", " jumps\nover", "lazy dog ", "été 👟"]
+QUERY = " Is it relevant? Answer:"
+names = (f"shoes-{number}" for number in count())
+
+
+@pytest.fixture(scope="module", params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    engine = FakeEngine()
+    with gateways() as start:
+        if request.param == "memory":
+            yield engine, start(engine)
+            return
+        with RedisServer.start() as redis:
+            client = start(engine, redis_url=redis.url, redis_seconds=5)
+            wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+            yield engine, client
+
+
+@pytest.fixture
+def client(served: tuple[FakeEngine, httpx.Client]) -> httpx.Client:
+    return served[1]
+
+
+@pytest.fixture
+def name(client: httpx.Client) -> str:
+    """A new catalogue."""
+    name = next(names)
+    create(client, name).raise_for_status()
+    return name
+
+
+def create(client: httpx.Client, name: str, **body: Any) -> httpx.Response:
+    return client.put(f"/v1/catalogues/{name}", json=body)
+
+
+def register(client: httpx.Client, name: str, items: dict[str, str]) -> dict[str, Any]:
+    body = [{"id": id, "text": text} for id, text in items.items()]
+    return client.put(f"/v1/catalogues/{name}/items", json=body).raise_for_status().json()
+
+
+def score(client: httpx.Client, name: str, named: list[str] | None, query: Any = QUERY, **body: Any) -> httpx.Response:
+    body = {"query": query, "catalogue": name, "labels": [" Yes", " No"]} | ({} if named is None else {"ids": named}) | body
+    return client.post("/v1/score", json=body)
+
+
+def expected(prompt: list[int]) -> list[float]:
+    logprobs = logprobs_after(prompt, FakeEngine().vocab_size)
+    return [math.exp(logprobs[label]) for text in (" Yes", " No") for label in ids(text)]
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(each) for each in data[:-1]]
+
+
+@pytest.mark.parametrize("template", ["{item}{query}", "Item: {item}\nQuery:{query} ?", ["<|im_start|>{item}", "asked: {query}"]])
+@pytest.mark.parametrize("query", [QUERY, "er", "s Yes", "\nor not", ids(QUERY)], ids=["text", "short", "joins", "newline", "ids"])
+def test_scores_are_those_of_the_joined_text(client: httpx.Client, template: Any, query: Any) -> None:
+    name = next(names)
+    create(client, name, template=template).raise_for_status()
+    register(client, name, {f"i{place}": text for place, text in enumerate(TEXTS)})
+    order = [f"i{place}" for place in (3, 1, 0, 2, 4, 7, 6, 5, 1)]
+    answer = score(client, name, order, query).raise_for_status().json()
+    assert answer["ids"] == order
+    for id, got in zip(order, answer["scores"], strict=True):
+        text = TEXTS[int(id[1:])]
+        if isinstance(template, list):
+            after = query if isinstance(query, list) else None
+            middle = ids("asked: ") + after if after else ids(f"asked: {query}")
+            prompt = [*ids("<|im_start|>"), *ids(text), *middle]
+        elif isinstance(query, list):
+            before, _, behind = template.partition("{query}")
+            prompt = ids(before.replace("{item}", text)) + query + ids(behind)
+        else:
+            prompt = ids(template.replace("{item}", text).replace("{query}", query))
+        assert got == pytest.approx(expected(prompt)), (text, query)  # Redis keeps float32
+
+
+def test_items_are_replaced_and_removed(client: httpx.Client, name: str) -> None:
+    answer = register(client, name, {"a": "one", "b": "two"})
+    assert (answer["added"], answer["changed"], answer["unchanged"]) == (2, 0, 0)
+    first = score(client, name, ["a", "b"]).json()["scores"]
+    again = register(client, name, {"a": "three", "b": "two", "c": "new"})
+    assert (again["added"], again["changed"], again["unchanged"]) == (1, 1, 1)
+    second = score(client, name, ["a", "b", "c"]).json()["scores"]
+    assert second[0] == pytest.approx(expected(ids("three" + QUERY)))
+    assert second[1] == pytest.approx(first[1])
+    state = client.get(f"/v1/catalogues/{name}").raise_for_status().json()
+    assert (state["items"], state["model"]) == (3, "fake")
+    assert client.delete(f"/v1/catalogues/{name}/items", params={"id": ["a", "nobody"]}).json()["deleted"] == 1
+    refused = score(client, name, ["b", "a"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "item_not_found")
+    assert refused.json()["error"]["param"] == "ids[1]"
+    assert "'a'" in refused.json()["error"]["message"]
+    after = client.get(f"/v1/catalogues/{name}").json()
+    assert after["items"] == 2
+    assert after["bytes"] < state["bytes"]
+    assert after["version"] != state["version"]
+    assert client.delete(f"/v1/catalogues/{name}").json() == {"id": name, "object": "catalogue.deleted", "deleted": True}
+    assert score(client, name, ["b"]).json()["error"]["code"] == "catalogue_not_found"
+    create(client, name).raise_for_status()
+    assert score(client, name, ["b"]).json()["error"]["code"] == "item_not_found", "a new catalogue has no old items"
+
+
+def test_json_lines_and_token_ids(client: httpx.Client, name: str) -> None:
+    lines = [{"id": "x", "text": "red\nshoes"}, {"id": "y", "token_ids": ids("blue table")}, {"id": "x", "text": "red fox"}]
+    body = "\n".join(map(json.dumps, lines)) + "\n\n"
+    answer = client.put(f"/v1/catalogues/{name}/items", content=body).raise_for_status().json()
+    assert answer["added"] == 2
+    scores = score(client, name, ["x", "y"]).json()["scores"]
+    assert scores == [pytest.approx(expected(ids(f"{text}{QUERY}"))) for text in ("red fox", "blue table")]
+    page = client.get(f"/v1/catalogues/{name}/items", params={"limit": 1}).json()
+    rest = client.get(f"/v1/catalogues/{name}/items", params={"after": page["next"]}).json()
+    assert [item["id"] for item in page["data"] + rest["data"]] == ["x", "y"]
+    assert rest["next"] is None
+
+
+def test_a_hot_request_does_not_send_the_items_tokens(served: tuple[FakeEngine, httpx.Client], name: str) -> None:
+    engine, client = served
+    register(client, name, {f"i{place}": "the quick brown fox " * 5 + str(place) for place in range(20)})
+    named = [f"i{place}" for place in range(20)]
+    engine.item_scores.clear()
+    score(client, name, named).raise_for_status()
+    (asked,) = engine.item_scores
+    assert asked.query == ids(QUERY)[-len(asked.query) :]
+    assert len(asked.query) >= len(ids(QUERY)) - 2
+    wait_until(lambda: score(client, name, named).headers["x-yardstick-cache"] == "20/20")  # Redis is written in the background
+
+
+def test_labels_and_ranks(client: httpx.Client) -> None:
+    name = next(names)
+    create(client, name, labels=[" Yes", " No"], template="{item}\nQ: {query}").raise_for_status()
+    register(client, name, {f"i{place}": text for place, text in enumerate(TEXTS)})
+    everything = [f"i{place}" for place in range(len(TEXTS))]
+    scores = score(client, name, everything, labels=None).raise_for_status().json()["scores"]
+    relevance = {id: yes / (yes + no) for id, (yes, no) in zip(everything, scores, strict=True)}
+    order = sorted(everything, key=lambda id: -relevance[id])
+    body = {"query": QUERY, "catalogue": name}
+    for extra in ({"ids": everything}, {"top_n": 100}, {"top_n": 3}, {"ids": everything, "top_n": 2}):
+        results = client.post("/v1/rerank", json=body | extra).raise_for_status().json()["results"]
+        assert [result["id"] for result in results] == order[: extra.get("top_n")]
+        assert [result["relevance_score"] for result in results] == pytest.approx([relevance[result["id"]] for result in results])
+    best = score(client, name, everything, top_n=3, apply_softmax=True).raise_for_status().json()
+    assert best["ids"] == order[:3]
+    assert [row[0] for row in best["scores"]] == pytest.approx([relevance[id] for id in order[:3]])
+    wait_until(lambda: score(client, name, everything).headers["x-yardstick-cache"] == "8/8")
+    whole = score(client, name, None, top_n=3, apply_softmax=True).raise_for_status()
+    assert whole.json()["ids"] == best["ids"]
+    assert [row[0] for row in whole.json()["scores"]] == pytest.approx([row[0] for row in best["scores"]])
+    assert whole.headers["x-yardstick-cache"] == "8/8"
+    assert whole.json()["usage"]["prompt_tokens"] == sum(len(ids(f"{text}\nQ: {QUERY}")) for text in TEXTS)
+    streamed = events(score(client, name, None, stream=True, apply_softmax=True))
+    got = {row["id"]: row["scores"][0] for event in streamed if event["object"] == "scoring.chunk" for row in event["data"]}
+    assert got == pytest.approx(relevance)
+    *_, last = events(score(client, name, None, stream=True, top_n=2, apply_softmax=True))
+    assert last["ids"] == order[:2]
+    *some, last = events(client.post("/v1/rerank", json=body | {"stream": True, "top_n": 2}))
+    assert [result["id"] for result in last["results"]] == order[:2]
+    assert {result["id"] for event in some for result in event["results"]} == set(order[:2])
+
+
+def test_a_warm_up_puts_items_where_scores_find_them(served: tuple[FakeEngine, httpx.Client], name: str) -> None:
+    engine, client = served
+    register(client, name, {f"i{place}": "the quick brown fox " * 5 + str(place) for place in range(30)})
+    engine.item_scores.clear()
+    answer = client.post(f"/v1/catalogues/{name}/warm", json={}).raise_for_status().json()
+    assert (answer["items"], answer["total"], answer["done"]) == (30, 30, True)
+    assert {asked.priority for asked in engine.item_scores} == {100}
+    assert sum(len(asked.lengths) // 4 for asked in engine.item_scores) == 30
+    state = client.get(f"/v1/catalogues/{name}").json()
+    assert state["warmed_version"] == state["version"]
+    progress = events(client.post(f"/v1/catalogues/{name}/warm", json={"stream": True, "ids": ["i1", "i2"]}))
+    assert (progress[-1]["items"], progress[-1]["total"], progress[-1]["done"]) == (2, 2, True)
+    register(client, name, {"i0": "changed"})
+    state = client.get(f"/v1/catalogues/{name}").json()
+    assert state["warmed_version"] != state["version"]
+
+
+ERRORS: dict[str, tuple[str, str, Any, int, str | None]] = {
+    "a bad name": ("PUT", "/v1/catalogues/.hidden", {}, 400, "name"),
+    "a giant name": ("PUT", "/v1/catalogues/" + "a" * 65, {}, 400, "name"),
+    "no item": ("PUT", "/v1/catalogues/new", {"template": "{query}"}, 400, "template"),
+    "the query first": ("PUT", "/v1/catalogues/new", {"template": "{query}{item}"}, 400, "template"),
+    "two items": ("PUT", "/v1/catalogues/new", {"template": "{item}{item}{query}"}, 400, "template"),
+    "a long label": ("PUT", "/v1/catalogues/new", {"labels": ["not one token"]}, 400, "labels[0]"),
+    "an unknown model": ("PUT", "/v1/catalogues/new", {"model": "nobody"}, 404, "model"),
+    "an unknown catalogue": ("PUT", "/v1/catalogues/nobody/items", [{"id": "a", "text": "b"}], 404, "catalogue"),
+    "no items": ("PUT", "/v1/catalogues/NAME/items", [], 400, "items"),
+    "a giant id": ("PUT", "/v1/catalogues/NAME/items", [{"id": "a" * 129, "text": "b"}], 400, "items[0].id"),
+    "a strange id": ("PUT", "/v1/catalogues/NAME/items", [{"id": "a", "text": ""}, {"id": "a b", "text": ""}], 400, "items[1].id"),
+    "text and ids": ("PUT", "/v1/catalogues/NAME/items", [{"id": "a", "text": "b", "token_ids": [1]}], 400, "items[0]"),
+    "neither": ("PUT", "/v1/catalogues/NAME/items", [{"id": "a"}], 400, "items[0]"),
+    "another field": ("PUT", "/v1/catalogues/NAME/items", [{"id": "a", "text": "b", "c": 1}], 400, "items[0].c"),
+    "an unknown token": ("PUT", "/v1/catalogues/NAME/items", [{"id": "a", "token_ids": [10**6]}], 400, "items[0].token_ids[0]"),
+    "a huge item": (
+        "PUT",
+        "/v1/catalogues/NAME/items",
+        [{"id": "a", "text": "b"}, {"id": "h", "text": "fox " * 9000}],
+        400,
+        "items[1]",
+    ),
+    "too many": ("PUT", "/v1/catalogues/NAME/items", [{"id": f"i{each}", "text": "b"} for each in range(2001)], 400, "items"),
+    "no JSON": ("PUT", "/v1/catalogues/NAME/items", "hello", 400, None),
+    "an empty catalogue name": ("POST", "/v1/score", {"catalogue": "", "ids": ["a"]}, 404, "catalogue"),
+    "no ids": ("POST", "/v1/score", {"catalogue": "NAME"}, 400, "ids"),
+    "empty ids": ("POST", "/v1/score", {"catalogue": "NAME", "ids": []}, 400, "ids"),
+    "too many ids": ("POST", "/v1/score", {"catalogue": "NAME", "ids": ["a"] * 10_001}, 400, "ids"),
+    "unknown ids": ("POST", "/v1/score", {"catalogue": "NAME", "ids": ["u"] * 10_000}, 404, "ids[0]"),
+    "items too": ("POST", "/v1/score", {"catalogue": "NAME", "ids": ["known"], "items": ["a"]}, 400, "items"),
+    "no labels": ("POST", "/v1/score", {"catalogue": "NAME", "ids": ["known"], "labels": None}, 400, "labels"),
+    "likelihoods": ("POST", "/v1/score", {"catalogue": "NAME", "ids": ["known"], "readout": "likelihood"}, 400, "readout"),
+    "ids alone": ("POST", "/v1/score", {"items": ["a"], "ids": ["known"]}, 400, "ids"),
+    "another model": ("POST", "/v1/score", {"catalogue": "NAME", "ids": ["known"], "model": "nobody"}, 404, "model"),
+    "ranks without labels": ("POST", "/v1/rerank", {"catalogue": "NAME", "ids": ["known"]}, 400, "labels"),
+    "a bad limit": ("GET", "/v1/catalogues/NAME/items?limit=0", None, 400, "limit"),
+    "a bad page": ("GET", "/v1/catalogues/NAME/items?after=x", None, 400, "after"),
+    "no id to delete": ("DELETE", "/v1/catalogues/NAME/items", None, 400, None),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_the_field(client: httpx.Client, shared_name: str, case: str) -> None:
+    method, path, body, status, param = ERRORS[case]
+    path = path.replace("NAME", shared_name)
+    if isinstance(body, dict):
+        body = {key: shared_name if value == "NAME" else value for key, value in body.items()}
+        if path == "/v1/score":
+            body = {"query": QUERY, "labels": [" Yes"]} | body
+        elif path == "/v1/rerank":
+            body = {"query": QUERY} | body
+    content = body if isinstance(body, str) else None if body is None else json.dumps(body)
+    answer = client.request(method, path, content=content, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+@pytest.fixture(scope="module")
+def shared_name(served: tuple[FakeEngine, httpx.Client]) -> str:
+    name = next(names)
+    create(served[1], name).raise_for_status()
+    register(served[1], name, {"known": "text"})
+    return name
+
+
+def test_a_catalogue_keeps_its_form(client: httpx.Client, name: str) -> None:
+    assert create(client, name).status_code == 200
+    refused = create(client, name, template="{item} {query}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
+    assert name in [each["id"] for each in client.get("/v1/catalogues").json()["data"]]
+
+
+def test_updates_race_with_scores(client: httpx.Client, name: str) -> None:
+    """A score is that of a text that was current at some moment of its request: never of an earlier one."""
+    texts = [f"fox {number}" for number in range(25)]
+    rows = [expected(ids(text + QUERY)) for text in texts]
+    register(client, name, {"a": texts[0]})
+    state = {"confirmed": 0, "sent": 0}
+
+    def read() -> int:
+        reads = 0
+        with httpx.Client(base_url=client.base_url, timeout=20) as own:
+            while state["confirmed"] < len(texts) - 1:
+                least = state["confirmed"]
+                (row,) = score(own, name, ["a"]).raise_for_status().json()["scores"]
+                assert any(row == pytest.approx(rows[place]) for place in range(least, state["sent"] + 1))
+                reads += 1
+        return reads
+
+    with ThreadPoolExecutor(3) as pool:
+        readers = [pool.submit(read) for _ in range(3)]
+        for place in range(1, len(texts)):
+            state["sent"] = place
+            register(client, name, {"a": texts[place]})
+            state["confirmed"] = place
+            (row,) = score(client, name, ["a"]).raise_for_status().json()["scores"]
+            assert row == pytest.approx(rows[place])
+        assert all(reader.result() > 3 for reader in readers)
+
+
+def test_items_go_to_the_replica_that_the_warm_up_chose() -> None:
+    engines = [FakeEngine(prefixes=PrefixCache()) for _ in range(3)]
+    with gateways() as start:
+        client = start(*engines)
+        create(client, "shop").raise_for_status()
+        items = {f"i{place}": f"the quick brown fox {place} jumps" for place in range(60)}
+        register(client, "shop", items)
+        client.post("/v1/catalogues/shop/warm", json={}).raise_for_status()
+        warmed = [sum(len(asked.lengths) // 4 for asked in engine.item_scores) for engine in engines]
+        assert min(warmed) > 5
+        assert sum(warmed) == 60
+        # The query's first token joins the last one of each item, so rows differ from those of the warm-up.
+        answer = score(client, "shop", list(items), "es over").raise_for_status().json()
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        least = sum(len(ids(text)) - 3 for text in items.values())
+        assert cached >= least
+
+
+@pytest.mark.redis
+def test_without_redis_a_request_is_answered_503() -> None:
+    engine = FakeEngine()
+    with gateways() as start, RedisServer.start() as redis:
+        client = start(engine, redis_url=redis.url, redis_seconds=1)
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+        create(client, "shop").raise_for_status()
+        register(client, "shop", {"a": "one"})
+        score(client, "shop", ["a"]).raise_for_status()
+        redis.kill()
+        for answer in (score(client, "shop", ["a"]), client.put("/v1/catalogues/shop/items", json=[{"id": "b", "text": "c"}])):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+            assert answer.headers["retry-after"] == "1"
+        plain = {"query": "a", "items": ["b"], "label_token_ids": [5]}
+        assert client.post("/v1/score", json=plain).status_code == 200, "other requests need no Redis"

@@ -1,0 +1,100 @@
+"""``yardstick catalogue``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.commands import catalogue as command
+from gateway.commands.catalogue import Access, Form, Load
+from gateway.commands.errors import CommandError
+from tests.fakes import FakeEngine
+from tests.gateway.conftest import Start
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps({"id": f"sku-{number}", "text": f"fox {number}"}) + "\n" for number in range(100)))
+    return path
+
+
+def load(client: httpx.Client, file: Path, **changes: Any) -> None:
+    given: dict[str, Any] = {
+        "file": file,
+        "catalogue": "shop",
+        "url": str(client.base_url),
+        "api_key": None,
+        "form": Form(None, ["{item}", "{query}"], [" Yes", " No"], None),
+        "id_column": "id",
+        "text_column": "text",
+        "batch": 7,
+        "concurrency": 3,
+        "retry_seconds": 30.0,
+        "start_row": 1,
+    }
+    command.load(Load(**given | changes))
+
+
+def test_a_file_is_loaded_once(client: httpx.Client, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load(client, file)
+    assert "shop: 100 added, 0 changed, 0 unchanged" in capsys.readouterr().err
+    load(client, file, batch=50)
+    assert "shop: 0 added, 0 changed, 100 unchanged" in capsys.readouterr().err
+    csv = file.with_suffix(".csv")
+    csv.write_text("sku,title\nsku-1,changed\nsku-100,new\n")
+    load(client, csv, id_column="sku", text_column="title", form=Form(None, None, None, None))
+    assert "shop: 1 added, 1 changed, 0 unchanged" in capsys.readouterr().err
+    access = Access(str(client.base_url), None)
+    command.status(access, "shop")
+    assert json.loads(capsys.readouterr().out)["items"] == 101
+    command.warm(access, "shop")
+    assert "101 items are warm" in capsys.readouterr().err
+    command.delete(access, "shop")
+    with pytest.raises(CommandError, match="does not exist"):
+        command.status(access, "shop")
+
+
+def test_a_load_that_breaks_off_tells_how_to_continue(client: httpx.Client, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:40], json.dumps({"id": "long", "text": "fox " * 9000}), *lines[40:]]))
+    with pytest.raises(CommandError, match=r"rows 36 to 42: the server refused: .*items\[5\].*--start-row \d+") as broken:
+        load(client, file, concurrency=1)
+    row = int(str(broken.value).rpartition(" ")[2])
+    assert row == 36
+    file.write_text("\n".join(lines))
+    load(client, file, start_row=row)
+    assert "shop: 65 added, 0 changed, 0 unchanged" in capsys.readouterr().err
+    file.write_text('{"id": "no text"}')
+    with pytest.raises(CommandError, match="row 1: the column 'text' holds no text"):
+        load(client, file)
+    file.write_text('{"id": "a space", "text": "a"}')
+    with pytest.raises(CommandError, match=r"row 1: .*regex"):
+        load(client, file, id_column="id")
+    command.delete(Access(str(client.base_url), None), "shop")
+
+
+def test_a_busy_server_is_asked_again(start: Start, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = {"name": "me", "sha256": hashlib.sha256(b"secret").hexdigest(), "concurrency": 1}
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}))
+    client = start(FakeEngine(), api_keys_file=tmp_path / "keys.json")
+    load(client, file, api_key="secret", concurrency=4, batch=20)
+    assert "100 added" in capsys.readouterr().err
+    with pytest.raises(CommandError, match="valid API key"):
+        command.status(Access(str(client.base_url), None), "shop")
+
+
+def test_the_command_line(client: httpx.Client, file: Path) -> None:
+    options = ["load", str(file), "--catalogue", "other", "--url", str(client.base_url), "--template", "{item}{query}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway.cli", "catalogue", *options], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, "100 added" in done.stderr) == (0, True), done.stderr
+    command.delete(Access(str(client.base_url), None), "other")

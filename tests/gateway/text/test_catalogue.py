@@ -1,0 +1,67 @@
+"""Tokens of stored items and queries are those of the joined texts, for every kind of tokeniser."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.catalogues.record import digest_of, expiry_of, packed, row_of, tokens_of, with_expiry
+from gateway.text.bounds import UNBOUND
+from gateway.text.catalogue import Frame, Template, TemplateError
+from gateway.text.tokenizer import Tokenizer
+
+TEMPLATES = [
+    Template(),
+    Template(("{item} {query}",)),
+    Template(("Item: {item}\nQuestion:{query}\nAnswer:",)),
+    Template(("a{item}b{query}c",), add_special_tokens=False),
+]
+texts = st.lists(
+    st.sampled_from(["wood", "en", " ", "\n", "the", "The", "é", "👟", "5", "1", ".", "a", "'s", " table", "\u0301"]), max_size=6
+).map("".join)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(TEMPLATES), st.lists(texts, min_size=1, max_size=5), texts)
+def test_tokens_are_those_of_the_joined_text(tokenizer: Tokenizer, template: Template, items: list[str], query: str) -> None:
+    frame = Frame(template, tokenizer)
+    stored = frame.store(items, 1000)
+    tails = list(dict.fromkeys(each.tail for each in stored))
+    rows, suffix = frame.seams(tails, query, 1000, UNBOUND)
+    for item, each in zip(items, stored, strict=True):
+        text = template.pieces[0].replace("{item}", item).replace("{query}", query)
+        expected = tokenizer.encode(text, add_special_tokens=template.add_special_tokens, parse_special_tokens=False)
+        assert [*each.ids, *rows[tails.index(each.tail)], *suffix] == expected
+
+
+def test_a_template_with_a_safe_cut_has_one_tail(byte_tokenizer: Tokenizer) -> None:
+    frame = Frame(Template(("{item}\nQuestion:{query}",)), byte_tokenizer)
+    stored = frame.store(["red shoes", "oak", "an old table"], 100)
+    assert {each.tail for each in stored} == {"Question:"}
+    rows, suffix = frame.seams(["Question:"], " is it red", 100, UNBOUND)
+    assert byte_tokenizer.encode(" is it red", add_special_tokens=False) == suffix[-len(suffix) :]
+    assert rows == [byte_tokenizer.encode("Question:", add_special_tokens=False)]
+    pieces = Frame(Template(("{item}", "?{query}")), byte_tokenizer)
+    assert {each.tail for each in pieces.store(["red shoes", "oak"], 100)} == {""}
+
+
+@pytest.mark.parametrize(
+    "pieces", [("{item}",), ("{query}{item}",), ("{query}", "{item}"), ("{item}{item}{query}",), ("{item}", "{item}{query}")]
+)
+def test_templates_that_cannot_be_used(byte_tokenizer: Tokenizer, pieces: tuple[str, ...]) -> None:
+    with pytest.raises(TemplateError):
+        Frame(Template(pieces), byte_tokenizer)
+
+
+def test_records_keep_their_content() -> None:
+    record = packed([1, 2, 70_000], "é\n")
+    later = with_expiry(record, 12_345)
+    for each in (record, later):
+        ids, tail = row_of(each)
+        assert (ids.tolist(), tail.decode()) == ([1, 2, 70_000], "é\n")
+        assert ids.place == int.from_bytes(digest_of(record)[:8], "little")
+        assert tokens_of(each) == 3
+    assert (expiry_of(record), expiry_of(later)) == (0, 12_345)
+    # ids and tail of equal bytes are kept apart
+    assert digest_of(packed([0x61616161], "")) != digest_of(packed([], "aaaa"))

@@ -51,6 +51,8 @@ class Record(msgspec.Struct, gc=False, omit_defaults=True):
     failure: Failure | None = None
     detail: str = ""
     """For a failure: the message of the server or the operating system."""
+    turn: int = 0
+    """Place in a conversation of several turns, from 0."""
     items: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -55,6 +55,7 @@ def as_json(results: Results) -> str:
         ],
         **results.total.as_json(),
         "workloads": {summary.title: summary.as_json() for summary in results.workloads},
+        "stages": {summary.title: summary.as_json() for summary in results.stages},
         "lagging": results.lagging is not None,
         "retry_after_answers": results.retry_after,
         "workers": len(results.run.infos),
@@ -68,7 +69,8 @@ def as_json(results: Results) -> str:
 def heading(run: Run) -> str:
     """Return a line that describes the run."""
     scenario = run.scenario
-    arrivals = ", ".join(f"{name} {value}" for name, value in scenario["arrivals"].items() if name != "kind")
+    stages = [f"{stage['rate']:g}/s for {stage['seconds']:g} s" for stage in scenario["arrivals"].get("stages", [])]
+    arrivals = ", ".join(stages or (f"{name} {value}" for name, value in scenario["arrivals"].items() if name != "kind"))
     workers = f", {len(run.infos)} workers" if len(run.infos) > 1 else ""
     kind, seconds, target = scenario["arrivals"]["kind"], scenario["duration_s"], scenario["target"]["url"]
     return f"{scenario['name']}: {kind} arrivals ({arrivals}) for {seconds:g} s at {target}{workers}"
@@ -138,6 +140,23 @@ def time_rows(results: Results) -> Iterator[tuple[str, ...]]:
 TIMES = ("workload", "ms", "P50", "P90", "P99", "max")
 
 
+def stage_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Yield the main numbers of each stage, times in milliseconds."""
+    for summary in results.stages:
+        times = ("latency_p50", "latency_p90", "latency_p99", "ttft_p99")
+        yield (
+            summary.title,
+            str(summary.requests),
+            str(summary.requests - summary.succeeded),
+            f"{summary.rate(summary.succeeded):.1f}",
+            f"{summary.rate(summary.good):.1f}",
+            *(f"{1000 * summary.values[name]:.1f}" if name in summary.values else "–" for name in times),
+        )
+
+
+STAGES = ("stage", "sent", "failed", "requests/s", "goodput/s", "P50 ms", "P90 ms", "P99 ms", "TTFT P99 ms")
+
+
 def _milliseconds(summary: Summary, name: str) -> list[str]:
     values = summary.values
     return [f"{1000 * values[f'{name}_{column}']:.1f}" for column in _COLUMNS]
@@ -145,18 +164,20 @@ def _milliseconds(summary: Summary, name: str) -> list[str]:
 
 def _parts(results: Results) -> Iterator[RenderableType]:
     yield Text(heading(results.run))
-    yield _table(AMOUNTS, amount_rows(results), left=1)
-    yield _table(TIMES, time_rows(results), left=2)
+    yield table(AMOUNTS, amount_rows(results), left=1)
+    yield table(TIMES, time_rows(results), left=2)
+    if results.stages:
+        yield table(STAGES, stage_rows(results), left=1)
     failures = [(kind, str(count), example) for kind, count, example in failure_rows(results.run)]
     if failures:
-        yield _table(("failure", "count", "for example"), failures, left=1)
+        yield table(("failure", "count", "for example"), failures, left=1)
     for warning in warnings(results):
         yield Text(f"! {warning}")
     for verdict in results.verdicts:
         yield Text(f"{'PASS' if verdict.met else 'FAIL'}  {verdict.objective.text}: {told(verdict)}")
 
 
-def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]], left: int) -> Table:
+def table(headings: Sequence[str], rows: Iterable[tuple[str, ...]], left: int) -> Table:
     """Create a table. ``left``: number of columns with words; the others hold numbers and are right-aligned."""
     table = Table()
     for place, name in enumerate(headings):

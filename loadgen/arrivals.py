@@ -85,7 +85,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="stages"):
     """Independent users whose number changes in steps: Poisson, with the rate of each stage in turn."""
 
-    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=1000)]
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=100)]
 
     def schedule(self, rng: Random, share: Share) -> Iterator[float]:
         """Yield the arrivals of all stages: those of a unit Poisson process, mapped by the inverse of the expected number."""

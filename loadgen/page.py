@@ -11,7 +11,20 @@ from datetime import UTC, datetime
 
 from loadgen.plots import Chart, Series
 from loadgen.records import Record
-from loadgen.report import AMOUNTS, STAGES, TIMES, amount_rows, failure_rows, heading, stage_rows, time_rows, told, warnings
+from loadgen.report import (
+    AMOUNTS,
+    METRICS,
+    STAGES,
+    TIMES,
+    amount_rows,
+    failure_rows,
+    heading,
+    metric_rows,
+    stage_rows,
+    time_rows,
+    told,
+    warnings,
+)
 from loadgen.statistics import Results, percentile
 
 _BUCKETS = 120
@@ -44,6 +57,7 @@ def page(results: Results) -> str:
         html_table(AMOUNTS, amount_rows(results)),
         html_table(TIMES, time_rows(results)),
         html_table(STAGES, stage_rows(results)),
+        html_table(METRICS, metric_rows(results)),
         html_table(("failure", "count", "for example"), ((kind, str(n), text) for kind, n, text in failure_rows(run))),
         *(chart.svg() for chart in charts(results)),
         details("Scenario", run.scenario),

@@ -56,6 +56,7 @@ def as_json(results: Results) -> str:
         **results.total.as_json(),
         "workloads": {summary.title: summary.as_json() for summary in results.workloads},
         "stages": {summary.title: summary.as_json() for summary in results.stages},
+        "metrics": [msgspec.to_builtins(series) for series in results.series],
         "lagging": results.lagging is not None,
         "retry_after_answers": results.retry_after,
         "workers": len(results.run.infos),
@@ -88,6 +89,8 @@ def warnings(results: Results) -> list[str]:
         found.append("The run was interrupted; the report covers the requests until then.")
     if "exhausted" in results.total.failures:
         found.append("The generator ran out of file descriptors or ports (`exhausted`): raise `ulimit -n`, or use more workers.")
+    unread = {scrape.url: scrape.error for scrape in results.run.scrapes if scrape.error}
+    found += [f"Not all reads of {url} succeeded ({error}); its numbers are incomplete." for url, error in unread.items()]
     return found
 
 
@@ -157,6 +160,40 @@ def stage_rows(results: Results) -> Iterator[tuple[str, ...]]:
 STAGES = ("stage", "sent", "failed", "requests/s", "goodput/s", "P50 ms", "P90 ms", "P99 ms", "TTFT P99 ms")
 
 
+def metric_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Yield the main metrics of the servers: increases of counters, means of histograms, and gauges."""
+    several = len({series.url for series in results.series}) > 1
+    for series in results.series:
+        if series.name.startswith(_SHOWN):
+            more = {
+                "counter": "increase",
+                "mean": f"mean of {series.count}",
+                "gauge": f"mean; at most {series.most:g}" if series.most else "",
+            }
+            yield (f"{series.url} {series.name}" if several else series.name, f"{series.value:.4g}", more[series.kind])
+
+
+METRICS = ("metric", "value", "of the run")
+_SHOWN = (
+    "yardstick_cache_lookups",
+    "yardstick_tokens",
+    "yardstick_items",
+    "yardstick_text_wait_seconds",
+    "yardstick_request_seconds",
+    "yardstick_requests_in_flight",
+    "yardstick_requests_waiting",
+    "yardstick_event_loop_blocked_seconds",
+    "yardstick_engine_wait_seconds",
+    "yardstick_engine_requests_",
+    "yardstick_engine_cached_",
+    "yardstick_engine_computed_tokens",
+    "yardstick_engine_errors",
+    "yardstick_engine_retries",
+    "yardstick_model_requests_waiting",
+)
+"""Beginnings of the names that tables show. ``summary.json`` has all."""
+
+
 def _milliseconds(summary: Summary, name: str) -> list[str]:
     values = summary.values
     return [f"{1000 * values[f'{name}_{column}']:.1f}" for column in _COLUMNS]
@@ -168,6 +205,8 @@ def _parts(results: Results) -> Iterator[RenderableType]:
     yield table(TIMES, time_rows(results), left=2)
     if results.stages:
         yield table(STAGES, stage_rows(results), left=1)
+    if metrics := list(metric_rows(results)):
+        yield table(METRICS, metrics, left=1)
     failures = [(kind, str(count), example) for kind, count, example in failure_rows(results.run)]
     if failures:
         yield table(("failure", "count", "for example"), failures, left=1)

@@ -30,11 +30,8 @@ def prompt(row: Row) -> bytes:
 
 
 def single(row: Row) -> tuple[bytes, tuple[bytes, ...]]:
-    """Return all messages of a row as one request. Of a ShareGPT conversation, only those until the first of the user."""
-    if row.messages and row.prompt is None:
-        return msgspec.json.encode(row.messages)[1:-1], ()
-    first, _ = conversation(row)
-    return first, ()
+    """Return all messages of a row as one request, without later texts."""
+    return (msgspec.json.encode(row.messages)[1:-1], ()) if row.messages else conversation(row)
 
 
 def conversation(row: Row) -> tuple[bytes, tuple[bytes, ...]]:
@@ -43,7 +40,7 @@ def conversation(row: Row) -> tuple[bytes, tuple[bytes, ...]]:
         if not isinstance(row.prompt, str):
             raise ValueError("it has neither `messages` nor `prompt` with a text; add one")
         return message("user", msgspec.json.encode(row.prompt)), ()
-    users = [place for place, message in enumerate(row.messages) if message.get("role") == "user"]
+    users = [place for place, each in enumerate(row.messages) if each.get("role") == "user"]
     if not users:
         raise ValueError("its `messages` have none of the role `user`; add one")
     later = tuple(msgspec.json.encode(row.messages[place].get("content")) for place in users[1:])

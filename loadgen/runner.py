@@ -21,6 +21,7 @@ from loadgen.maker import Maker, Order
 from loadgen.progress import Teller
 from loadgen.records import RECORDS, Record, Run, RunEnd, RunInfo
 from loadgen.scenario import Scenario, as_settings
+from loadgen.scrapes import Scrape, Scraper
 
 
 class Recorder:
@@ -48,9 +49,9 @@ class Recorder:
         self._written += len(new)
         self._write(new)
 
-    def finish(self, interrupted: bool) -> None:
-        """Write the last line."""
-        self._write([RunEnd(interrupted)])
+    def finish(self, interrupted: bool, scrapes: Sequence[Scrape]) -> None:
+        """Write the servers' metrics and the last line."""
+        self._write([*scrapes, RunEnd(interrupted)])
         if self._stream is not None:
             self._stream.close()
 
@@ -69,26 +70,33 @@ def run(scenario: Scenario, share: Share, api_key: str | None, command: str, fol
 async def _run(scenario: Scenario, share: Share, api_key: str | None, command: str, recorder: Recorder) -> Run:
     client = Client(scenario, share, api_key)
     machine = describe()
+    scraper = Scraper(scenario.target.metrics if share.index == 0 else (), scenario.duration_s, client.now)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, client.stop)
     tell = Teller()
     tell.say("making requests")
     async with Maker(Order(scenario, share)) as maker:
+        await scraper.read(0.0)
         info = RunInfo(scenario=as_settings(scenario), started=client.start(), command=command, machine=machine, share=share)
         recorder.begin(info)
         tell.say(f"sending to {scenario.target.url} for {scenario.duration_s:g} s")
-        following = asyncio.create_task(tell.follow(client, scenario.duration_s, recorder))
+        beside = [
+            asyncio.create_task(tell.follow(client, scenario.duration_s, recorder)),
+            asyncio.create_task(scraper.follow()),
+        ]
         try:
             await client.run(maker)
         finally:
-            following.cancel()
-            with suppress(asyncio.CancelledError):
-                await following
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
             tell.end()
+    await scraper.read()
+    scrapes = scraper.results()
     recorder.add(client.records)
-    recorder.finish(client.interrupted)
-    return Run([info], sorted(client.records, key=lambda record: record.scheduled), client.interrupted)
+    recorder.finish(client.interrupted, scrapes)
+    return Run([info], sorted(client.records, key=lambda record: record.scheduled), client.interrupted, scrapes)
 
 
 def _raise_limit() -> None:

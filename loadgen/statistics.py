@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from loadgen.objectives import TIMES, Objective, Verdict, judge
 from loadgen.records import Record, Run
+from loadgen.scrapes import Series, summarise
 
 PERCENTILES = (50.0, 90.0, 99.0)
 LAG_LIMIT = 0.005
@@ -96,6 +98,11 @@ class Results:
     """Number of answers with a Retry-After header."""
     stages: list[Summary] = field(default_factory=list)
     """Numbers of the requests that were due in each stage."""
+
+    @cached_property
+    def series(self) -> list[Series]:
+        """The servers' metrics during the run."""
+        return summarise(self.run.scrapes)
 
     @property
     def passed(self) -> bool:

@@ -210,7 +210,8 @@ class Chat(Generation, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     def _conversations(self, content: Content) -> Iterator[tuple[bytes, tuple[bytes, ...]]]:
         """Yield the first messages as JSON without brackets, and the user's later messages."""
         if self.data is not None:
-            for first, later in content.rows(self.data, rows.single if self.turns == 1 else rows.conversation):
+            whole = self.turns == 1 and self.data.format == "jsonl"
+            for first, later in content.rows(self.data, rows.single if whole else rows.conversation):
                 yield first, later[: draw(self.turns, content.rng) - 1]
         place = 0
         while True:

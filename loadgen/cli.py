@@ -69,6 +69,7 @@ def run(
     api_key_file: ApiKeyFile = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the records and the reports.")] = None,
     worker: Annotated[str, typer.Option(help="INDEX/COUNT: this worker's share of the load; the first index is 0.")] = "0/1",
+    together: Annotated[Path | None, typer.Option(help="Folder that all workers share: start when all are ready.")] = None,
     log_records: Annotated[bool, typer.Option("--log-records", help="Also print the records, for `report -`.")] = False,
 ) -> None:
     """Send the scenario's requests; exit code 1 if an objective is not met."""
@@ -81,7 +82,7 @@ def run(
 
     flags = {"target.url": url, "target.model": model, "arrivals.rate": rate, "duration_s": duration, "seed": seed}
     plan = load(scenario, [*_stages(stages), *(settings or ()), *_given(flags, objectives)])
-    done = start(plan, _share(worker), _key(api_key, api_key_file), _command(), out)
+    done = start(plan, _share(worker), _key(api_key, api_key_file), _command(), out, together)
     results = evaluate(done)
     if log_records:
         for line in to_log(done):

@@ -14,6 +14,7 @@ import msgspec
 import uvloop
 
 from loadgen.arrivals import Share
+from loadgen.barrier import meet
 from loadgen.client import Client
 from loadgen.errors import LoadError
 from loadgen.machine import describe
@@ -34,13 +35,15 @@ class Recorder:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._stream = (folder / RECORDS).open("wb")
+                self._stream = (folder / RECORDS).open("ab")
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise LoadError(f"cannot write to {folder}: {reason}; choose another --out") from None
 
     def begin(self, info: RunInfo) -> None:
-        """Write the first line."""
+        """Write the first line, in place of earlier records: a run that cannot begin leaves them."""
+        if self._stream is not None:
+            self._stream.truncate(0)
         self._write([info])
 
     def add(self, records: Sequence[Record]) -> None:
@@ -61,13 +64,20 @@ class Recorder:
             self._stream.flush()
 
 
-def run(scenario: Scenario, share: Share, api_key: str | None, command: str, folder: Path | None) -> Run:
-    """Run the scenario; SIGINT and SIGTERM end it early with the records so far. Raises :class:`LoadError`."""
+def run(
+    scenario: Scenario, share: Share, api_key: str | None, command: str, folder: Path | None, together: Path | None = None
+) -> Run:
+    """Run the scenario; SIGINT and SIGTERM end it early with the records so far. Raises :class:`LoadError`.
+
+    ``together``: a folder that all workers share, to start when all are ready.
+    """
     _raise_limit()
-    return uvloop.run(_run(scenario, share, api_key, command, Recorder(folder)))
+    return uvloop.run(_run(scenario, share, api_key, command, Recorder(folder), together))
 
 
-async def _run(scenario: Scenario, share: Share, api_key: str | None, command: str, recorder: Recorder) -> Run:
+async def _run(
+    scenario: Scenario, share: Share, api_key: str | None, command: str, recorder: Recorder, together: Path | None
+) -> Run:
     client = Client(scenario, share, api_key)
     machine = describe()
     scraper = Scraper(scenario.target.metrics if share.index == 0 else (), scenario.duration_s, client.now)
@@ -78,6 +88,9 @@ async def _run(scenario: Scenario, share: Share, api_key: str | None, command: s
     tell.say("making requests")
     async with Maker(Order(scenario, share)) as maker:
         await scraper.read(0.0)
+        if together is not None:
+            tell.say("waiting for the other workers")
+            await meet(together, share, lambda: client.interrupted)
         info = RunInfo(scenario=as_settings(scenario), started=client.start(), command=command, machine=machine, share=share)
         recorder.begin(info)
         tell.say(f"sending to {scenario.target.url} for {scenario.duration_s:g} s")

@@ -121,7 +121,7 @@ def search(
     from loadgen.statistics import Results, evaluate
 
     plan, key = Plan(start, most, tolerance, probes, limit), _key(api_key, api_key_file)
-    flags = {"target.url": url, "target.model": model, "duration_s": duration, "seed": seed}
+    flags = {"target.url": url, "target.model": model, "arrivals.rate": start, "duration_s": duration, "seed": seed}
     chosen = load(scenario, [*(settings or ()), *_given(flags, objectives)])
 
     def measure(changed: Scenario, number: int) -> Results:

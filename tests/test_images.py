@@ -28,7 +28,13 @@ def test_they_say_what_they_are(path: str) -> None:
     """In the last step, because a label that changes would make every later layer anew."""
     text = (ROOT / path).read_text()
     end = text[text.rindex("\nCMD ") :]
-    assert set(re.findall(r"org\.opencontainers\.image\.(\w+)=", end)) == {"title", "description", "licenses", "version", "revision"}
+    assert set(re.findall(r"org\.opencontainers\.image\.(\w+)=", end)) == {
+        "title",
+        "description",
+        "licenses",
+        "version",
+        "revision",
+    }
 
 
 def test_the_gateways_has_no_engine_but_the_contract() -> None:

@@ -170,15 +170,15 @@ def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: P
     """As the init containers of pods wait for a Job. The snapshot's directory alone does not end the wait."""
     with hub() as endpoint:
         (tmp_path / "hub/models--me--value/snapshots" / OLD_COMMIT).mkdir(parents=True)
-        waits = download(endpoint, tmp_path, "--wait=60", "me/value@v1", str(tmp_path))
-        late = download(endpoint, tmp_path, "--wait=0.1", "me/value@v1")
-        assert "me/value@v1 was not downloaded within 0.1 s" in late.communicate(timeout=60)[1]
-        assert late.returncode == 1
-        assert waits.poll() is None
-        done = download(endpoint, tmp_path, "me/value@v1")
-        assert (done.wait(60), waits.wait(60)) == (0, 0)
-        missing = download(endpoint, tmp_path, "me/nothing")
-        assert "engine.download: There is no directory and no hub model me/nothing" in missing.communicate(timeout=60)[1]
+        with download(endpoint, tmp_path, "--wait=60", "me/value@v1", str(tmp_path)) as waits:
+            with download(endpoint, tmp_path, "--wait=0.1", "me/value@v1") as late:
+                assert "me/value@v1 was not downloaded within 0.1 s" in late.communicate(timeout=60)[1]
+            assert late.returncode == 1
+            assert waits.poll() is None
+            with download(endpoint, tmp_path, "me/value@v1") as done:
+                assert (done.wait(60), waits.wait(60)) == (0, 0)
+        with download(endpoint, tmp_path, "me/nothing") as missing:
+            assert "engine.download: There is no directory and no hub model me/nothing" in missing.communicate(timeout=60)[1]
         assert missing.returncode == 1
     offline = located("me/value", "http://127.0.0.1:1", tmp_path, "v1")
     assert Path(offline.stdout.splitlines()[-1]).name == OLD_COMMIT

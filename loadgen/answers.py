@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from loadgen.records import Record
-from loadgen.workloads import AnyWorkload, Score
+from loadgen.workloads import AnyWorkload, Embeddings, Rerank, Score
 
 
 class BadAnswer(Exception):
@@ -26,6 +26,26 @@ class _Usage(msgspec.Struct, frozen=True):
 
 class _Scores(msgspec.Struct):
     scores: list[list[float]]
+    usage: _Usage = _Usage()
+
+
+class _Result(msgspec.Struct):
+    index: int
+    relevance_score: float
+
+
+class _Ranking(msgspec.Struct):
+    results: list[_Result]
+    usage: _Usage = _Usage()
+
+
+class _Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
     usage: _Usage = _Usage()
 
 
@@ -63,23 +83,34 @@ class _Refusal(msgspec.Struct):
 
 
 _scores = msgspec.json.Decoder(_Scores)
+_ranking = msgspec.json.Decoder(_Ranking)
+_embeddings = msgspec.json.Decoder(_Embeddings)
 _answer = msgspec.json.Decoder(_Answer)
 _refusal = msgspec.json.Decoder(_Refusal)
 _DETAIL = 200
 """Most characters of an error message that are kept."""
 
 
-async def read(response: aiohttp.ClientResponse, record: Record, workload: AnyWorkload, clock: Callable[[], float]) -> None:
-    """Complete ``record`` from a response with status 200. Raises :class:`BadAnswer`, :class:`StreamFailed`, aiohttp's errors."""
+async def read(response: aiohttp.ClientResponse, record: Record, workload: AnyWorkload, clock: Callable[[], float]) -> str:
+    """Complete ``record`` from a response with status 200, and return the generated text; empty if nothing is generated.
+
+    Raises :class:`BadAnswer`, :class:`StreamFailed` and aiohttp's errors.
+    """
     try:
-        if isinstance(workload, Score):
-            _read_scores(await response.read(), record, workload)
-        elif workload.stream:
-            await _read_stream(response, record, clock)
-        else:
-            _read_answer(await response.read(), record)
+        match workload:
+            case Score():
+                _read_scores(await response.read(), record, workload)
+            case Rerank():
+                _read_ranking(await response.read(), record, workload)
+            case Embeddings():
+                _read_embeddings(await response.read(), record)
+            case _ if workload.stream:
+                return await _read_stream(response, record, clock)
+            case _:
+                return _read_answer(await response.read(), record)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadAnswer(str(error)) from None
+    return ""
 
 
 def reason(body: bytes) -> str:
@@ -101,16 +132,36 @@ def _read_scores(body: bytes, record: Record, workload: Score) -> None:
     record.prompt_tokens = answer.usage.prompt_tokens
 
 
-def _read_answer(body: bytes, record: Record) -> None:
+def _read_ranking(body: bytes, record: Record, workload: Rerank) -> None:
+    answer = _ranking.decode(body)
+    wanted, found = workload.results(record.items), {result.index for result in answer.results}
+    if len(answer.results) != wanted or len(found) != wanted or not all(0 <= index < record.items for index in found):
+        raise BadAnswer(f"{len(answer.results)} results for {len(found)} documents, instead of one for each of {wanted}")
+    record.prompt_tokens = answer.usage.prompt_tokens
+
+
+def _read_embeddings(body: bytes, record: Record) -> None:
+    answer = _embeddings.decode(body)
+    if [entry.index for entry in answer.data] != list(range(record.items)):
+        raise BadAnswer(f"{len(answer.data)} embeddings for {record.items} texts, or another order")
+    lengths = {len(entry.embedding) for entry in answer.data}
+    if len(lengths) != 1 or 0 in lengths:
+        raise BadAnswer("embeddings of different lengths, or empty ones")
+    record.prompt_tokens = answer.usage.prompt_tokens
+
+
+def _read_answer(body: bytes, record: Record) -> str:
     answer = _answer.decode(body)
     if not answer.choices or any(choice.content is None for choice in answer.choices):
         raise BadAnswer("an answer without text")
     _count(answer.usage, record)
+    return answer.choices[0].content or ""
 
 
-async def _read_stream(response: aiohttp.ClientResponse, record: Record, clock: Callable[[], float]) -> None:
+async def _read_stream(response: aiohttp.ClientResponse, record: Record, clock: Callable[[], float]) -> str:
     events, ended, done = Events(), 0, False
     gaps: list[float] = []
+    texts: list[str] = []
     async for chunk in response.content.iter_any():
         now = clock()
         for event in events.feed(chunk):
@@ -122,6 +173,7 @@ async def _read_stream(response: aiohttp.ClientResponse, record: Record, clock: 
                 raise StreamFailed(answer.error.message[:_DETAIL])
             ended += sum(choice.finish_reason is not None for choice in answer.choices)
             if any(choice.content for choice in answer.choices):
+                texts.append(answer.choices[0].content or "")
                 _mark(record, gaps, now)
             _count(answer.usage, record)
     record.gaps = gaps
@@ -129,6 +181,7 @@ async def _read_stream(response: aiohttp.ClientResponse, record: Record, clock: 
         raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
     if not ended:
         raise BadAnswer("a stream without a finish reason")
+    return "".join(texts)
 
 
 def _mark(record: Record, gaps: list[float], now: float) -> None:

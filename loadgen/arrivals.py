@@ -74,6 +74,31 @@ class Ramp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return 2 * expected / (self.rate + math.sqrt(max(0.0, self.rate**2 + 2 * slope * expected)))
 
 
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a run with one rate."""
+
+    rate: Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
+    """Requests per second of all workers together; 0 is a pause."""
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=10_000_000)]
+
+
+class Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="stages"):
+    """Independent users whose number changes in steps: Poisson, with the rate of each stage in turn."""
+
+    stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=100)]
+
+    def schedule(self, rng: Random, share: Share) -> Iterator[float]:
+        """Yield the arrivals of all stages: those of a unit Poisson process, mapped by the inverse of the expected number."""
+        arrivals = unit_poisson(rng, share.of)
+        expected, begin, before = next(arrivals), 0.0, 0.0
+        for stage in self.stages:
+            until = before + stage.rate * stage.seconds
+            while expected < until:
+                yield begin + (expected - before) / stage.rate
+                expected = next(arrivals)
+            begin, before = begin + stage.seconds, until
+
+
 class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="trace"):
     """Times from a file: ascending seconds, one per line; ``#`` starts a comment. The first is the start of the run."""
 
@@ -125,7 +150,7 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return len(range(share.index, self.clients, share.of))
 
 
-Open = Poisson | Constant | Ramp | Trace
+Open = Poisson | Constant | Ramp | Stages | Trace
 Arrivals = Open | Closed
 
 

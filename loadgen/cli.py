@@ -1,4 +1,4 @@
-"""``yardstick load``: the subcommands run, report and compare."""
+"""``yardstick load``: the subcommands run, search, report and compare."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -35,25 +36,40 @@ def main() -> None:
         sys.exit(2)
 
 
+ScenarioFile = Annotated[Path | None, typer.Argument(help="TOML file; without it, the standard scoring workload.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A value of the scenario, such as arrivals.rate=20; repeat."),
+]
+Url = Annotated[str | None, typer.Option(help="URL of the gateway; the same as --set target.url=…")]
+Model = Annotated[str | None, typer.Option(help="The same as --set target.model=…")]
+Duration = Annotated[float | None, typer.Option(help="Seconds; the same as --set duration_s=…")]
+Seed = Annotated[int | None, typer.Option(help="The same as --set seed=…")]
+Objectives = Annotated[
+    list[str] | None, typer.Option("--objective", help="Replaces the scenario's objectives, such as 'p99 <= 500ms'; repeat.")
+]
+ApiKey = Annotated[str | None, typer.Option(envvar=KEY_VARIABLES, help="API key, if the gateway needs one.")]
+ApiKeyFile = Annotated[Path | None, typer.Option(help="File that has the key in its first line.")]
+
+
 @app.command()
 def run(
-    scenario: Annotated[Path | None, typer.Argument(help="TOML file; without it, the standard scoring workload.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A value of the scenario, such as arrivals.rate=20; repeat."),
-    ] = None,
-    url: Annotated[str | None, typer.Option(help="URL of the gateway; the same as --set target.url=…")] = None,
-    model: Annotated[str | None, typer.Option(help="The same as --set target.model=…")] = None,
+    scenario: ScenarioFile = None,
+    settings: Settings = None,
+    url: Url = None,
+    model: Model = None,
     rate: Annotated[float | None, typer.Option(help="Requests a second; the same as --set arrivals.rate=…")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds; the same as --set duration_s=…")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same as --set seed=…")] = None,
-    objective: Annotated[
-        list[str] | None, typer.Option(help="Replaces the scenario's objectives, such as 'p99 <= 500ms'; repeat.")
+    stages: Annotated[
+        str | None, typer.Option(metavar="RATE:TIME,…", help="Rates in turn, such as 10:30s,50:2m,10:30s, in place of --rate.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar=KEY_VARIABLES, help="API key, if the gateway needs one.")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File that has the key in its first line.")] = None,
+    duration: Duration = None,
+    seed: Seed = None,
+    objectives: Objectives = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the records and the reports.")] = None,
     worker: Annotated[str, typer.Option(help="INDEX/COUNT: this worker's share of the load; the first index is 0.")] = "0/1",
+    together: Annotated[Path | None, typer.Option(help="Folder that all workers share: start when all are ready.")] = None,
     log_records: Annotated[bool, typer.Option("--log-records", help="Also print the records, for `report -`.")] = False,
 ) -> None:
     """Send the scenario's requests; exit code 1 if an objective is not met."""
@@ -65,11 +81,8 @@ def run(
     from loadgen.statistics import evaluate
 
     flags = {"target.url": url, "target.model": model, "arrivals.rate": rate, "duration_s": duration, "seed": seed}
-    given = [f"{key}={_toml(value)}" for key, value in flags.items() if value is not None]
-    if objective:
-        given.append(f"objectives=[{', '.join(map(_toml, objective))}]")
-    plan = load(scenario, [*(settings or ()), *given])
-    done = start(plan, _share(worker), _key(api_key, api_key_file), _command(), out)
+    plan = load(scenario, [*_stages(stages), *(settings or ()), *_given(flags, objectives)])
+    done = start(plan, _share(worker), _key(api_key, api_key_file), _command(), out, together)
     results = evaluate(done)
     if log_records:
         for line in to_log(done):
@@ -78,6 +91,51 @@ def run(
         write_reports(results, out)
     show(results)
     raise typer.Exit(not results.passed)
+
+
+@app.command()
+def search(
+    scenario: ScenarioFile = None,
+    settings: Settings = None,
+    url: Url = None,
+    model: Model = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of each run; the same as --set duration_s=…")] = None,
+    seed: Seed = None,
+    objectives: Objectives = None,
+    start: Annotated[float, typer.Option(help="First rate, in requests a second.")] = 1.0,
+    most: Annotated[float, typer.Option(help="Highest rate that is tried.")] = 10_000.0,
+    tolerance: Annotated[float, typer.Option(help="Largest relative gap between the rate and a rate that is too high.")] = 0.05,
+    probes: Annotated[int, typer.Option(help="Most runs.")] = 20,
+    limit: Annotated[float, typer.Option(help="Most seconds of all runs.")] = 1200.0,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result, and for each run's records and reports.")] = None,
+) -> None:
+    """Search for the highest rate that meets the objectives; exit code 1 if no rate does, or if a signal ends the search."""
+    from loadgen import found as reports
+    from loadgen.files import write_reports
+    from loadgen.runner import run as send
+    from loadgen.scenario import Scenario, load
+    from loadgen.search import Plan
+    from loadgen.search import search as find
+    from loadgen.statistics import Results, evaluate
+
+    plan, key = Plan(start, most, tolerance, probes, limit), _key(api_key, api_key_file)
+    flags = {"target.url": url, "target.model": model, "arrivals.rate": start, "duration_s": duration, "seed": seed}
+    chosen = load(scenario, [*(settings or ()), *_given(flags, objectives)])
+
+    def measure(changed: Scenario, number: int) -> Results:
+        folder = out / f"run-{number:02}" if out is not None else None
+        results = evaluate(send(changed, Share(), key, _command(), folder))
+        if folder is not None:
+            write_reports(results, folder)
+        return results
+
+    found = find(chosen, plan, _command(), measure)
+    if out is not None:
+        reports.write(found, out)
+    reports.show(found)
+    raise typer.Exit(found.rate is None or found.reason == "interrupted")
 
 
 @app.command()
@@ -117,6 +175,24 @@ def compare(
 def _toml(value: str | float) -> str:
     """Return ``value`` in TOML syntax; a JSON string is a TOML string."""
     return json.dumps(value)
+
+
+def _given(flags: Mapping[str, str | float | None], objectives: list[str] | None) -> list[str]:
+    """Return the settings that flags stand for."""
+    given = [f"{key}={_toml(value)}" for key, value in flags.items() if value is not None]
+    return [*given, f"objectives=[{', '.join(map(_toml, objectives))}]"] if objectives else given
+
+
+def _stages(text: str | None) -> list[str]:
+    """Return settings for ``--stages``."""
+    if text is None:
+        return []
+    found = [re.fullmatch(r"(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)(s|m)", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise LoadError(f"--stages {text}: write it as RATE:TIME,…, such as 10:30s,50:2m: requests a second, and s or m")
+    pairs = [(float(one[1]), float(one[2]) * (60 if one[3] == "m" else 1)) for one in found if one]
+    parts = ", ".join(f"{{ rate = {rate}, seconds = {seconds} }}" for rate, seconds in pairs)
+    return ["arrivals.kind=stages", f"arrivals.stages=[{parts}]", f"duration_s={sum(seconds for _, seconds in pairs)}"]
 
 
 def _share(text: str) -> Share:

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from loadgen import answers
@@ -17,6 +18,7 @@ from loadgen.arrivals import Closed, Share
 from loadgen.maker import Due, Maker
 from loadgen.records import Failure, Record
 from loadgen.scenario import Scenario
+from loadgen.workloads import Chat, follow_up
 
 SETTLE_SECONDS = 0.1
 """Pause between the last preparation and the first arrival."""
@@ -24,7 +26,13 @@ _TICK = 0.001
 """Shortest sleep in seconds; the event loop's timers are not more accurate."""
 _IDLE_SECONDS = 3.0
 """Idle connections are closed before servers close them (commonly after 5 s); a request sent at that moment would be lost."""
-_PATHS = {"score": "/v1/score", "chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_PATHS = {
+    "score": "/v1/score",
+    "rerank": "/v1/rerank",
+    "embeddings": "/v1/embeddings",
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+}
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS}
 
 
@@ -117,8 +125,7 @@ class Client:
     async def _send_scheduled(self, maker: Maker) -> None:
         while (due := await maker.next()) is not None:
             await self._until(due.scheduled)
-            self.sent += 1
-            self._begin(self._send(due, due.scheduled))
+            self._begin(self._converse(due, due.scheduled))
 
     async def _until(self, due: float) -> None:
         """Wait until ``due``. If it has passed, only let requests that have begun proceed."""
@@ -134,34 +141,51 @@ class Client:
             due = await maker.next()
             if due is None:
                 return
-            self.sent += 1
-            await self._send(due, self.now())
+            await self._converse(due, self.now())
             if pause:
                 await asyncio.sleep(pause)
 
-    async def _send(self, due: Due, scheduled: float) -> None:
-        """Send one request and record its result. Raises nothing."""
-        record = Record(workload=self._titles[due.workload], scheduled=scheduled, sent=self.now(), end=0.0, items=due.items)
+    async def _converse(self, due: Due, scheduled: float) -> None:
+        """Send one request, and after its answer the further turns of its conversation, until one fails."""
+        body, workload = due.body, self._scenario.workloads[due.workload]
+        text = await self._send(due, body, scheduled, 0)
+        if not due.later:
+            return
+        assert isinstance(workload, Chat)
+        for turn, message in enumerate(msgspec.json.decode(due.later, type=list[msgspec.Raw]), 1):
+            if text is None:
+                return
+            if workload.think_s:
+                await asyncio.sleep(workload.think_s)
+            body = follow_up(body, text, bytes(message))
+            text = await self._send(due, body, self.now(), turn)
+
+    async def _send(self, due: Due, body: bytes, scheduled: float, turn: int) -> str | None:
+        """Send one request and record its result. Return the generated text, or None if it failed. Raises nothing."""
+        self.sent += 1
+        title, text = self._titles[due.workload], None
+        record = Record(workload=title, scheduled=scheduled, sent=self.now(), end=0.0, turn=turn, items=due.items)
         try:
-            async with self._session.post(self._urls[due.workload], data=due.body) as response:
+            async with self._session.post(self._urls[due.workload], data=body) as response:
                 record.first_byte = self.now()
                 record.status = response.status
-                await self._read(response, record, due.workload)
+                text = await self._read(response, record, due.workload)
         except asyncio.CancelledError:
             record.failure = "unfinished"
         except (aiohttp.ClientError, TimeoutError, answers.BadAnswer, answers.StreamFailed, OSError) as error:
             record.failure, record.detail = _failure(error, record), self._without_key(str(error))
         record.end = self.now()
         self.records.append(record)
+        return text
 
-    async def _read(self, response: aiohttp.ClientResponse, record: Record, workload: int) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, record: Record, workload: int) -> str | None:
         record.cache = response.headers.get("x-yardstick-cache", "")
         if response.status == 200:
-            await answers.read(response, record, self._scenario.workloads[workload], self.now)
-            return
+            return await answers.read(response, record, self._scenario.workloads[workload], self.now)
         record.failure = "status"
         record.retry_after = _seconds(response.headers.get("retry-after"))
         record.detail = self._without_key(answers.reason(await response.read()))
+        return None
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text

@@ -16,7 +16,7 @@ from loadgen.statistics import Results
 
 def write_reports(results: Results, folder: Path) -> None:
     """Write all files except the records. Raises :class:`LoadError`."""
-    with _writing(folder):
+    with writing(folder):
         (folder / "report.txt").write_text(as_text(results), encoding="utf-8")
         (folder / "report.html").write_text(page(results), encoding="utf-8")
         (folder / "summary.json").write_text(as_json(results) + "\n", encoding="utf-8")
@@ -24,13 +24,14 @@ def write_reports(results: Results, folder: Path) -> None:
 
 def write_records(runs: Sequence[Run], folder: Path) -> None:
     """Write the records of all workers, one after another. Raises :class:`LoadError`."""
-    with _writing(folder), (folder / records.RECORDS).open("wb") as stream:
+    with writing(folder), (folder / records.RECORDS).open("wb") as stream:
         for run in runs:
             stream.writelines(records.lines(run))
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
+    """Create ``folder``, and convert errors of writing to :class:`LoadError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield

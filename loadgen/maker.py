@@ -22,8 +22,8 @@ from loadgen.errors import LoadError
 from loadgen.scenario import Scenario
 from loadgen.workloads import Content
 
-_FRAME = struct.Struct("<dIII")
-"""Due time, index of the workload, number of items, and length of the body that follows."""
+_FRAME = struct.Struct("<dIIII")
+"""Due time, index of the workload, number of items, and the lengths of body and later turns that follow."""
 BUFFER_BYTES = 128 << 20
 BUFFER_REQUESTS = 10_000
 """Bounds on the requests that wait to be sent; creation continues as they are sent. A run starts once one bound is reached."""
@@ -46,6 +46,8 @@ class Due:
     workload: int
     items: int
     body: bytes
+    later: bytes = b""
+    """JSON list of the user's further messages; empty unless the request begins a conversation of several turns."""
 
 
 def make(order: Order) -> Iterator[Due]:
@@ -60,7 +62,8 @@ def make(order: Order) -> Iterator[Due]:
     for scheduled in _times(order):
         place = rng.choices(range(len(sources)), weights)[0]
         ask = next(sources[place])
-        yield Due(scheduled, place, ask.items, ask.body)
+        later = b"[%b]" % b",".join(ask.later) if ask.later else b""
+        yield Due(scheduled, place, ask.items, ask.body, later)
 
 
 def _times(order: Order) -> Iterator[float]:
@@ -118,7 +121,7 @@ class Maker:
             self._news.clear()
             await self._news.wait()
         due = self._ready.popleft()
-        self._bytes -= len(due.body)
+        self._bytes -= len(due.body) + len(due.later)
         if not self._full:
             self._room.set()
         return due
@@ -139,9 +142,10 @@ class Maker:
         assert self._process.stderr is not None
         try:
             while True:
-                scheduled, workload, items, length = _FRAME.unpack(await self._process.stdout.readexactly(_FRAME.size))
-                self._ready.append(Due(scheduled, workload, items, await self._process.stdout.readexactly(length)))
-                self._bytes += length
+                scheduled, workload, items, *lengths = _FRAME.unpack(await self._process.stdout.readexactly(_FRAME.size))
+                body, later = [await self._process.stdout.readexactly(length) for length in lengths]
+                self._ready.append(Due(scheduled, workload, items, body, later))
+                self._bytes += len(body) + len(later)
                 self._news.set()
                 if self._full:
                     self._enough.set()
@@ -159,8 +163,8 @@ def main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     try:
         for due in make(order):
-            sys.stdout.buffer.write(_FRAME.pack(due.scheduled, due.workload, due.items, len(due.body)))
-            sys.stdout.buffer.write(due.body)
+            sys.stdout.buffer.write(_FRAME.pack(due.scheduled, due.workload, due.items, len(due.body), len(due.later)))
+            sys.stdout.buffer.write(due.body + due.later)
         sys.stdout.buffer.flush()
     except LoadError as error:
         sys.exit(str(error))

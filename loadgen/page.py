@@ -11,7 +11,20 @@ from datetime import UTC, datetime
 
 from loadgen.plots import Chart, Series
 from loadgen.records import Record
-from loadgen.report import AMOUNTS, TIMES, amount_rows, failure_rows, heading, time_rows, told, warnings
+from loadgen.report import (
+    AMOUNTS,
+    METRICS,
+    STAGES,
+    TIMES,
+    amount_rows,
+    failure_rows,
+    heading,
+    metric_rows,
+    stage_rows,
+    time_rows,
+    told,
+    warnings,
+)
 from loadgen.statistics import Results, percentile
 
 _BUCKETS = 120
@@ -41,14 +54,22 @@ def page(results: Results) -> str:
         f"<h1>{title}</h1><p>{html.escape(heading(run))}<br>{began}</p>",
         *(f'<p class="warning">{html.escape(text)}</p>' for text in warnings(results)),
         _verdicts(results),
-        _table(AMOUNTS, amount_rows(results)),
-        _table(TIMES, time_rows(results)),
-        _table(("failure", "count", "for example"), ((kind, str(n), text) for kind, n, text in failure_rows(run))),
+        html_table(AMOUNTS, amount_rows(results)),
+        html_table(TIMES, time_rows(results)),
+        html_table(STAGES, stage_rows(results)),
+        html_table(METRICS, metric_rows(results)),
+        html_table(("failure", "count", "for example"), ((kind, str(n), text) for kind, n, text in failure_rows(run))),
         *(chart.svg() for chart in charts(results)),
-        _details("Scenario", run.scenario),
-        _details("Machine and command", facts),
+        details("Scenario", run.scenario),
+        details("Machine and command", facts),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{_STYLE}</style>'
+    return document(run.scenario["name"], parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """Return a page of ``parts``, which are HTML."""
+    told = html.escape(title)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{told}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
@@ -142,11 +163,13 @@ def _verdicts(results: Results) -> str:
     return f"<ul>{rows}</ul>" if rows else ""
 
 
-def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+def html_table(headings: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table; nothing if it has no rows."""
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in headings)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else ""
 
 
-def _details(title: str, document: object) -> str:
-    return f"<details><summary>{title}</summary><pre>{html.escape(json.dumps(document, indent=1))}</pre></details>"
+def details(title: str, content: object) -> str:
+    """Return a section with JSON that is closed at first."""
+    return f"<details><summary>{title}</summary><pre>{html.escape(json.dumps(content, indent=1))}</pre></details>"

@@ -15,6 +15,7 @@ import msgspec
 
 from loadgen.arrivals import Share
 from loadgen.errors import LoadError
+from loadgen.scrapes import Scrape
 
 Failure = Literal["connect", "exhausted", "lost", "timeout", "status", "bad_body", "cut", "stream_error", "unfinished"]
 """
@@ -51,6 +52,8 @@ class Record(msgspec.Struct, gc=False, omit_defaults=True):
     failure: Failure | None = None
     detail: str = ""
     """For a failure: the message of the server or the operating system."""
+    turn: int = 0
+    """Place in a conversation of several turns, from 0."""
     items: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -108,6 +111,8 @@ class Run(msgspec.Struct):
     records: list[Record]
     interrupted: bool = True
     """Whether some worker did not complete its run."""
+    scrapes: list[Scrape] = []
+    """Metrics of the servers."""
 
     @property
     def scenario(self) -> dict[str, Any]:
@@ -127,7 +132,10 @@ def merge(runs: Sequence[Run]) -> Run:
         raise LoadError(f"there are records of workers {indices}, of {infos[0].share.of}; give those of each worker once")
     start = min(info.started for info in infos)
     records = [_shifted(record, run.infos[0].started - start) for run in runs for record in run.records]
-    return Run(infos, sorted(records, key=lambda record: record.scheduled), any(run.interrupted for run in runs))
+    scrapes = [
+        msgspec.structs.replace(scrape, time=scrape.time + run.infos[0].started - start) for run in runs for scrape in run.scrapes
+    ]
+    return Run(infos, sorted(records, key=lambda record: record.scheduled), any(run.interrupted for run in runs), scrapes)
 
 
 def _shifted(record: Record, by: float) -> Record:
@@ -156,12 +164,13 @@ def read(sources: Sequence[Path]) -> list[Run]:
 def lines(run: Run) -> Iterator[bytes]:
     """Yield the lines of one worker's records, in the file format."""
     (info,) = run.infos
-    for document in (info, *run.records, RunEnd(run.interrupted)):
+    for document in (info, *run.records, *run.scrapes, RunEnd(run.interrupted)):
         yield msgspec.json.encode(document) + b"\n"
 
 
 _run_decoder = msgspec.json.Decoder(RunInfo)
 _end_decoder = msgspec.json.Decoder(RunEnd)
+_scrape_decoder = msgspec.json.Decoder(Scrape)
 _record_decoder = msgspec.json.Decoder(Record)
 
 
@@ -178,6 +187,8 @@ def parse(text: Iterable[bytes], name: str) -> Iterator[Run]:
                 raise LoadError(f"{name} does not begin like a file of records; name one that `yardstick load` has left")
             elif line.startswith(b'{"record":"end"'):
                 run.interrupted = _end_decoder.decode(line).interrupted
+            elif line.startswith(b'{"record":"metrics"'):
+                run.scrapes.append(_scrape_decoder.decode(line))
             else:
                 run.records.append(_record_decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -55,6 +55,8 @@ def as_json(results: Results) -> str:
         ],
         **results.total.as_json(),
         "workloads": {summary.title: summary.as_json() for summary in results.workloads},
+        "stages": {summary.title: summary.as_json() for summary in results.stages},
+        "metrics": [msgspec.to_builtins(series) for series in results.series],
         "lagging": results.lagging is not None,
         "retry_after_answers": results.retry_after,
         "workers": len(results.run.infos),
@@ -68,7 +70,8 @@ def as_json(results: Results) -> str:
 def heading(run: Run) -> str:
     """Return a line that describes the run."""
     scenario = run.scenario
-    arrivals = ", ".join(f"{name} {value}" for name, value in scenario["arrivals"].items() if name != "kind")
+    stages = [f"{stage['rate']:g}/s for {stage['seconds']:g} s" for stage in scenario["arrivals"].get("stages", [])]
+    arrivals = ", ".join(stages or (f"{name} {value}" for name, value in scenario["arrivals"].items() if name != "kind"))
     workers = f", {len(run.infos)} workers" if len(run.infos) > 1 else ""
     kind, seconds, target = scenario["arrivals"]["kind"], scenario["duration_s"], scenario["target"]["url"]
     return f"{scenario['name']}: {kind} arrivals ({arrivals}) for {seconds:g} s at {target}{workers}"
@@ -86,6 +89,8 @@ def warnings(results: Results) -> list[str]:
         found.append("The run was interrupted; the report covers the requests until then.")
     if "exhausted" in results.total.failures:
         found.append("The generator ran out of file descriptors or ports (`exhausted`): raise `ulimit -n`, or use more workers.")
+    unread = {scrape.url: scrape.error for scrape in results.run.scrapes if scrape.error}
+    found += [f"Not all reads of {url} succeeded ({error}); its numbers are incomplete." for url, error in unread.items()]
     return found
 
 
@@ -138,6 +143,57 @@ def time_rows(results: Results) -> Iterator[tuple[str, ...]]:
 TIMES = ("workload", "ms", "P50", "P90", "P99", "max")
 
 
+def stage_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Yield the main numbers of each stage, times in milliseconds."""
+    for summary in results.stages:
+        times = ("latency_p50", "latency_p90", "latency_p99", "ttft_p99")
+        yield (
+            summary.title,
+            str(summary.requests),
+            str(summary.requests - summary.succeeded),
+            f"{summary.rate(summary.succeeded):.1f}",
+            f"{summary.rate(summary.good):.1f}",
+            *(f"{1000 * summary.values[name]:.1f}" if name in summary.values else "–" for name in times),
+        )
+
+
+STAGES = ("stage", "sent", "failed", "requests/s", "goodput/s", "P50 ms", "P90 ms", "P99 ms", "TTFT P99 ms")
+
+
+def metric_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Yield the main metrics of the servers: increases of counters, means of histograms, and gauges."""
+    several = len({series.url for series in results.series}) > 1
+    for series in results.series:
+        if series.name.startswith(_SHOWN):
+            more = {
+                "counter": "increase",
+                "mean": f"mean of {series.count}",
+                "gauge": f"mean; at most {series.most:g}" if series.most else "",
+            }
+            yield (f"{series.url} {series.name}" if several else series.name, f"{series.value:.4g}", more[series.kind])
+
+
+METRICS = ("metric", "value", "of the run")
+_SHOWN = (
+    "yardstick_cache_lookups",
+    "yardstick_tokens",
+    "yardstick_items",
+    "yardstick_text_wait_seconds",
+    "yardstick_request_seconds",
+    "yardstick_requests_in_flight",
+    "yardstick_requests_waiting",
+    "yardstick_event_loop_blocked_seconds",
+    "yardstick_engine_wait_seconds",
+    "yardstick_engine_requests_",
+    "yardstick_engine_cached_",
+    "yardstick_engine_computed_tokens",
+    "yardstick_engine_errors",
+    "yardstick_engine_retries",
+    "yardstick_model_requests_waiting",
+)
+"""Beginnings of the names that tables show. ``summary.json`` has all."""
+
+
 def _milliseconds(summary: Summary, name: str) -> list[str]:
     values = summary.values
     return [f"{1000 * values[f'{name}_{column}']:.1f}" for column in _COLUMNS]
@@ -145,18 +201,22 @@ def _milliseconds(summary: Summary, name: str) -> list[str]:
 
 def _parts(results: Results) -> Iterator[RenderableType]:
     yield Text(heading(results.run))
-    yield _table(AMOUNTS, amount_rows(results), left=1)
-    yield _table(TIMES, time_rows(results), left=2)
+    yield table(AMOUNTS, amount_rows(results), left=1)
+    yield table(TIMES, time_rows(results), left=2)
+    if results.stages:
+        yield table(STAGES, stage_rows(results), left=1)
+    if metrics := list(metric_rows(results)):
+        yield table(METRICS, metrics, left=1)
     failures = [(kind, str(count), example) for kind, count, example in failure_rows(results.run)]
     if failures:
-        yield _table(("failure", "count", "for example"), failures, left=1)
+        yield table(("failure", "count", "for example"), failures, left=1)
     for warning in warnings(results):
         yield Text(f"! {warning}")
     for verdict in results.verdicts:
         yield Text(f"{'PASS' if verdict.met else 'FAIL'}  {verdict.objective.text}: {told(verdict)}")
 
 
-def _table(headings: Sequence[str], rows: Iterable[tuple[str, ...]], left: int) -> Table:
+def table(headings: Sequence[str], rows: Iterable[tuple[str, ...]], left: int) -> Table:
     """Create a table. ``left``: number of columns with words; the others hold numbers and are right-aligned."""
     table = Table()
     for place, name in enumerate(headings):

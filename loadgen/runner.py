@@ -14,6 +14,7 @@ import msgspec
 import uvloop
 
 from loadgen.arrivals import Share
+from loadgen.barrier import meet
 from loadgen.client import Client
 from loadgen.errors import LoadError
 from loadgen.machine import describe
@@ -21,6 +22,7 @@ from loadgen.maker import Maker, Order
 from loadgen.progress import Teller
 from loadgen.records import RECORDS, Record, Run, RunEnd, RunInfo
 from loadgen.scenario import Scenario, as_settings
+from loadgen.scrapes import Scrape, Scraper
 
 
 class Recorder:
@@ -33,13 +35,15 @@ class Recorder:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._stream = (folder / RECORDS).open("wb")
+                self._stream = (folder / RECORDS).open("ab")
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
                 raise LoadError(f"cannot write to {folder}: {reason}; choose another --out") from None
 
     def begin(self, info: RunInfo) -> None:
-        """Write the first line."""
+        """Write the first line, in place of earlier records: a run that cannot begin leaves them."""
+        if self._stream is not None:
+            self._stream.truncate(0)
         self._write([info])
 
     def add(self, records: Sequence[Record]) -> None:
@@ -48,9 +52,9 @@ class Recorder:
         self._written += len(new)
         self._write(new)
 
-    def finish(self, interrupted: bool) -> None:
-        """Write the last line."""
-        self._write([RunEnd(interrupted)])
+    def finish(self, interrupted: bool, scrapes: Sequence[Scrape]) -> None:
+        """Write the servers' metrics and the last line."""
+        self._write([*scrapes, RunEnd(interrupted)])
         if self._stream is not None:
             self._stream.close()
 
@@ -60,35 +64,52 @@ class Recorder:
             self._stream.flush()
 
 
-def run(scenario: Scenario, share: Share, api_key: str | None, command: str, folder: Path | None) -> Run:
-    """Run the scenario; SIGINT and SIGTERM end it early with the records so far. Raises :class:`LoadError`."""
+def run(
+    scenario: Scenario, share: Share, api_key: str | None, command: str, folder: Path | None, together: Path | None = None
+) -> Run:
+    """Run the scenario; SIGINT and SIGTERM end it early with the records so far. Raises :class:`LoadError`.
+
+    ``together``: a folder that all workers share, to start when all are ready.
+    """
     _raise_limit()
-    return uvloop.run(_run(scenario, share, api_key, command, Recorder(folder)))
+    return uvloop.run(_run(scenario, share, api_key, command, Recorder(folder), together))
 
 
-async def _run(scenario: Scenario, share: Share, api_key: str | None, command: str, recorder: Recorder) -> Run:
+async def _run(
+    scenario: Scenario, share: Share, api_key: str | None, command: str, recorder: Recorder, together: Path | None
+) -> Run:
     client = Client(scenario, share, api_key)
     machine = describe()
+    scraper = Scraper(scenario.target.metrics if share.index == 0 else (), scenario.duration_s, client.now)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, client.stop)
     tell = Teller()
     tell.say("making requests")
     async with Maker(Order(scenario, share)) as maker:
+        await scraper.read(0.0)
+        if together is not None:
+            tell.say("waiting for the other workers")
+            await meet(together, share, lambda: client.interrupted)
         info = RunInfo(scenario=as_settings(scenario), started=client.start(), command=command, machine=machine, share=share)
         recorder.begin(info)
         tell.say(f"sending to {scenario.target.url} for {scenario.duration_s:g} s")
-        following = asyncio.create_task(tell.follow(client, scenario.duration_s, recorder))
+        beside = [
+            asyncio.create_task(tell.follow(client, scenario.duration_s, recorder)),
+            asyncio.create_task(scraper.follow()),
+        ]
         try:
             await client.run(maker)
         finally:
-            following.cancel()
-            with suppress(asyncio.CancelledError):
-                await following
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
             tell.end()
+    await scraper.read()
+    scrapes = scraper.results()
     recorder.add(client.records)
-    recorder.finish(client.interrupted)
-    return Run([info], sorted(client.records, key=lambda record: record.scheduled), client.interrupted)
+    recorder.finish(client.interrupted, scrapes)
+    return Run([info], sorted(client.records, key=lambda record: record.scheduled), client.interrupted, scrapes)
 
 
 def _raise_limit() -> None:

@@ -6,12 +6,14 @@ import difflib
 import re
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import msgspec
 
-from loadgen.arrivals import Arrivals, Closed, Constant, Poisson, Ramp, Trace
+from loadgen.arrivals import Arrivals, Closed, Constant, Poisson, Ramp, Stage, Stages, Trace
+from loadgen.data import Data
 from loadgen.distributions import Empirical, LogNormal, Uniform
 from loadgen.errors import LoadError
 from loadgen.objectives import Objective
@@ -33,6 +35,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """False: a new connection for each request, so that a Service spreads them over gateways that start during the run."""
     cache: bool = True
     """False: every request sends `Cache-Control: no-cache`, so that no result comes from the result cache."""
+    metrics: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
+    """URLs of Prometheus metrics of gateways and engines, which are read during the run for the report."""
 
     def __post_init__(self) -> None:
         """Check the URL. Raises :class:`ValueError`, which msgspec reports with the key's path."""
@@ -40,6 +44,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("`url` is not like http://host:port, without a user name, `?` and `#`")
         if self.url.rstrip("/").endswith("/v1"):
             raise ValueError("`url` ends in /v1, which is added to it; leave that out")
+        if not all(re.fullmatch(r"https?://[^/?#@\s]+/[^#\s]*", url) for url in self.metrics):
+            raise ValueError("`metrics` has a URL that is not like http://host:port/metrics, without a user name")
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +55,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int = 0
     """Seed of all random choices: equal seeds give equal requests at equal times."""
     duration_s: Seconds = 30.0
-    """Duration of arrivals in seconds; the run ends when all requests have ended."""
+    """Duration of arrivals in seconds, of all stages by default; the run ends when all requests have ended."""
     warmup_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Requests due before this time, in seconds, are sent and recorded, but left out of the report."""
     target: Target = Target()
@@ -75,14 +81,31 @@ def load(file: Path | None, settings: Sequence[str] = ()) -> Scenario:
     document = _read(file) if file is not None else {"arrivals": {"kind": "poisson", "rate": 1.0}, "workloads": [{"kind": "score"}]}
     for setting in settings:
         _set(document, setting)
-    arrivals = document.get("arrivals")
-    if file is not None and isinstance(arrivals, dict) and isinstance(arrivals.get("file"), str):
-        arrivals["file"] = str(file.parent / arrivals["file"])
+    if file is not None:
+        _locate_files(document, file.parent)
+    _add_duration(document)
     try:
         return msgspec.convert(document, Scenario, strict=True)
     except msgspec.ValidationError as error:
         where = f"{file}: " if file is not None else ""
         raise LoadError(where + _located(str(error), document)) from None
+
+
+def _locate_files(document: dict[str, Any], folder: Path) -> None:
+    """Make the paths of a trace and of data relative to the scenario's folder."""
+    workloads = document.get("workloads")
+    entries = [entry.get("data") for entry in workloads if isinstance(entry, dict)] if isinstance(workloads, list) else []
+    for place in (document.get("arrivals"), *entries):
+        if isinstance(place, dict) and isinstance(place.get("file"), str):
+            place["file"] = str(folder / place["file"])
+
+
+def _add_duration(document: dict[str, Any]) -> None:
+    """Set the duration to that of all stages, unless it is given."""
+    arrivals = document.get("arrivals")
+    if isinstance(arrivals, dict) and arrivals.get("kind") == "stages" and "duration_s" not in document:
+        with suppress(KeyError, TypeError):  # the conversion reports what is wrong
+            document["duration_s"] = float(sum(stage["seconds"] for stage in arrivals["stages"]))
 
 
 def as_settings(scenario: Scenario) -> dict[str, Any]:
@@ -143,7 +166,7 @@ _AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 _KINDS: dict[str, type[msgspec.Struct]] = {
     str(kind.__struct_config__.tag): kind
-    for kind in (*get_args(AnyWorkload), Poisson, Constant, Ramp, Trace, Closed, Uniform, LogNormal, Empirical)
+    for kind in (*get_args(AnyWorkload), Poisson, Constant, Ramp, Stages, Trace, Closed, Uniform, LogNormal, Empirical)
 }
 
 
@@ -166,9 +189,8 @@ def _located(message: str, document: dict[str, Any]) -> str:
 
 def _unknown_key(path: str, name: str, document: dict[str, Any]) -> str:
     """Return the message for an unknown key."""
-    kind: type[msgspec.Struct] = Target if path == "target" else Scenario
-    if path not in ("", "target"):
-        kind = _KINDS[_at(document, path)["kind"]]
+    plain = {"": Scenario, "target": Target, "data": Data, "stages": Stage}.get(path.rpartition(".")[2].partition("[")[0])
+    kind = plain or _KINDS[_at(document, path)["kind"]]
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
     near = difflib.get_close_matches(name, known, 1)
     remedy = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"

@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from loadgen.objectives import TIMES, Objective, Verdict, judge
 from loadgen.records import Record, Run
+from loadgen.scrapes import Series, summarise
 
 PERCENTILES = (50.0, 90.0, 99.0)
 LAG_LIMIT = 0.005
@@ -94,6 +96,13 @@ class Results:
     verdicts: list[Verdict]
     retry_after: int
     """Number of answers with a Retry-After header."""
+    stages: list[Summary] = field(default_factory=list)
+    """Numbers of the requests that were due in each stage."""
+
+    @cached_property
+    def series(self) -> list[Series]:
+        """The servers' metrics during the run."""
+        return summarise(self.run.scrapes)
 
     @property
     def passed(self) -> bool:
@@ -119,7 +128,24 @@ def evaluate(run: Run) -> Results:
         _summary(title, [record for record in counted if record.workload == title], end - warmup, objectives) for title in titles
     ]
     told = sum(record.retry_after is not None for record in counted)
-    return Results(run, total, parts if len(parts) > 1 else [], judge(objectives, total.values), told)
+    return Results(
+        run, total, parts if len(parts) > 1 else [], judge(objectives, total.values), told, _by_stage(run, counted, objectives)
+    )
+
+
+def _by_stage(run: Run, counted: Sequence[Record], objectives: Sequence[Objective]) -> list[Summary]:
+    """Return the numbers of each stage. Its rates count until the last successful answer to its requests."""
+    found: list[Summary] = []
+    begin = 0.0
+    stages = run.scenario["arrivals"].get("stages", [])
+    for place, stage in enumerate(stages, 1):
+        end = begin + stage["seconds"] if place < len(stages) else math.inf  # later turns may be due after the last stage
+        records = [record for record in counted if begin <= record.scheduled < end]
+        start = max(begin, run.scenario["warmup_s"])
+        last = max((record.end for record in records if record.failure is None), default=start)
+        found.append(_summary(f"{place}: {stage['rate']:g}/s for {stage['seconds']:g} s", records, last - start, objectives))
+        begin = end
+    return found
 
 
 def failure_kind(record: Record) -> str:

@@ -1,26 +1,22 @@
-"""Workloads: bodies of requests. Each body is encoded once and depends only on seed, worker and position in the schedule.
-
-Content consists of 65,536 prepared pieces (token ids as decimal digits, or words of four letters), chosen by the bytes of a hash.
-Every body differs, a repeated item has the same bytes again, and a body of 2,000 tokens takes a tenth of a millisecond.
-"""
+"""Workloads: bodies of requests. Each body is encoded once and depends only on seed, worker and position in the schedule."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
-from random import Random
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from loadgen.arrivals import Share
-from loadgen.distributions import Distribution, draw
+from loadgen import rows
+from loadgen.content import Content, Repeats
+from loadgen.data import Data
+from loadgen.distributions import Distribution, draw, most
 
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+VocabSize = Annotated[int, msgspec.Meta(ge=2, le=10_000_000)]
 Input = Literal["tokens", "text"]
-REMEMBERED = 10_000
-"""Number of latest queries, and of latest items of one query, from which repeats are chosen."""
+MOST_TURNS = 100
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -28,7 +24,9 @@ class Ask(msgspec.Struct, frozen=True):
 
     body: bytes
     items: int = 0
-    """Number of items of a score request."""
+    """Number of items, documents or inputs."""
+    later: tuple[bytes, ...] = ()
+    """The user's further messages of a conversation, as JSON strings. ``body`` then ends with its messages."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -40,10 +38,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Name in the report; the kind by default."""
     extra: dict[str, Any] = {}
     """Fields that every body gets unchanged: `priority`, `temperature`, `custom_params` …"""
+    data: Data | None = None
+    """A file with the content of requests, instead of random content."""
 
     @property
     def kind(self) -> str:
-        """Kind of the workload: `score`, `chat` or `completions`."""
+        """Kind of the workload: `score`, `rerank`, `embeddings`, `chat` or `completions`."""
         return str(self.__struct_config__.tag)
 
     @property
@@ -52,26 +52,44 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.name or self.kind
 
 
-class Score(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="score"):
-    """`POST /v1/score`. The default is the standard workload: 10 items of 180 tokens against a query of 120, all distinct."""
+class Ranking(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Common fields of score and rerank: a query, and items that are judged against it."""
 
     query_length: Distribution = 120
-    """Length of the query in tokens, or in words with `input = "text"`."""
+    """Length of the query in tokens, or in words if it is a text."""
     item_length: Distribution = 180
     items: Distribution = 10
     """Items per request."""
+    repeated_queries: Fraction = 0.0
+    """Share of requests that use the query of an earlier request."""
+    repeated_items: Fraction = 0.0
+    """Share of items that an earlier request had; with the same query if that is repeated."""
+
+    def __post_init__(self) -> None:
+        """Check the values. Raises :class:`ValueError`, which msgspec reports with the key's path."""
+        if self.data is not None and (self.repeated_queries or self.repeated_items):
+            raise ValueError("`repeated_queries` and `repeated_items` do not go with `data`; repeat rows in the file")
+
+    def parts(self, content: Content, write: Callable[[str, int], bytes]) -> Iterator[tuple[bytes, bytes, int]]:
+        """Yield the query as JSON, the items as JSON without brackets, and their number. ``write`` makes random content."""
+        if self.data is not None:
+            yield from content.rows(self.data, rows.query_and_items)
+        for query, items in Repeats(self, content.rng):
+            told = b",".join(write(f"item {item}", length) for item, length in items)
+            yield write(f"query {query[0]}", query[1]), told, len(items)
+
+
+class Score(Ranking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="score"):
+    """`POST /v1/score`. The default is the standard workload: 10 items of 180 tokens against a query of 120, all distinct."""
+
     input: Input = "tokens"
-    vocab_size: Annotated[int, msgspec.Meta(ge=2, le=10_000_000)] = 1000
+    vocab_size: VocabSize = 1000
     """Token ids are below this number, which is at most the model's vocabulary size."""
     labels: tuple[str, ...] | None = None
     """Texts of one token each, in place of `label_token_ids`."""
     label_token_ids: tuple[int, ...] = (1, 2)
     apply_softmax: bool = False
     item_first: bool = False
-    repeated_queries: Fraction = 0.0
-    """Share of requests that use the query of an earlier request."""
-    repeated_items: Fraction = 0.0
-    """Share of items that an earlier request had; with the same query if that is repeated."""
 
     @property
     def label_count(self) -> int:
@@ -82,11 +100,53 @@ class Score(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True, tag
         """Yield requests without end."""
         labels = {"labels": self.labels} if self.labels is not None else {"label_token_ids": self.label_token_ids}
         flags = {name: True for name in ("apply_softmax", "item_first") if getattr(self, name)}
-        head = _object({"model": model} if model else {}, labels, flags, self.extra)
+        head = _object(_named(model), labels, flags, self.extra)
         write = content.ids(self.vocab_size) if self.input == "tokens" else content.words
-        for query, items in _Repeats(self, content.rng):
-            told = b",".join(write(f"item {item}", length) for item, length in items)
-            yield Ask(b'%b"query":%b,"items":[%b]}' % (head, write(f"query {query[0]}", query[1]), told), len(items))
+        for query, items, count in self.parts(content, write):
+            yield Ask(b'%b"query":%b,"items":[%b]}' % (head, query, items), count)
+
+
+class Rerank(Ranking, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="rerank"):
+    """`POST /v1/rerank`."""
+
+    top_n: Annotated[int, msgspec.Meta(ge=1, le=100_000)] | None = None
+    """Number of results; all documents by default."""
+
+    def results(self, documents: int) -> int:
+        """Return the number of results for this number of documents."""
+        return documents if self.top_n is None else min(self.top_n, documents)
+
+    def asks(self, content: Content, model: str | None) -> Iterator[Ask]:
+        """Yield requests without end."""
+        head = _object(_named(model), {} if self.top_n is None else {"top_n": self.top_n}, self.extra)
+        for query, documents, count in self.parts(content, content.words):
+            yield Ask(b'%b"query":%b,"documents":[%b]}' % (head, query, documents), count)
+
+
+class Embeddings(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="embeddings"):
+    """`POST /v1/embeddings`."""
+
+    item_length: Distribution = 180
+    items: Distribution = 1
+    """Texts per request."""
+    encoding_format: Literal["float", "base64"] = "base64"
+    """Form of the answer; OpenAI's clients ask for base64."""
+
+    def asks(self, content: Content, model: str | None) -> Iterator[Ask]:
+        """Yield requests without end."""
+        head = _object(_named(model), {"encoding_format": self.encoding_format}, self.extra)
+        for items, count in self._texts(content):
+            yield Ask(b'%b"input":[%b]}' % (head, items), count)
+
+    def _texts(self, content: Content) -> Iterator[tuple[bytes, int]]:
+        if self.data is not None:
+            yield from content.rows(self.data, rows.texts_to_embed)
+        place = 0
+        while True:
+            count = draw(self.items, content.rng)
+            texts = (content.words(f"item {place + each}", draw(self.item_length, content.rng)) for each in range(count))
+            yield b",".join(texts), count
+            place += count
 
 
 class Generation(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,10 +164,15 @@ class Generation(Workload, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt_length: Distribution = 32
     """Length in words, or in tokens with `input = "tokens"` where the kind supports it."""
 
+    def __post_init__(self) -> None:
+        """Check the values. Raises :class:`ValueError`, which msgspec reports with the key's path."""
+        if self.data is not None and self.prompts:
+            raise ValueError("`prompts` does not go with `data`; leave one out")
+
     def common(self, content: Content, model: str | None) -> dict[str, Any]:
         """Return fields of one body; the seed makes the answer repeatable."""
         fields: dict[str, Any] = {"max_tokens": draw(self.max_tokens, content.rng), "seed": content.rng.getrandbits(31)}
-        fields |= {"model": model} if model else {}
+        fields |= _named(model)
         fields |= {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
         return fields | ({"length_guidance": self.length_guidance} if self.length_guidance is not None else {})
 
@@ -123,16 +188,37 @@ class Chat(Generation, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
     system: str | None = None
     """A system message before each prompt."""
+    turns: Distribution = 1
+    """Requests of one conversation; each carries the earlier messages and answers."""
+    think_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    """Pause between an answer and the next turn, in seconds."""
+
+    def __post_init__(self) -> None:
+        """Check the values. Raises :class:`ValueError`, which msgspec reports with the key's path."""
+        super().__post_init__()
+        if most(self.turns) > MOST_TURNS:
+            raise ValueError(f"`turns` is above {MOST_TURNS}; lower it")
 
     def asks(self, content: Content, model: str | None) -> Iterator[Ask]:
-        """Yield requests without end."""
+        """Yield the first requests of conversations, without end."""
         logprobs = {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
-        before = msgspec.json.encode({"role": "system", "content": self.system}) + b"," if self.system is not None else b""
+        before = rows.message("system", msgspec.json.encode(self.system)) + b"," if self.system is not None else b""
+        for first, later in self._conversations(content):
+            head = _object(self.common(content, model), logprobs, self.extra)
+            yield Ask(b'%b"messages":[%b%b]}' % (head, before, first), later=later)
+
+    def _conversations(self, content: Content) -> Iterator[tuple[bytes, tuple[bytes, ...]]]:
+        """Yield the first messages as JSON without brackets, and the user's later messages."""
+        if self.data is not None:
+            whole = self.turns == 1 and self.data.format == "jsonl"
+            for first, later in content.rows(self.data, rows.single if whole else rows.conversation):
+                yield first, later[: draw(self.turns, content.rng) - 1]
         place = 0
         while True:
-            head = _object(self.common(content, model), logprobs, self.extra)
-            yield Ask(b'%b"messages":[%b{"role":"user","content":%b}]}' % (head, before, self.text(content, place)))
-            place += 1
+            turns = draw(self.turns, content.rng)
+            texts = [self.text(content, place + turn) for turn in range(turns)]
+            yield rows.message("user", texts[0]), tuple(texts[1:])
+            place += turns
 
 
 class Completions(Generation, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="completions"):
@@ -140,106 +226,36 @@ class Completions(Generation, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     input: Input = "text"
     """Form of random prompts."""
-    vocab_size: Annotated[int, msgspec.Meta(ge=2, le=10_000_000)] = 1000
+    vocab_size: VocabSize = 1000
     """Token ids are below this number, which is at most the model's vocabulary size."""
 
     def asks(self, content: Content, model: str | None) -> Iterator[Ask]:
         """Yield requests without end."""
         logprobs = {} if self.logprobs is None else {"logprobs": self.logprobs}
+        for prompt in self._prompts(content):
+            yield Ask(b'%b"prompt":%b}' % (_object(self.common(content, model), logprobs, self.extra), prompt))
+
+    def _prompts(self, content: Content) -> Iterator[bytes]:
+        if self.data is not None:
+            yield from content.rows(self.data, rows.prompt)
         write = content.ids(self.vocab_size)
+        ids = self.input == "tokens" and not self.prompts
         place = 0
         while True:
-            head = _object(self.common(content, model), logprobs, self.extra)
-            ids = self.input == "tokens" and not self.prompts
-            length = draw(self.prompt_length, content.rng) if ids else 0
-            yield Ask(b'%b"prompt":%b}' % (head, write(f"prompt {place}", length) if ids else self.text(content, place)))
+            yield write(f"prompt {place}", draw(self.prompt_length, content.rng)) if ids else self.text(content, place)
             place += 1
 
 
-AnyWorkload = Score | Chat | Completions
-Writer = Callable[[str, int], bytes]
+AnyWorkload = Score | Rerank | Embeddings | Chat | Completions
 
 
-class Content:
-    """Random content of one worker and one workload."""
-
-    def __init__(self, seed: int, share: Share, workload: int) -> None:
-        """``workload``: index of the workload in the scenario."""
-        self.rng = share.seed(seed, f"workload {workload}")
-        self._salt = f"{seed} {share.index} {workload}"
-
-    def ids(self, vocab_size: int) -> Writer:
-        """Return a function of a name and a length that writes that many token ids below ``vocab_size``, as a JSON list."""
-        size = 1 << 16
-        order = Random(vocab_size)
-        table = [b"%d" % (index % vocab_size if vocab_size <= size else order.randrange(vocab_size)) for index in range(size)]
-
-        def write(name: str, length: int) -> bytes:
-            return b"[%b]" % b",".join(map(table.__getitem__, self._choices(name, length)))
-
-        return write
-
-    def words(self, name: str, length: int) -> bytes:
-        """Return ``length`` words as a JSON string. It begins with a space, so that words stay whole if texts are joined."""
-        return b'" %b"' % b" ".join(map(_WORDS.__getitem__, self._choices(name, length)))
-
-    def _choices(self, name: str, length: int) -> memoryview:
-        """Return [length] numbers below 65,536, as a function of the name."""
-        digest = hashlib.shake_128(f"{self._salt} {name}".encode()).digest(2 * length)
-        return memoryview(digest).cast("H")
+def follow_up(body: bytes, answer: str, next_text: bytes) -> bytes:
+    """Return the body of the next turn: ``body`` with the answer to it and the user's next message, a JSON string."""
+    return b"%b,%b,%b]}" % (body[:-2], rows.message("assistant", msgspec.json.encode(answer)), rows.message("user", next_text))
 
 
-Part = tuple[int, int]
-"""A query or an item: its number, which determines its content, and its length."""
-
-
-class _Repeats:
-    """Chooses the query and the items of each request: new ones, or earlier ones."""
-
-    def __init__(self, workload: Score, rng: Random) -> None:
-        self._workload = workload
-        self._rng = rng
-        self._count = 0
-        self._queries: list[Part] = []
-        self._asked: dict[Part | None, list[Part]] = {}
-        """Items by the query they were used with; by None if queries never repeat."""
-
-    def __iter__(self) -> Iterator[tuple[Part, list[Part]]]:
-        workload, rng = self._workload, self._rng
-        while True:
-            known = bool(self._queries) and rng.random() < workload.repeated_queries
-            query = rng.choice(self._queries) if known else self._fresh(workload.query_length)
-            if workload.repeated_queries and not known:
-                self._queries.append(query)
-                self._forget()
-            asked = self._asked.setdefault(query if workload.repeated_queries else None, []) if workload.repeated_items else []
-            yield query, self._items(asked)
-
-    def _items(self, asked: list[Part]) -> list[Part]:
-        """Return distinct items of one request; new ones are added to ``asked``."""
-        rng, count = self._rng, draw(self._workload.items, self._rng)
-        wanted = sum(rng.random() < self._workload.repeated_items for _ in range(count)) if asked else 0
-        old = rng.sample(asked, min(len(asked), wanted))
-        fresh = [self._fresh(self._workload.item_length) for _ in range(count - len(old))]
-        items = old + fresh
-        if old:
-            rng.shuffle(items)
-        if self._workload.repeated_items:
-            asked += fresh
-            if len(asked) > 2 * REMEMBERED:
-                del asked[:REMEMBERED]
-        return items
-
-    def _fresh(self, length: Distribution) -> Part:
-        self._count += 1
-        return self._count, draw(length, self._rng)
-
-    def _forget(self) -> None:
-        """Keep only the latest queries and their items."""
-        if len(self._queries) > 2 * REMEMBERED:
-            for query in self._queries[:REMEMBERED]:
-                self._asked.pop(query, None)
-            del self._queries[:REMEMBERED]
+def _named(model: str | None) -> dict[str, str]:
+    return {"model": model} if model else {}
 
 
 def _object(*parts: dict[str, Any]) -> bytes:
@@ -248,9 +264,3 @@ def _object(*parts: dict[str, Any]) -> bytes:
     for part in parts:
         fields |= part
     return msgspec.json.encode(fields)[:-1] + (b"," if fields else b"")
-
-
-_CONSONANTS = "bcdfghjklmnprstv"
-_VOWELS = ("a", "e", "i", "o", "u", "y", "ai", "ea", "ee", "ie", "oa", "oo", "ou", "ay", "ei", "oi")
-_SYLLABLES = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
-_WORDS = [(first + second).encode() for first in _SYLLABLES for second in _SYLLABLES]

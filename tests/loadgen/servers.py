@@ -31,7 +31,8 @@ def serving(handler: Handler) -> Iterator[str]:
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
-                body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))))
+                content = await reader.readexactly(int(headers.get("content-length", 0)))
+                body = json.loads(content) if content else None
                 await handler(Request(head[0].split()[1], headers, body), writer)
                 await writer.drain()
         writer.close()

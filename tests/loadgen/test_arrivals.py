@@ -11,7 +11,7 @@ from statistics import fmean, pstdev, pvariance
 
 import pytest
 
-from loadgen.arrivals import Closed, Constant, Open, Poisson, Ramp, Share, Trace, schedule
+from loadgen.arrivals import Closed, Constant, Open, Poisson, Ramp, Share, Stage, Stages, Trace, schedule
 from loadgen.distributions import Empirical, LogNormal, Uniform, draw
 from loadgen.errors import LoadError
 
@@ -66,6 +66,17 @@ def test_a_ramp_goes_from_one_rate_to_the_other(rate: float, to: float, workers:
         expected = 10 * (rate + (to - rate) * middle / 100)
         assert abs(count - expected) < 5 * math.sqrt(expected), window
     assert arrivals == sorted(arrivals)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_stage_has_its_rate(workers: int) -> None:
+    stages = Stages(stages=(Stage(rate=10, seconds=50), Stage(rate=0, seconds=20), Stage(rate=40, seconds=50)))
+    arrivals = sorted(time for index in range(workers) for time in times(stages, 1000, 1, Share(index, workers)))
+    found = counts(arrivals, 10, 1000)
+    for window, count in enumerate(found):
+        expected = [100] * 5 + [0] * 2 + [400] * 5 + [0] * 88
+        assert abs(count - expected[window]) <= 5 * math.sqrt(expected[window]), window
+    assert times(stages, 60) == [time for time in times(stages, 1000) if time < 60], "a shorter run is its beginning"
 
 
 def test_a_trace_is_replayed(tmp_path: Path) -> None:

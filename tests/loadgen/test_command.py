@@ -216,9 +216,11 @@ def test_the_guides_examples_are_scenarios(tmp_path: Path) -> None:
 
 
 def test_the_guide_has_every_key() -> None:
+    from loadgen.arrivals import Stage
+    from loadgen.data import Data
     from loadgen.scenario import _KINDS, Scenario, Target
 
     guide = (ROOT / "docs" / "load.md").read_text()
-    for kind in (Scenario, Target, *_KINDS.values()):
+    for kind in (Scenario, Target, Data, Stage, *_KINDS.values()):
         for field in kind.__struct_fields__:
             assert f"`{field}`" in guide, f"{kind.__name__}.{field}"

@@ -65,7 +65,7 @@ def test_the_commands_are_of_the_program() -> None:
 
     from loadgen.cli import app
 
-    for folder in (DEPLOY, ROOT / "loadgen" / "deploy-workers"):
+    for folder in (DEPLOY, *(ROOT / "loadgen" / name for name in ("deploy-workers", "deploy-claim"))):
         words = arguments(rendered(folder)["Job"])
         assert words[:3] == ["python", "-m", "loadgen"]
         command = get_command(app).commands[words[3]]  # type: ignore[attr-defined]

@@ -82,6 +82,23 @@ def test_a_warm_up_is_left_out() -> None:
     assert results.total.seconds == pytest.approx(1.2)
 
 
+def test_stages() -> None:
+    settings = ("arrivals.kind=stages", "arrivals.stages=[{rate=2, seconds=4}, {rate=5, seconds=2}]", "warmup_s=1")
+    records = [ok(0.5, 5), *(ok(1 + place / 2, 0.1) for place in range(6)), failed(3.9), ok(4.0, 0.3), ok(5.9, 2.1), ok(7.0, 0.5)]
+    results = evaluate(run_of(records, *settings, 'objectives=["p99 <= 1s"]'))
+    first, second = results.stages
+    assert (first.title, second.title) == ("1: 2/s for 4 s", "2: 5/s for 2 s")
+    assert (first.requests, first.succeeded, second.requests) == (7, 6, 3), "without the warm-up; a late turn is of the last stage"
+    assert first.rate(first.succeeded) == pytest.approx(6 / (3.6 - 1))
+    assert second.rate(second.good) == pytest.approx(2 / 4)
+    assert second.values["latency_max"] == pytest.approx(2.1)
+    told = json.loads(as_json(results))
+    assert told["stages"]["2: 5/s for 2 s"]["latency_max_ms"] == pytest.approx(2100)
+    for text in (as_text(results), page(results)):
+        assert "2: 5/s for 2 s" in text
+    assert "(2/s for 4 s, 5/s for 2 s) for 6 s" in as_text(results).splitlines()[0]
+
+
 def test_streams_and_workloads() -> None:
     def chat(scheduled: float, ttft: float, gap: float) -> Record:
         first = scheduled + ttft

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.arrivals import Closed, Constant, Poisson, Trace
+from loadgen.arrivals import Closed, Constant, Poisson, Stage, Stages, Trace
+from loadgen.cli import _stages
 from loadgen.distributions import LogNormal
 from loadgen.errors import LoadError
 from loadgen.scenario import Scenario, load
@@ -77,17 +78,47 @@ def test_a_trace_lies_beside_its_scenario(tmp_path: Path) -> None:
     assert scenario.arrivals == Trace(file=str(tmp_path / "times.txt"))
 
 
+def test_stages_set_the_duration(tmp_path: Path) -> None:
+    text = '[arrivals]\nkind = "stages"\nstages = [{ rate = 1, seconds = 50 }, { rate = 9, seconds = 7.5 }]\n'
+    scenario = load(write(tmp_path, text))
+    assert scenario.arrivals == Stages(stages=(Stage(rate=1, seconds=50), Stage(rate=9, seconds=7.5)))
+    assert scenario.duration_s == 57.5
+    assert load(write(tmp_path, text), ["duration_s=20"]).duration_s == 20
+    assert load(write(tmp_path, text), ["warmup_s=50"]).warmup_s == 50
+    assert load(None, _stages("10:30s, 0:1m,2.5:1.5s")) == load(
+        None,
+        [
+            "arrivals.kind=stages",
+            "arrivals.stages=[{rate=10, seconds=30}, {rate=0, seconds=60}, {rate=2.5, seconds=1.5}]",
+        ],
+    )
+    for wrong in ("10", "10:30", "10:30s,", "-1:5s", "nan:5s", "1:5h"):
+        with pytest.raises(LoadError, match="write it as RATE:TIME"):
+            _stages(wrong)
+    with pytest.raises(LoadError, match=r"`arrivals\.stages"):
+        load(None, _stages("1:0s"))
+
+
 WRONG = [
     ("duration = 5", "`duration` is not a setting; did you mean `duration_s`?"),
     ("[target]\nurls = 'http://a'", "`target.urls` is not a setting; did you mean `url`?"),
     ("[arrivals]\nkind = 'poisson'\nrate = 1\nqps = 2", "`arrivals.qps` is not a setting; known here: rate"),
+    (
+        "[arrivals]\nkind = 'stages'\nstages = [{rate = 1, second = 2}]",
+        "`arrivals.stages[0].second` is not a setting; did you mean",
+    ),
+    ("[arrivals]\nkind = 'stages'\nstages = []", "`arrivals.stages`"),
+    ("[arrivals]\nkind = 'stages'\nstages = 5", "`arrivals.stages`"),
     ("[arrivals]\nkind = 'poisson'", "`arrivals`: `rate` is missing; add it"),
     ("[arrivals]\nrate = 1", "`arrivals`: `kind` is missing; add it"),
-    ("[arrivals]\nkind = 'poison'\nrate = 1", "known: closed, constant, poisson, ramp, trace"),
+    ("[arrivals]\nkind = 'poison'\nrate = 1", "known: closed, constant, poisson, ramp, stages, trace"),
     ("[arrivals]\nkind = 'poisson'\nrate = 0", "`arrivals.rate`: expected `float` > 0"),
     ("[arrivals]\nkind = 'poisson'\nrate = nan", "`arrivals.rate`"),
     ("[arrivals]\nkind = 'poisson'\nrate = '5'", "`arrivals.rate`: expected `float`, got `str`"),
-    ("[[workloads]]\nkind = 'rerank'", "`workloads[0].kind`: invalid value 'rerank'; known: chat, completions, score"),
+    (
+        "[[workloads]]\nkind = 'rank'",
+        "`workloads[0].kind`: invalid value 'rank'; known: chat, completions, embeddings, rerank, score",
+    ),
     ("[[workloads]]\nkind = 'score'\nitem = 5", "`workloads[0].item` is not a setting; did you mean `items`?"),
     ("[[workloads]]\nkind = 'score'\nitems = 0", "`workloads[0].items`: expected `int` >= 1"),
     ("[[workloads]]\nkind = 'score'\nitems = {kind = 'normal'}", "known: empirical, lognormal, uniform"),

@@ -11,12 +11,15 @@ import pytest
 
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.completions import CompletionRequest
+from gateway.schemas.embeddings import EmbeddingsRequest
+from gateway.schemas.rerank import RerankRequest
 from gateway.schemas.score import ScoreRequest
 from loadgen.arrivals import Constant, Share
+from loadgen.content import Content
 from loadgen.distributions import Uniform
 from loadgen.maker import Order, make
 from loadgen.scenario import Scenario
-from loadgen.workloads import AnyWorkload, Chat, Completions, Content, Score
+from loadgen.workloads import AnyWorkload, Chat, Completions, Embeddings, Rerank, Score
 
 
 def bodies(workload: AnyWorkload, count: int, share: Share | None = None, model: str | None = None) -> list[bytes]:
@@ -47,6 +50,9 @@ def test_token_ids_fill_the_vocabulary(vocab_size: int) -> None:
 WORKLOADS: list[tuple[AnyWorkload, type[msgspec.Struct]]] = [
     (Score(input="text", labels=(" Yes", " No"), apply_softmax=True, item_first=True, extra={"priority": 3}), ScoreRequest),
     (Score(items=Uniform(min=1, max=5)), ScoreRequest),
+    (Rerank(items=3, top_n=2), RerankRequest),
+    (Embeddings(items=Uniform(min=1, max=3)), EmbeddingsRequest),
+    (Chat(turns=3, think_s=1.0), ChatRequest),
     (Chat(logprobs=5, system='Be "brief".', extra={"temperature": 0.5}), ChatRequest),
     (Chat(stream=False, prompts=("Describe: “red” shoes\n",)), ChatRequest),
     (Completions(logprobs=0), CompletionRequest),

@@ -1,0 +1,133 @@
+"""Metrics of servers beside a run: what is computed from them, and pages that cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from loadgen import scrapes
+from loadgen.arrivals import Share
+from loadgen.errors import LoadError
+from loadgen.page import page
+from loadgen.records import Run, lines, merge
+from loadgen.records import parse as parse_records
+from loadgen.report import as_text, metric_rows, warnings
+from loadgen.runner import run
+from loadgen.scenario import load
+from loadgen.scrapes import Scrape, Series, parse, summarise
+from loadgen.statistics import evaluate
+from tests.loadgen.servers import Request, answer, scores, serving
+from tests.loadgen.test_report import ok, run_of
+
+PAGE = """
+# TYPE yardstick_tokens counter
+yardstick_tokens_total{model="a",kind="prompt"} %d
+yardstick_tokens_created 5
+# TYPE yardstick_engine_wait_seconds histogram
+yardstick_engine_wait_seconds_bucket{le="0.1"} 1
+yardstick_engine_wait_seconds_bucket{le="+Inf"} %d
+yardstick_engine_wait_seconds_count %d
+yardstick_engine_wait_seconds_sum %f
+# TYPE yardstick_requests_in_flight gauge
+yardstick_requests_in_flight %d
+# TYPE yardstick_uploads gauge
+yardstick_uploads 0
+# TYPE yardstick_ejections counter
+yardstick_ejections_total 7
+"""
+TOKENS = 'yardstick_tokens_total{kind="prompt",model="a"}'
+
+
+def reads(*rows: tuple[int, int, float, int], url: str = "u") -> list[Scrape]:
+    return [
+        parse(url, place, (PAGE % (tokens, count, count, total, flying)).encode())
+        for place, (tokens, count, total, flying) in enumerate(rows)
+    ]
+
+
+def test_increases_means_and_gauges() -> None:
+    found = summarise(reads((100, 10, 1.0, 0), (150, 14, 2.0, 6), (180, 14, 2.0, 3)))
+    assert found == [
+        Series("u", TOKENS, "counter", 80),
+        Series("u", "yardstick_engine_wait_seconds", "mean", 0.25, count=4),
+        Series("u", "yardstick_requests_in_flight", "gauge", 3, 6),
+    ]
+    restarted = summarise(reads((100, 10, 1.0, 0), (150, 10, 1.0, 0), (20, 2, 0.5, 0)))
+    assert [series.value for series in restarted] == [70, 0.25], "a server that started again counts from zero"
+    two = reads((0, 0, 0, 0), (5, 0, 0, 0)) + reads((0, 0, 0, 0), (9, 0, 0, 0), url="v")
+    assert [(series.url, series.value) for series in summarise(two)] == [("u", 5), ("v", 9)]
+    assert summarise([]) == []
+
+
+def test_reports_and_records() -> None:
+    done = run_of([ok(0, 0.1)], 'target.metrics=["http://a/metrics"]')
+    done.scrapes = [
+        *reads((100, 10, 1.0, 0), (150, 14, 2.0, 6), url="http://a/metrics"),
+        Scrape("http://b/metrics", 2.0, error="status 500"),
+    ]
+    (again,) = parse_records(list(lines(done)), "records")
+    assert again.scrapes == done.scrapes
+    results = evaluate(merge([again]))
+    assert list(metric_rows(results))[:2] == [(TOKENS, "50", "increase"), ("yardstick_engine_wait_seconds", "0.25", "mean of 4")]
+    assert "Not all reads of http://b/metrics succeeded (status 500)" in warnings(results)[0]
+    for text in (as_text(results), page(results)):
+        assert "yardstick_engine_wait_seconds" in text
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadgen.client._undisturbed", nullcontext)
+    monkeypatch.setattr(scrapes, "PAGE_BYTES", 2000)
+    monkeypatch.setattr(scrapes, "_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_reads_pages_and_survives_bad_ones() -> None:
+    seen: list[Any] = []
+
+    async def server(request: Request, writer: asyncio.StreamWriter) -> None:
+        if request.path == "/v1/score":
+            answer(writer, scores(request))
+        elif request.path == "/metrics":
+            seen.append(request.headers.get("authorization"))
+            answer(writer, (PAGE % (10 * len(seen), 1, 1, 1.0, 1)).encode())
+        elif request.path == "/huge":
+            answer(writer, b"a" * 3000)
+        elif request.path == "/odd":
+            answer(writer, b'a{b="c} 1\n')
+        else:
+            answer(writer, b"", "404 Not Found")
+
+    with serving(server) as url:
+        pages = [f"{url}/metrics", f"{url}/huge", f"{url}/odd", f"{url}/none", "http://127.0.0.1:9/metrics"]
+        told = ", ".join(f'"{page}"' for page in pages)
+        settings = (f"target.url={url}", f"target.metrics=[{told}]", "arrivals.rate=20", "duration_s=0.5")
+        done: Run = run(load(None, settings), Share(), "secret", "test", None)
+        assert all(record.failure is None for record in done.records)
+        by_page = [[scrape for scrape in done.scrapes if scrape.url == page] for page in pages]
+        assert {len(found) for found in by_page} >= {4}, "at the start, twice during the run, and at its end"
+        good, *bad = by_page
+        assert [scrape.error for scrape in good] == [""] * len(good)
+        assert good[0].time == 0
+        assert summarise(done.scrapes)[0].value == 10 * (len(seen) - 1)
+        assert set(seen) == {None}, "the key is for the API only"
+        for found, says in zip(bad, ("more than", "not in Prometheus's text format", "status 404", ""), strict=True):
+            assert found
+            assert all(says in scrape.error and scrape.error for scrape in found)
+        second = run(load(None, settings), Share(1, 2), None, "test", None)
+        assert second.scrapes == [], "the first worker reads for all"
+
+
+def test_series_are_bounded() -> None:
+    many = "# TYPE a gauge\n" + "".join(f'a{{b="{place}"}} 1\n' for place in range(scrapes.MOST_SERIES + 10))
+    assert len(parse("u", 0, many.encode()).gauges) == scrapes.MOST_SERIES
+
+
+def test_urls_are_checked() -> None:
+    for url in ("gateway/metrics", "http://me:secret@a/metrics", "http://a"):
+        with pytest.raises(LoadError, match="`metrics` has a URL") as raised:
+            load(None, [f'target.metrics=["{url}"]'])
+        assert "secret" not in str(raised.value)

@@ -1,0 +1,163 @@
+"""The search for the highest rate: by a known limit, within bounds, and at a real gateway before an engine of known capacity."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from loadgen.errors import LoadError
+from loadgen.found import as_json, page, rows, verdict, warnings
+from loadgen.scenario import Scenario, load
+from loadgen.search import LEAST_RATE, Found, Plan, search
+from loadgen.statistics import Results, evaluate
+from tests.fakes import FakeEngine
+from tests.gateway.conftest import gateways
+from tests.loadgen.test_command import yardstick
+from tests.loadgen.test_report import failed, ok, run_of
+
+OBJECTIVE = 'objectives=["p99 <= 500ms"]'
+
+
+@dataclass
+class Server:
+    """Meets the objective up to ``limit`` requests a second. Each run takes ``seconds`` of the clock."""
+
+    limit: float
+    seconds: float = 0.0
+    now: float = 0.0
+    interrupt_at: int = 0
+
+    def measure(self, scenario: Scenario, number: int) -> Results:
+        self.now += self.seconds
+        rate = scenario.arrivals.rate  # type: ignore[union-attr]
+        records = [ok(0, 0.1 if rate <= self.limit else 1.0), *([failed(0)] if rate > 2 * self.limit else [])]
+        settings = (OBJECTIVE, f"arrivals.rate={rate}", f"seed={scenario.seed}")
+        return evaluate(run_of(records, *settings, interrupted=number == self.interrupt_at))
+
+    def search(self, **changed: Any) -> Found:
+        plan = Plan(**({"start": 1.0, "most": 10_000.0, "tolerance": 0.05, "probes": 50, "seconds": 1000.0} | changed))
+        return search(load(None, [OBJECTIVE]), plan, "command", self.measure, lambda: self.now)
+
+
+@pytest.mark.parametrize("limit", [0.3, 1.0, 1.01, 7.7, 47.0, 999.0])
+@pytest.mark.parametrize("tolerance", [0.01, 0.3])
+def test_a_known_limit_is_found(limit: float, tolerance: float) -> None:
+    found = Server(limit).search(tolerance=tolerance)
+    assert found.reason == "found"
+    assert found.rate is not None
+    assert found.missed is not None
+    assert found.rate <= limit < found.missed <= found.rate * (1 + tolerance)
+    doublings, bisections = abs(math.log2(limit)) + 2, math.log2(math.log(2) / math.log(1 + tolerance)) + 1
+    assert len(found.probes) <= doublings + bisections
+    seeds = [probe.results.run.scenario["seed"] for probe in found.probes]
+    assert len(set(seeds)) == len(seeds), "the result cache knows nothing of a run"
+
+
+def test_every_bound_ends_the_search() -> None:
+    assert (found := Server(1e9).search(most=100)).reason == "most"
+    assert (found.rate, found.missed) == (100, None)
+    assert [probe.rate for probe in found.probes] == [1, 2, 4, 8, 16, 32, 64, 100]
+    assert (found := Server(0).search()).reason == "none"
+    assert (found.rate, found.missed) == (None, LEAST_RATE)
+    assert (found := Server(30).search(probes=6)).reason == "probes"
+    assert (len(found.probes), found.rate, found.missed) == (6, 16, 32)
+    server = Server(30, seconds=80)
+    assert (found := server.search(seconds=400)).reason == "time"
+    assert len(found.probes) == 4, "the fifth would begin at 320 s, and could take 90 s until the last answer"
+    assert server.now <= 400
+    assert (found := Server(30, interrupt_at=3).search()).reason == "interrupted"
+    assert (len(found.probes), found.rate) == (2, 2), "without the run that was interrupted"
+
+
+def test_what_cannot_be_searched() -> None:
+    def fails(says: str, *settings: str, **changed: Any) -> None:
+        given = {"start": 1.0, "most": 10.0, "tolerance": 0.05, "probes": 5, "seconds": 1000.0} | changed
+        with pytest.raises(LoadError, match=says):
+            search(load(None, settings), Plan(**given), "command", Server(1).measure)
+
+    fails("needs objectives")
+    fails("whose rate it changes", OBJECTIVE, "arrivals.kind=closed", "arrivals.clients=3")
+    fails("one run may take 90 s", OBJECTIVE, seconds=89)
+    fails("--start 0", OBJECTIVE, start=0)
+    fails("--start 11 and --most 10", OBJECTIVE, start=11)
+    fails("--start nan", OBJECTIVE, start=math.nan)
+    fails("--tolerance 0", OBJECTIVE, tolerance=0)
+    fails("--probes 0", OBJECTIVE, probes=0)
+
+
+def test_the_report() -> None:
+    found = Server(10).search(tolerance=0.5)
+    assert verdict(found) == "8 requests a second met the objectives, 11.31 did not (within the tolerance)"
+    table = list(rows(found))
+    assert [row[0] for row in table] == ["1", "2", "4", "8", "11.31", "16"]
+    assert [row[-1] for row in table] == ["met"] * 4 + ["missed: p99 <= 500ms"] * 2
+    told = json.loads(as_json(found))
+    assert (told["rate"], told["reason"]) == (8, "found")
+    assert [probe["rate"] for probe in told["probes"]][-2:] == [16, pytest.approx(11.31, abs=0.01)]
+    text = page(found)
+    for svg in text.split("<svg ")[1:]:
+        ElementTree.fromstring("<svg " + svg.partition("</svg>")[0] + "</svg>")
+    assert text.count("<svg ") == 2
+    assert "p99 &lt;= 500ms" in text
+    assert warnings(found) == []
+    late = found.probes[-2].results
+    late.total.times["lag"] = [0.006] * 3
+    assert "At 16 requests a second the generator lagged" in warnings(found)[0]
+    none = Server(0).search(probes=1)
+    assert verdict(none).startswith("no rate met the objectives, 1 did not")
+
+
+PACE, SECONDS, BOUND = 0.02, 1.6, 0.2
+"""The engine computes 50 requests a second. Seconds of each run, and the bound on P90."""
+
+
+@dataclass
+class Paced(FakeEngine):
+    """Computes one score after another, each in ``PACE`` seconds."""
+
+    free: float = 0.0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == "/score":
+            now = time.monotonic()
+            self.free = max(now, self.free) + PACE
+            await asyncio.sleep(self.free - now)
+        await super().__call__(scope, receive, send)
+
+
+@pytest.mark.alone
+def test_the_capacity_of_an_engine_is_found(tmp_path: Path) -> None:
+    """Above the capacity, requests wait longer and longer, so P90 exceeds its bound at a rate that can be computed."""
+    scenario = (
+        "arrivals.kind=constant",
+        "target.timeout_s=5",
+        "target.cache=false",
+        "workloads[0].items=1",
+        "workloads[0].vocab_size=300",
+    )
+    settings = [word for setting in scenario for word in ("--set", setting)]
+    objectives = ("--objective", f"p90 <= {BOUND}s", "--objective", "failures == 0")
+    bounds = ("--duration", str(SECONDS), "--start", "45", "--most", "60", "--tolerance", "0.1", "--limit", "100")
+    with gateways() as start:
+        url = str(start(Paced()).base_url).rstrip("/")
+        done = yardstick("search", "--url", url, *settings, *objectives, *bounds, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["reason"] == "found"
+    capacity = 1 / PACE
+    highest = capacity * (1 + BOUND / (0.9 * SECONDS))
+    assert capacity / 1.1 <= told["rate"] <= highest
+    assert capacity <= told["missed"] <= highest * 1.1
+    assert (tmp_path / "search.html").read_text().count("<svg ") == 2
+    assert json.loads((tmp_path / "search.json").read_text()) == told
+    folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert folders == [f"run-{number:02}" for number in range(1, len(told["probes"]) + 1)]
+    assert json.loads((tmp_path / "run-01" / "summary.json").read_text())["requests"] == 45 * SECONDS

@@ -179,10 +179,10 @@ class _ASGIEventStream(ASGIResponse):
         except GatewayError as error:
             await self._send_error(line, error)
         except asyncio.CancelledError:
-            error = self._context.cut_off()
-            if error is None:
+            cut_off = self._context.cut_off()
+            if cut_off is None:
                 raise
-            await self._send_error(line, error)
+            await self._send_error(line, cut_off)
         except Exception:
             logger.exception("a stream failed")
             await self._send_error(line, InternalError("An internal error occurred."))

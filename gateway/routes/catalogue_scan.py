@@ -140,7 +140,7 @@ def check_whole(body: Body[Any], *, top_n: int | None, stream: bool) -> None:
         raise InvalidRequest("A request for a whole catalogue needs `top_n` or `stream`; or name items in `ids`.", param="ids")
     if (top_n or 0) > MAX_ITEMS:
         raise InvalidRequest(f"`top_n` of a catalogue is at most {MAX_ITEMS}.", param="top_n")
-    if body.size > INLINE_BYTES:
+    if len(body.content) > INLINE_BYTES:
         message = f"A request for a whole catalogue has at most {INLINE_BYTES} bytes; shorten the query."
         raise InvalidRequest(message, param="query")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -14,11 +14,12 @@ from litestar.connection import ASGIConnection
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.edge.cycle import Incoming
-from gateway.errors import GatewayError, InternalError, ShuttingDown
+from gateway.errors import GatewayError, InternalError, InvalidRequest, ShuttingDown
 from gateway.ids import new_id
 from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
 from gateway.telemetry import Telemetry
+from gateway.time_limits import TimeLimits
 
 if TYPE_CHECKING:
     from gateway.auth import ApiKey
@@ -66,15 +67,16 @@ class RequestContext:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the response is sent or abandoned."""
+    limits: TimeLimits = field(default_factory=TimeLimits)
 
-    def cut_off(self) -> bool:
-        """Return whether the current task was cancelled because the grace period is over; the task calls this when it is cancelled.
-        If so, the cancellation is undone, so that the task can send an error to the client."""
+    def cut_off(self) -> GatewayError | None:
+        """Return the error for the client if the current task was cancelled by a time limit or by the end of the grace period; the
+        task calls this when it is cancelled. If so, the cancellation is undone, so that the task can send the error."""
+        error = self.limits.error or (ShuttingDown() if self.lifecycle.ended else None)
         task = asyncio.current_task()
-        if not self.lifecycle.ended or task is None:
-            return False
-        task.uncancel()
-        return True
+        if error is not None and task is not None:
+            task.uncancel()
+        return error
 
     @staticmethod
     def of(connection: ASGIConnection) -> RequestContext:  # type: ignore[type-arg]
@@ -120,20 +122,27 @@ async def answer_request(
         if message["type"] == "http.response.start":
             context.status = message["status"]
             context.first_byte = time.perf_counter()
+            context.limits.response_begins(stream=_is_stream(message["headers"]))
             last = [(b"connection", b"close")] if lifecycle.draining else []
             message["headers"] = [*message["headers"], (b"x-request-id", context.id), *context.headers, *last]
         await send(message)
 
     telemetry.in_flight += 1
     try:
+        context.limits.read(Incoming.of(scope).headers)
         await app(scope, receive, send_marked)
+    except InvalidRequest as error:
+        context.failed(error)
+        await _answer(error, send_marked)
     except asyncio.CancelledError:
-        if context.first_byte is not None or not context.cut_off():
+        cut_off = context.cut_off() if context.first_byte is None else None
+        if cut_off is None:
             context.outcome = "shutdown"
             raise
-        context.failed(error := ShuttingDown())
-        await _answer(error, send_marked)
+        context.failed(cut_off)
+        await _answer(cut_off, send_marked)
     finally:
+        context.limits.close()
         telemetry.in_flight -= 1
         for call in context.at_end:
             call()
@@ -153,3 +162,8 @@ async def _answer(error: GatewayError, send: Send) -> None:
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether these are the headers of a stream of events."""
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)

@@ -23,7 +23,7 @@ from litestar.types import Receive, Scope, Send
 
 from gateway.context import RequestContext
 from gateway.edge.cycle import Cycle, Incoming
-from gateway.errors import ClientGone, GatewayError, InternalError, ShuttingDown
+from gateway.errors import ClientGone, GatewayError, InternalError
 
 logger = logging.getLogger(__name__)
 
@@ -179,9 +179,10 @@ class _ASGIEventStream(ASGIResponse):
         except GatewayError as error:
             await self._send_error(line, error)
         except asyncio.CancelledError:
-            if not self._context.cut_off():
+            error = self._context.cut_off()
+            if error is None:
                 raise
-            await self._send_error(line, ShuttingDown())
+            await self._send_error(line, error)
         except Exception:
             logger.exception("a stream failed")
             await self._send_error(line, InternalError("An internal error occurred."))

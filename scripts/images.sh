@@ -10,7 +10,9 @@ release=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 engine_tag=$release
 if [ "$variant" = cuda ]; then engine_tag=$release-cuda; fi
 
-build() { docker build ${BASE:+--build-arg "BASE=$BASE"} ${OFFLINE:+--build-arg PIP_NO_INDEX=1} "$@" .; }
+revision=$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null || echo unknown)
+labels=(--build-arg "VERSION=$release" --build-arg "REVISION=$revision")
+build() { docker build "${labels[@]}" ${BASE:+--build-arg "BASE=$BASE"} ${OFFLINE:+--build-arg PIP_NO_INDEX=1} "$@" .; }
 
 build --file gateway/Dockerfile --tag "${registry}yardstick-gateway:$release"
 build --build-arg "VARIANT=$variant" --file engine/Dockerfile --tag "${registry}yardstick-engine:$engine_tag"

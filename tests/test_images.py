@@ -23,6 +23,20 @@ def test_they_stand_on_one_pinned_base_and_run_as_nobody(path: str) -> None:
     assert "pip" not in last, "what installs is left behind"
 
 
+@pytest.mark.parametrize("path", DOCKERFILES)
+def test_they_say_what_they_are(path: str) -> None:
+    """In the last step, because a label that changes would make every later layer anew."""
+    text = (ROOT / path).read_text()
+    end = text[text.rindex("\nCMD ") :]
+    assert set(re.findall(r"org\.opencontainers\.image\.(\w+)=", end)) == {
+        "title",
+        "description",
+        "licenses",
+        "version",
+        "revision",
+    }
+
+
 def test_the_gateways_has_no_engine_but_the_contract() -> None:
     text = (ROOT / "gateway" / "Dockerfile").read_text()
     assert re.findall(r"^COPY (engine\S*.*) /opt", text, flags=re.M) == ["engine/__init__.py", "engine/wire"]

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import helm_python
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -119,14 +120,54 @@ def test_ci_runs_what_everybody_runs() -> None:
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
+MAY_WRITE = {"release": {"contents", "packages", "id-token", "attestations"}}
+"""Rights of single jobs of a workflow. No workflow has rights to write as a whole."""
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_use_the_oldest_python_and_may_change_nothing(workflow: Path) -> None:
     parsed = yaml.safe_load(workflow.read_text())
-    (job,) = parsed["jobs"].values()
     assert parsed["permissions"] == {"contents": "read"}
-    assert job["timeout-minutes"] <= 120
-    (python,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
-    assert f">={python}" == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    for job in parsed["jobs"].values():
+        writes = {right for right, value in job.get("permissions", {}).items() if value == "write"}
+        assert writes <= MAY_WRITE.get(workflow.stem, set())
+        assert job["timeout-minutes"] <= 120
+        for python in [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]:
+            assert f">={python}" == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+
+
+def release(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SCRIPTS / "release.sh", *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_release_has_one_version_everywhere(tmp_path: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert release("check", f"v{version}").returncode == 0
+    wrong = release("check", "v99.0.0")
+    assert wrong.returncode == 1
+    for place in ("pyproject.toml has version", "Chart.yaml has version", "Chart.yaml has appVersion", "## 99.0.0"):
+        assert place in wrong.stderr
+    assert release("notes", f"v{version}").stdout.startswith("\n### ")
+    packages = []
+    for name in ("one", "two"):
+        assert release("chart", str(tmp_path / name)).returncode == 0
+        packages.append(tmp_path / name / f"yardstick-{version}.tgz")
+    assert packages[0].read_bytes() == packages[1].read_bytes()
+    packed = helm_python.Chart.load(packages[0]).render({}, name="yardstick", namespace="apps", is_install=True)
+    direct = helm_python.Chart.load(ROOT / "helm").render({}, name="yardstick", namespace="apps", is_install=True)
+    assert packed.keys() == direct.keys()
+    gateway = next(path for path in packed if path.endswith("gateway.yaml"))
+    assert packed[gateway] == direct[gateway]
+
+
+def test_a_release_builds_both_images_for_their_machines() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    built = {(each["part"], each["variant"]): each for each in jobs["images"]["strategy"]["matrix"]["include"]}
+    assert set(built) == {("gateway", "cpu"), ("engine", "cpu"), ("engine", "cuda")}
+    for (part, variant), each in built.items():
+        assert (ROOT / part / "Dockerfile").exists()
+        assert each["suffix"] == ("-cuda" if variant == "cuda" else ""), "as the chart names them"
+        assert ("linux/arm64" in each["platforms"]) == (variant == "cpu")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +272,10 @@ def test_images_are_built_as_make_is_told(machine: Path) -> None:
     environment = tools_of(machine, "python")
     assert make("images", **environment).returncode == 0
     assert make("images", "VARIANT=cuda", "REGISTRY=", "BASE=some/base", "OFFLINE=1", **environment).returncode == 0
-    plain_gateway, plain_engine, gateway, engine = (machine / "log").read_text().splitlines()
+    labels = re.compile(rf" --build-arg VERSION={re.escape(version)} --build-arg REVISION=(unknown|[0-9a-f]{{40}}(-dirty)?)(?= )")
+    built, labelled = labels.subn("", (machine / "log").read_text())
+    assert labelled == 4
+    plain_gateway, plain_engine, gateway, engine = built.splitlines()
     assert plain_gateway == f"build --file gateway/Dockerfile --tag localhost/yardstick-gateway:{version} ."
     assert plain_engine == f"build --build-arg VARIANT=cpu --file engine/Dockerfile --tag localhost/yardstick-engine:{version} ."
     given = "build --build-arg BASE=some/base --build-arg PIP_NO_INDEX=1"

@@ -79,8 +79,11 @@ class Reader:
             return self._open_long(request, NAMES[kind], body)
         endpoint: Endpoint[T] = ENDPOINTS[NAMES[kind]]
         fields, ignored = endpoint.decode(body.content)
+        context = RequestContext.of(request)
         if ignored:
-            RequestContext.of(request).name_ignored(ignored)
+            context.name_ignored(ignored)
+        if fields.timeout is not None:
+            context.limits.end_within(fields.timeout)
         return _Short(self, request, endpoint, fields, body.content)
 
     @asynccontextmanager
@@ -202,8 +205,11 @@ class _Long(Reading[T]):
         except NotReady:
             decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
         assert isinstance(decoded, Decoded)
-        RequestContext.of(self.request).name_ignored(decoded.ignored)
+        context = RequestContext.of(self.request)
+        context.name_ignored(decoded.ignored)
         self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
+        if self.fields.timeout is not None:
+            context.limits.end_within(self.fields.timeout)
 
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
         order = self.reader.order(served, earlier)

@@ -9,9 +9,11 @@ Ollama. ``docs/api.md`` shows this table.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
+
+from gateway.time_limits import MAX_SECONDS
 
 Endpoint = Literal[
     "score", "rerank", "classify", "embeddings", "completions", "chat", "responses", "length", "tokenize", "detokenize"
@@ -47,6 +49,8 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     endpoint: ClassVar[Endpoint]
     """Selects the rows of this module's tables."""
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] | None = None
+    """Time in seconds within which the whole answer is of use, streams included; after it the request ends with an error."""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ class Channel(asyncio.Protocol):
 
     async def ask(self, job: Job, body: Sequence[bytes] = (), *, seconds: float) -> Answer:
         """Return the answer to ``job``. Raises :class:`WorkerLostError`, also after ``seconds``."""
+        if self._transport.is_closing():  # lost after the job got this worker; nothing would report the loss again
+            raise WorkerLostError(await self._loss())
         loop = asyncio.get_running_loop()
         self._answer = loop.create_future()
         timer = loop.call_later(seconds, self._time_is_up)

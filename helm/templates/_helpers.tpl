@@ -57,7 +57,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- define "yardstick.overridden" -}}
 {{- $result := deepCopy .base -}}
 {{- range $key, $value := .own -}}
-{{- if has $key (list "modelCache" "hubToken" "resources" "autoscaling" "podDisruptionBudget" "updateStrategy") -}}
+{{- if has $key (list "modelCache" "hubToken" "serviceAccount" "resources" "autoscaling" "podDisruptionBudget" "updateStrategy") -}}
 {{- range $inner, $part := $value }}{{ $_ := set (get $result $key) $inner $part }}{{ end -}}
 {{- else -}}
 {{- $_ := set $result $key $value -}}
@@ -75,6 +75,14 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 {{- if and (gt $gpus 0) (eq .engine.device "cpu") -}}
 {{- fail (printf "the pool %s has GPUs and `device` is cpu; set `resources.limits` to {}" .pool) -}}
+{{- end -}}
+{{- with .engine.modelCache -}}
+{{- if and (eq .download "job") (not .existingClaim) -}}
+{{- fail (printf "the pool %s: `modelCache.download: job` fills a claim that all pods share; set `modelCache.existingClaim`" $.pool) -}}
+{{- end -}}
+{{- if and (eq .download "init") .readOnly -}}
+{{- fail (printf "the pool %s: `modelCache.download: init` writes to the volume; set `modelCache.readOnly` to false, or `download` to job" $.pool) -}}
+{{- end -}}
 {{- end -}}
 {{- with .engine.autoscaling -}}
 {{- if and .enabled (eq .kind "hpa") (eq (int .minReplicas) 0) -}}
@@ -111,11 +119,11 @@ app.kubernetes.io/component: {{ .component }}
 {{- define "yardstick.engineImage" -}}
 {{- $variant := .engine.variant | default (ternary "cuda" "cpu" (eq (include "yardstick.device" .engine) "cuda")) -}}
 {{- $tag := printf "%s%s" (.root.Values.image.tag | default .root.Chart.AppVersion) (ternary "" "-cuda" (eq $variant "cpu")) -}}
-{{ .root.Values.image.registry }}/{{ .engine.repository }}:{{ .engine.tag | default $tag }}
+{{ .root.Values.image.registry }}/{{ .engine.repository }}:{{ .engine.tag | default $tag }}{{ with .engine.digest }}@{{ . }}{{ end }}
 {{- end }}
 
 {{- define "yardstick.gatewayImage" -}}
-{{ .Values.image.registry }}/{{ .Values.gateway.repository }}:{{ .Values.gateway.tag | default (.Values.image.tag | default .Chart.AppVersion) }}
+{{ .Values.image.registry }}/{{ .Values.gateway.repository }}:{{ .Values.gateway.tag | default (.Values.image.tag | default .Chart.AppVersion) }}{{ with .Values.gateway.digest }}@{{ . }}{{ end }}
 {{- end }}
 
 {{- define "yardstick.pullSecrets" -}}
@@ -251,4 +259,71 @@ topologySpreadConstraints:
         {{- $.selector | nindent 8 }}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Name of a pool's ServiceAccount; empty: the namespace's default: (dict "name" NAME-OF-THE-POOL "engine" VALUES) */}}
+{{- define "yardstick.engineAccount" -}}
+{{ .engine.serviceAccount.name | default (ternary .name "" .engine.serviceAccount.create) }}
+{{- end }}
+
+{{/* Models of a pool that may have to be downloaded, as arguments of `python -m engine.download` */}}
+{{- define "yardstick.models" -}}
+{{- if .model }}
+- {{ printf "%s%s" .model (ternary "" (printf "@%s" .revision) (eq .revision "")) | quote }}
+{{- end }}
+{{- if .lenvmModel }}
+- {{ printf "%s%s" .lenvmModel (ternary "" (printf "@%s" .lenvmRevision) (eq .lenvmRevision "")) | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Places of models and caches, as environment variables */}}
+{{- define "yardstick.cacheEnv" -}}
+- {name: HF_HOME, value: /cache/huggingface}
+- {name: HF_HUB_CACHE, value: /models/huggingface/hub}
+{{- end }}
+
+{{/* The hub's token, as an environment variable, from the values of a pool */}}
+{{- define "yardstick.hubToken" -}}
+{{- with .hubToken.secret -}}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $.hubToken.key }}
+{{- end }}
+{{- end }}
+
+{{/* Container that downloads the models of a pool, or waits for a Job that does: (dict "root" $ "engine" VALUES "waits" BOOL) */}}
+{{- define "yardstick.downloadContainer" -}}
+name: download
+image: {{ include "yardstick.engineImage" (dict "root" .root "engine" .engine) }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+command: [python, -m, engine.download]
+args:
+  {{- if .waits }}
+  - --wait={{ .engine.startupSeconds }}
+  {{- end }}
+  {{- include "yardstick.models" .engine | trim | nindent 2 }}
+env:
+  {{- include "yardstick.cacheEnv" . | nindent 2 }}
+  {{- if not .waits }}
+  {{- with include "yardstick.hubToken" .engine }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  {{- end }}
+  {{- with .engine.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+resources:
+  requests: {cpu: 100m, memory: 512Mi}
+  limits: {memory: 2Gi}
+securityContext:
+  {{- include "yardstick.containerSecurity" .root | nindent 2 }}
+volumeMounts:
+  - {name: models, mountPath: /models{{ if .waits }}, readOnly: true{{ end }}}
+  - {name: cache, mountPath: /cache}
+  - {name: tmp, mountPath: /tmp}
+  {{- with .engine.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end }}

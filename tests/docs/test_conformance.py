@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "bad_words": ["bad"],
     "allowed_token_ids": [5, 6],
     "cache_salt": "x",
+    "timeout": 60,
     "chat_template_kwargs": {"a": 1},
     "custom_params": {"value_scale": 1.0},
     "dimensions": 2,

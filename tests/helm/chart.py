@@ -53,6 +53,10 @@ EVERYTHING: Values = {
         "runtimeClassName": "nvidia",
         "podAnnotations": {"example.com/a": "b"},
         "podLabels": {"cost": "search"},
+        "digest": f"sha256:{'0a' * 32}",
+        "initContainers": [{"name": "prepare", "image": "busybox:1.37"}],
+        "extraContainers": [{"name": "sidecar", "image": "busybox:1.37"}],
+        "serviceAccount": {"create": True, "annotations": {"iam.example.com/role": "models"}},
     },
     "pools": {
         "small": {
@@ -79,11 +83,21 @@ EVERYTHING: Values = {
             "console": True,
         },
         "affinity": {"podAntiAffinity": {}},
+        "digest": f"sha256:{'0b' * 32}",
+        "initContainers": [{"name": "prepare", "image": "busybox:1.37"}],
+        "extraContainers": [{"name": "sidecar", "image": "busybox:1.37"}],
+        "httpRoute": {
+            "enabled": True,
+            "parentRefs": [{"name": "public", "namespace": "gateways", "sectionName": "https"}],
+            "hostnames": ["yardstick.example.com"],
+            "console": True,
+        },
     },
     "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}]},
     "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}]},
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "podMonitor": {"enabled": True, "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}]},
         "rules": {"enabled": True, "runbookURL": "https://docs.example.com/operations"},
         "dashboards": {"enabled": True},
     },
@@ -99,7 +113,11 @@ EXTERNAL: Values = {
 }
 GITOPS: Values = {
     "gitops": True,
-    "engine": {"autoscaling": {"enabled": True, "minReplicas": 0}, "modelCache": {"existingClaim": "models", "readOnly": True}},
+    "engine": {
+        "autoscaling": {"enabled": True, "minReplicas": 0},
+        "model": "org/ranker",
+        "modelCache": {"existingClaim": "models", "readOnly": True, "download": "job"},
+    },
     "gateway": {"autoscaling": {"enabled": True}, "settings": {"wait_seconds": 300}},
     "auth": {"existingSecret": "keys"},
     "engineToken": {"existingSecret": "token"},

@@ -41,10 +41,12 @@ from tests.helm.chart import (
 from tests.helm.readme import readme
 
 VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
-OTHERS = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
 """Kinds that are not Kubernetes's own."""
 LOCKED_DOWN = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-POD_KINDS = ("StatefulSet", "Deployment", "Pod")
+POD_KINDS = ("StatefulSet", "Deployment", "Pod", "Job")
+ADDED = {"prepare", "sidecar"}
+"""Containers that users add in the sets of values."""
 
 
 def pods(found: list[Manifest]) -> list[dict[str, Any]]:
@@ -145,7 +147,7 @@ def test_the_schema_knows_exactly_the_values():
             check(value, known["properties"][key], f"{path}.{key}")
 
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    values["engine"]["resources"] = {"requests": {}, "limits": {}}
+    values["engine"]["resources"] = {"requests": {}, "limits": {}, "claims": []}
     check(values, schema, "")
 
 
@@ -182,7 +184,9 @@ def test_every_pod_is_locked_down(values: Values):
         assert spec["enableServiceLinks"] is False, "YARDSTICK_* of a Service would be taken for settings"
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        for container in spec["containers"]:
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            if container["name"] in ADDED:
+                continue
             security = container["securityContext"]
             assert security == {
                 "allowPrivilegeEscalation": False,
@@ -238,10 +242,10 @@ def test_threads_may_be_left_to_the_limit(threads: int | None, flags: list[str])
 def test_pools_inherit_and_differ():
     found = manifests(EVERYTHING)
     assert {m["metadata"]["name"] for m in found if m["kind"] == "StatefulSet"} == {"yardstick-engine", "yardstick-engine-small"}
-    (small,) = one(found, "StatefulSet", "yardstick-engine-small")["spec"]["template"]["spec"]["containers"]
+    small, *_ = one(found, "StatefulSet", "yardstick-engine-small")["spec"]["template"]["spec"]["containers"]
     assert "--model=org/small" in small["args"]
     assert "--tensor-parallel=2" in small["args"]
-    (gateway,) = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
+    gateway, *_ = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
     sources = "kubernetes://yardstick-engine:8100,kubernetes://yardstick-engine-small:8100"
     assert environment(gateway)["YARDSTICK_ENGINES"] == sources
     selectors = [m["spec"]["selector"]["matchLabels"] for m in found if m["kind"] == "StatefulSet"]
@@ -254,7 +258,7 @@ def test_the_grace_of_a_pod_covers_its_drain(values: Values):
     for name, port in [("yardstick", 8000), ("yardstick-engine", 8100)]:
         for manifest in [m for m in found if m["kind"] in POD_KINDS and m["metadata"]["name"] == name]:
             spec = manifest["spec"]["template"]["spec"]
-            (container,) = spec["containers"]
+            container, *_ = spec["containers"]
             if port == 8000:
                 told = float(environment(container)["YARDSTICK_GRACE_SECONDS"])
             else:
@@ -265,7 +269,7 @@ def test_the_grace_of_a_pod_covers_its_drain(values: Values):
 
 @pytest.mark.parametrize("values", SETS.values(), ids=SETS)
 def test_the_gateway_knows_every_setting_that_it_is_given(values: Values):
-    (container,) = one(manifests(values), "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
+    container, *_ = one(manifests(values), "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"]
     ours = {name.removeprefix(PREFIX).lower() for name in environment(container) if name.startswith(PREFIX)}
     assert ours <= set(Settings.__struct_fields__)
 

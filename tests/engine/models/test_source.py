@@ -99,10 +99,14 @@ def hub(handler: type[Hub] = Hub) -> Iterator[str]:
 def located(hub_id: str, endpoint: str, cache: Path, revision: str | None = None) -> subprocess.CompletedProcess[str]:
     """Locate a model in a process of its own, because the hub's library reads its environment when it is imported."""
     program = f"from engine.models.source import locate; print(locate({hub_id!r}, {revision!r}))"
-    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=given | own, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environment(endpoint, cache), capture_output=True, text=True, timeout=100, check=False)
+
+
+def environment(endpoint: str, cache: Path) -> dict[str, str]:
+    """The environment of a process that downloads from the hub at ``endpoint``."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return given | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
 
 
 def test_a_model_is_downloaded_with_all_that_is_needed(tmp_path: Path) -> None:
@@ -155,3 +159,26 @@ def test_all_processes_of_an_engine_load_one_snapshot(tmp_path: Path, monkeypatc
 def test_what_is_no_hub_id_is_looked_for_here_only(name: str) -> None:
     with pytest.raises(ModelError, match="is not a directory"):
         locate(name)
+
+
+def download(endpoint: str, cache: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "engine.download", *arguments]
+    return subprocess.Popen(command, env=environment(endpoint, cache), stderr=subprocess.PIPE, text=True)
+
+
+def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: Path) -> None:
+    """As the init containers of pods wait for a Job. The snapshot's directory alone does not end the wait."""
+    with hub() as endpoint:
+        (tmp_path / "hub/models--me--value/snapshots" / OLD_COMMIT).mkdir(parents=True)
+        with download(endpoint, tmp_path, "--wait=60", "me/value@v1", str(tmp_path)) as waits:
+            with download(endpoint, tmp_path, "--wait=0.1", "me/value@v1") as late:
+                assert "me/value@v1 was not downloaded within 0.1 s" in late.communicate(timeout=60)[1]
+            assert late.returncode == 1
+            assert waits.poll() is None
+            with download(endpoint, tmp_path, "me/value@v1") as done:
+                assert (done.wait(60), waits.wait(60)) == (0, 0)
+        with download(endpoint, tmp_path, "me/nothing") as missing:
+            assert "engine.download: There is no directory and no hub model me/nothing" in missing.communicate(timeout=60)[1]
+        assert missing.returncode == 1
+    offline = located("me/value", "http://127.0.0.1:1", tmp_path, "v1")
+    assert Path(offline.stdout.splitlines()[-1]).name == OLD_COMMIT

@@ -140,6 +140,16 @@ async def test_a_killed_worker_is_replaced() -> None:
 
 
 @pytest.mark.slow
+async def test_a_worker_that_ends_before_its_job_is_sent_is_reported_at_once() -> None:
+    async with running() as (workers, key), workers.job(tenant="a", size=1, bulk=False) as channel:
+        channel.ended(signal.SIGKILL)
+        for _ in range(2):  # before and after the event loop reports the end of the connection
+            with pytest.raises(WorkerLostError):
+                async with asyncio.timeout(2):
+                    await channel.ask(Whole("score", Read(key, FACTS, UNBOUND)), [SCORE], seconds=20)
+            await channel.gone
+
+
 async def test_a_killed_fork_server_is_replaced_with_all_it_knew() -> None:
     async with running() as (workers, key):
         assert workers._forks

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Prepares a release, as .github/workflows/release.yml does:
+#   release.sh check v0.2.0     compares the tag with every place that holds the version
+#   release.sh notes v0.2.0     prints the section of CHANGELOG.md
+#   release.sh chart DIRECTORY  writes the packaged chart there, the same bytes for the same files
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+version_of() { sed -n "s/^$1 *[=:] *\"\\{0,1\\}\\([^\"]*\\)\"\\{0,1\\}\$/\\1/p" "$2" | head -n 1; }
+
+check() {
+  local expected=${1#v} wrong=0 place found
+  for place in version:pyproject.toml version:helm/Chart.yaml appVersion:helm/Chart.yaml; do
+    found=$(version_of "${place%%:*}" "${place#*:}")
+    if [ "$found" != "$expected" ]; then
+      echo "release: ${place#*:} has ${place%%:*} $found, and the tag is $1" >&2
+      wrong=1
+    fi
+  done
+  if [ -z "$(notes "$1")" ]; then
+    echo "release: CHANGELOG.md has no section ## $expected" >&2
+    wrong=1
+  fi
+  return "$wrong"
+}
+
+notes() { awk -v head="## ${1#v}" '/^## /{inside = $0 == head; next} inside' CHANGELOG.md; }
+
+chart() {
+  mkdir -p "$1"
+  tar --create --gzip --file "$1/yardstick-$(version_of version helm/Chart.yaml).tgz" --sort=name --mtime=@0 --owner=0 --group=0 \
+    --numeric-owner --mode=go=rX,u+rw --transform 's,^helm,yardstick,' helm
+}
+
+case "${1:-}" in
+  check | notes | chart) "$1" "${2:?}" ;;
+  *) sed -n '2,5s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+esac

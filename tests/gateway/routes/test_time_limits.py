@@ -1,0 +1,101 @@
+"""Time limits that clients set: nobody waits after them, so the answer is an error and the engine's work ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes import FakeEngine
+from tests.processes import wait_until
+
+SCORE = {"query": [5, 6], "items": [[7], [8]], "label_token_ids": [3]}
+TEXT = {"prompt": [5, 6], "max_tokens": 50, "ignore_eos": True}
+OURS = "x-yardstick-timeout"
+SDK = "x-stainless-read-timeout"
+
+
+@pytest.fixture
+def slow(engine: FakeEngine) -> FakeEngine:
+    """An engine that takes seconds for every request."""
+    engine.faults.delay = 0.1
+    engine.says = [5] * 50
+    return engine
+
+
+@pytest.mark.parametrize(("path", "body"), [("score", SCORE), ("completions", TEXT)])
+@pytest.mark.parametrize(("header", "field"), [(OURS, None), (SDK, None), ("x-stainless-timeout", None), (None, "timeout")])
+def test_a_request_ends_at_its_limit(
+    slow: FakeEngine, client: httpx.Client, path: str, body: dict[str, Any], header: str | None, field: str | None
+) -> None:
+    slow.faults.hold, slow.faults.delay = True, 5.0
+    began = time.monotonic()
+    answer = client.post(
+        f"/v1/{path}",
+        json=body | ({field: 0.3} if field else {}),
+        headers={"cache-control": "no-store", **({header: "0.3"} if header else {})},
+    )
+    assert 0.3 <= time.monotonic() - began < 2
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert "within 0.3 s" in answer.json()["error"]["message"]
+    assert "x-request-id" in answer.headers
+    wait_until(lambda: not slow.running)
+    assert slow.left, "the engine was told"
+
+
+def events(client: httpx.Client, headers: dict[str, str], **fields: Any) -> list[dict[str, Any]]:
+    with client.stream("POST", "/v1/completions", json=TEXT | {"stream": True} | fields, headers=headers) as answer:
+        assert answer.status_code == 200
+        return [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize(("headers", "fields"), [({OURS: "0.5"}, {}), ({}, {"timeout": 0.5})])
+def test_a_stream_ends_with_an_error_at_its_limit(
+    slow: FakeEngine, client: httpx.Client, headers: dict[str, str], fields: dict[str, Any]
+) -> None:
+    *some, last = events(client, headers, **fields)
+    assert some
+    assert last["error"]["code"] == "deadline_exceeded"
+    wait_until(lambda: not slow.running)
+    assert slow.left
+
+
+def test_the_time_in_which_an_sdk_waits_for_bytes_does_not_end_a_stream(slow: FakeEngine, client: httpx.Client) -> None:
+    slow.faults.delay = 0.02
+    found = events(client, {SDK: "0.5"})
+    assert "error" not in found[-1]
+    assert found[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_sdk_that_gives_up_leaves_no_work(slow: FakeEngine, client: httpx.Client) -> None:
+    sdk = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0, timeout=0.3)
+    with pytest.raises((openai.APITimeoutError, openai.InternalServerError)):
+        sdk.completions.create(model="fake", prompt="red", max_tokens=50)
+    wait_until(lambda: not slow.running)
+    assert slow.left
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "86401", "1e99"])
+def test_limits_that_are_none_are_refused(engine: FakeEngine, client: httpx.Client, value: str) -> None:
+    answer = client.post("/v1/score", json=SCORE, headers={OURS: value})
+    assert answer.status_code == 400
+    assert OURS in answer.json()["error"]["message"]
+    assert client.post("/v1/score", json=SCORE, headers={SDK: value}).status_code == 200, "what an SDK sends harms nobody"
+
+
+@pytest.mark.parametrize("value", [0, -1, 1e6, "soon"])
+def test_a_field_that_is_no_limit_is_refused(engine: FakeEngine, client: httpx.Client, value: Any) -> None:
+    answer = client.post("/v1/score", json=SCORE | {"timeout": value})
+    assert answer.status_code == 400
+    assert "timeout" in answer.json()["error"]["message"]
+
+
+def test_a_limit_that_is_not_reached_changes_nothing(engine: FakeEngine, client: httpx.Client) -> None:
+    plain = client.post("/v1/score", json=SCORE).json()["scores"]
+    assert client.post("/v1/score", json=SCORE | {"timeout": 30}, headers={OURS: "20"}).json()["scores"] == plain
+    assert "error" not in events(client, {OURS: "20"})[-1]

@@ -1,0 +1,172 @@
+"""What users add to the objects of the chart: routes, containers, devices, accounts, digests, monitors, objects, downloads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+
+from tests.helm.chart import Manifest, Values, manifests, one, render
+
+DIGEST = f"sha256:{'0a' * 32}"
+
+
+def engine(values: Values, name: str = "yardstick-engine") -> Manifest:
+    return one(manifests(values), "StatefulSet", name)["spec"]["template"]["spec"]
+
+
+def test_an_http_route_admits_what_the_ingress_admits_and_allows_long_streams() -> None:
+    route = {"enabled": True, "parentRefs": [{"name": "public"}], "console": True}
+    found = manifests({"gateway": {"httpRoute": route, "ingress": {"enabled": True, "console": True}}})
+    rules = one(found, "HTTPRoute", "yardstick")["spec"]["rules"]
+    paths = [match["path"] for rule in rules for match in rule["matches"]]
+    (ingress,) = one(found, "Ingress", "yardstick")["spec"]["rules"]
+    kinds = {"Prefix": "PathPrefix", "Exact": "Exact"}
+    assert paths == [{"type": kinds[path["pathType"]], "value": path["path"]} for path in ingress["http"]["paths"]]
+    assert all(len(rule["matches"]) <= 8 for rule in rules), "the most that version 1.0 of the API takes"
+    assert all(rule["timeouts"] == {"request": "0s", "backendRequest": "0s"} for rule in rules)
+    assert all(rule["backendRefs"] == [{"name": "yardstick", "port": 80}] for rule in rules)
+    with pytest.raises(helm_python.HelmError, match="parentRefs"):
+        render({"gateway": {"httpRoute": {"enabled": True}}})
+
+
+@pytest.mark.parametrize(
+    ("preset", "timeout"),
+    [
+        ("nginx", ("nginx.ingress.kubernetes.io/proxy-read-timeout", "90")),
+        ("nginx-inc", ("nginx.org/proxy-read-timeout", "90s")),
+        ("haproxy", ("haproxy.org/timeout-server", "90s")),
+        ("contour", ("projectcontour.io/response-timeout", "infinity")),
+        ("alb", ("alb.ingress.kubernetes.io/load-balancer-attributes", "idle_timeout.timeout_seconds=90")),
+        ("", None),
+    ],
+)
+def test_an_ingress_preset_has_the_annotations_of_its_controller_only(preset: str, timeout: tuple[str, str] | None) -> None:
+    own = {"example.com/own": "yes"}
+    ingress = {"enabled": True, "preset": preset, "timeoutSeconds": 90, "annotations": own}
+    annotations = one(manifests({"gateway": {"ingress": ingress}}), "Ingress", "yardstick")["metadata"]["annotations"]
+    assert annotations.items() >= own.items()
+    if timeout is None:
+        assert annotations == own
+    else:
+        assert annotations[timeout[0]] == timeout[1]
+        assert {key.partition("/")[0] for key in annotations} == {timeout[0].partition("/")[0], "example.com"}
+
+
+def test_devices_may_come_from_dynamic_resource_allocation() -> None:
+    values: Values = {
+        "engine": {
+            "device": "cuda",
+            "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h200"}],
+            "resources": {"claims": [{"name": "gpu"}]},
+        },
+        "pools": {"cpu": {"device": "cpu", "resourceClaims": [], "resources": {"claims": []}}},
+    }
+    pod = engine(values)
+    assert pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": "h200"}]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpu"}]
+    assert pod["containers"][0]["image"].endswith("-cuda")
+    other = engine(values, "yardstick-engine-cpu")
+    assert "resourceClaims" not in other
+    assert not other["containers"][0]["image"].endswith("-cuda")
+
+
+def test_a_digest_decides_what_runs() -> None:
+    found = manifests({"engine": {"digest": DIGEST}, "gateway": {"digest": DIGEST}})
+    for kind, name in (("StatefulSet", "yardstick-engine"), ("Deployment", "yardstick")):
+        image = one(found, kind, name)["spec"]["template"]["spec"]["containers"][0]["image"]
+        assert image.endswith(f"@{DIGEST}")
+    with pytest.raises(helm_python.HelmValuesError):
+        render({"engine": {"digest": "latest"}})
+
+
+@pytest.mark.parametrize(("account", "name"), [({}, None), ({"name": "mine"}, "mine")])
+def test_engines_use_an_account_of_the_cluster(account: Any, name: str | None) -> None:
+    assert engine({"engine": {"serviceAccount": account}}).get("serviceAccountName") == name
+
+
+def test_a_created_account_of_engines_has_no_token() -> None:
+    found = manifests({"engine": {"serviceAccount": {"create": True, "annotations": {"a": "b"}}}, "pools": {"small": {}}})
+    for name in ("yardstick-engine", "yardstick-engine-small"):
+        account = one(found, "ServiceAccount", name)
+        assert (account["automountServiceAccountToken"], account["metadata"]["annotations"]) == (False, {"a": "b"})
+        pod = one(found, "StatefulSet", name)["spec"]["template"]["spec"]
+        assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (name, False)
+
+
+def test_other_containers_stand_beside_ours() -> None:
+    """Ours is the first one, which `kubectl logs` and `kubectl exec` take by default."""
+    more = {"initContainers": [{"name": "before", "image": "a"}], "extraContainers": [{"name": "beside", "image": "b"}]}
+    found = manifests({"engine": more, "gateway": more})
+    for kind, name, own in (("StatefulSet", "yardstick-engine", "engine"), ("Deployment", "yardstick", "gateway")):
+        pod = one(found, kind, name)["spec"]["template"]["spec"]
+        assert [container["name"] for container in pod["initContainers"]] == ["before"]
+        assert [container["name"] for container in pod["containers"]] == [own, "beside"]
+
+
+def test_other_objects_are_templates() -> None:
+    thing = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}, "data": {"a": "b"}}
+    assert one(manifests({"extraObjects": [thing]}), "ConfigMap", "yardstick-more")["data"] == {"a": "b"}
+
+
+def relabeled(values: Values, kind: str, name: str) -> list[dict[str, Any]]:
+    monitor = one(manifests(values), kind, name)["spec"]
+    (endpoint,) = monitor["podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"]
+    return endpoint.get("relabelings", [])
+
+
+def test_a_pod_monitor_gives_series_the_labels_that_alerts_use() -> None:
+    own = [{"action": "drop", "sourceLabels": ["__meta_kubernetes_namespace"], "regex": "kube-system"}]
+    values: Values = {
+        "engine": {"model": "org/large"},
+        "pools": {"small": {"model": "org/small"}},
+        "monitoring": {"podMonitor": {"enabled": True, "relabelings": own}},
+    }
+    engines = relabeled(values, "PodMonitor", "yardstick-engine")
+    assert {rule["targetLabel"] for rule in engines if "targetLabel" in rule} == {"pool", "service", "model"}
+    models = {rule["regex"]: rule["replacement"] for rule in engines if rule.get("targetLabel") == "model"}
+    assert models == {"yardstick-engine": "large", "yardstick-engine-small": "small"}
+    gateways = relabeled(values, "PodMonitor", "yardstick-gateway")
+    assert gateways == [{"replacement": "yardstick", "targetLabel": "service"}, *own]
+    assert engines[-1:] == own
+
+
+def test_one_job_fills_the_claim_that_pods_share() -> None:
+    cache = {"existingClaim": "models", "readOnly": True, "download": "job"}
+    values: Values = {"engine": {"model": "org/ranker", "revision": "abc", "modelCache": cache, "hubToken": {"secret": "hub"}}}
+    found = manifests(values)
+    (job,) = [manifest for manifest in found if manifest["kind"] == "Job"]
+    kubernetes_validate.validate(job, "1.30", strict=True)
+    (download,) = job["spec"]["template"]["spec"]["containers"]
+    assert (download["command"], download["args"]) == (["python", "-m", "engine.download"], ["org/ranker@abc"])
+    assert "HF_TOKEN" in {variable["name"] for variable in download["env"]}
+    assert not next(mount for mount in download["volumeMounts"] if mount["name"] == "models").get("readOnly")
+    pod = engine(values)
+    (waits,) = pod["initContainers"]
+    assert waits["args"] == ["--wait=1800", "org/ranker@abc"]
+    for container in (waits, pod["containers"][0]):
+        assert "HF_TOKEN" not in {variable["name"] for variable in container["env"]}
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in pod["containers"][0]["env"]
+    service = one(found, "Service", "yardstick-engine")["spec"]["selector"]
+    assert not service.items() <= job["spec"]["template"]["metadata"]["labels"].items(), "the Job's pod is no engine"
+    other = manifests({"engine": values["engine"] | {"revision": "def"}})
+    names = {manifest["metadata"]["name"] for manifest in [*found, *other] if manifest["kind"] == "Job"}
+    assert len(names) == 2, "a Job cannot be changed, so another revision is another Job"
+
+
+def test_an_init_container_fills_the_volume_of_each_pod() -> None:
+    pod = engine({"engine": {"model": "org/ranker", "lenvmModel": "org/lengths", "modelCache": {"download": "init"}}})
+    (download,) = pod["initContainers"]
+    assert download["args"] == ["org/ranker", "org/lengths"]
+    assert "initContainers" not in engine({"engine": {"modelCache": {"download": "init"}}}), "the demo model is in the image"
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [({"download": "job"}, "existingClaim"), ({"download": "init", "existingClaim": "m", "readOnly": True}, "readOnly")],
+)
+def test_downloads_that_cannot_work_are_refused(cache: Any, words: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=words):
+        render({"engine": {"model": "org/ranker", "modelCache": cache}})

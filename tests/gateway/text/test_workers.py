@@ -336,17 +336,21 @@ def _runs(pid: int) -> bool:
 def test_a_job_is_received_however_it_is_cut(message: int, body: int, cut: int) -> None:
     data = HEADER.pack(message, body, False) + os.urandom(message + body)
     ours, theirs = socket.socketpair()
+    received = threading.Event()
 
     def send() -> None:
         with ours:
-            for part in (data[:cut], data[cut:], data[:-1]):
-                ours.sendall(part)
-                time.sleep(0.002)
+            ours.sendall(data[:cut])
+            time.sleep(0.002)
+            ours.sendall(data[cut:])
+            received.wait(10)  # the gateway sends nothing more before the answer
+            ours.sendall(data[:-1])
 
     sender = threading.Thread(target=send)
     sender.start()
     with theirs:
         assert receive(theirs) == (data[HEADER.size :][:message], data[HEADER.size :][message:])
+        received.set()
         assert receive(theirs) is None
     sender.join()
 

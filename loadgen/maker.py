@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import msgspec
 
 from loadgen.arrivals import Closed, Share, schedule
+from loadgen.content import Content
 from loadgen.errors import LoadError
 from loadgen.scenario import Scenario
-from loadgen.workloads import Content
 
 _FRAME = struct.Struct("<dIIII")
 """Due time, index of the workload, number of items, and the lengths of body and later turns that follow."""

@@ -189,8 +189,8 @@ def _located(message: str, document: dict[str, Any]) -> str:
 
 def _unknown_key(path: str, name: str, document: dict[str, Any]) -> str:
     """Return the message for an unknown key."""
-    plain = {"": Scenario, "target": Target, "data": Data, "stages": Stage}.get(path.rpartition(".")[2].partition("[")[0])
-    kind = plain or _KINDS[_at(document, path)["kind"]]
+    plain: dict[str, type[msgspec.Struct]] = {"": Scenario, "target": Target, "data": Data, "stages": Stage}
+    kind = plain.get(path.rpartition(".")[2].partition("[")[0]) or _KINDS[_at(document, path)["kind"]]
     known = [field.encode_name for field in msgspec.structs.fields(kind)]
     near = difflib.get_close_matches(name, known, 1)
     remedy = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"

@@ -55,6 +55,9 @@ class Recorder:
     def finish(self, interrupted: bool, scrapes: Sequence[Scrape]) -> None:
         """Write the servers' metrics and the last line."""
         self._write([*scrapes, RunEnd(interrupted)])
+
+    def close(self) -> None:
+        """Close the file."""
         if self._stream is not None:
             self._stream.close()
 
@@ -72,7 +75,11 @@ def run(
     ``together``: a folder that all workers share, to start when all are ready.
     """
     _raise_limit()
-    return uvloop.run(_run(scenario, share, api_key, command, Recorder(folder), together))
+    recorder = Recorder(folder)
+    try:
+        return uvloop.run(_run(scenario, share, api_key, command, recorder, together))
+    finally:
+        recorder.close()
 
 
 async def _run(

@@ -16,6 +16,8 @@ from loadgen import barrier
 from loadgen.arrivals import Share
 from loadgen.barrier import meet
 from loadgen.errors import LoadError
+from loadgen.runner import run
+from loadgen.scenario import load
 from tests.loadgen.servers import serving
 from tests.loadgen.test_client import good
 from tests.loadgen.test_deploy import ROOT, arguments, rendered
@@ -46,11 +48,12 @@ def test_workers_start_together(tmp_path: Path) -> None:
         second = start(url, 1)
         ends = [process.communicate(timeout=30)[1] for process in (first, second)]
         assert [first.returncode, second.returncode] == [0, 0], ends
-        again = start(url, 0)
-        assert "is left from an earlier run" in again.communicate(timeout=30)[1]
-        assert again.returncode == 2
-    starts = [json.loads((tmp_path / f"{index}" / "records.jsonl").open().readline())["started"] for index in (0, 1)]
+    records = [(tmp_path / f"{index}" / "records.jsonl").read_text() for index in (0, 1)]
+    starts = [json.loads(text.splitlines()[0])["started"] for text in records]
     assert abs(starts[0] - starts[1]) < 0.5, "although one began a second later"
+    with pytest.raises(LoadError, match="is left from an earlier run"):
+        run(load(None), Share(0, 2), None, "test", tmp_path / "0", tmp_path / "ready")
+    assert (tmp_path / "0" / "records.jsonl").read_text() == records[0], "a run that cannot begin leaves earlier records"
 
 
 def test_a_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,15 +82,15 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     """Length of each item, in tokens."""
     query: list[int]
     readout: Readout
-    pin_seconds: float | None = None
-    """Pin each item for this time after it is scored: it is not evicted until then. A later message with a time replaces it, 0 ends
-    it, None changes nothing. Items that find no room, or whose caller keeps nothing, are scored and not pinned. Pins give way only
-    to a request that otherwise could not be computed at all, and end with the pod."""
     priority: int = 0
     """As in :class:`Score`."""
     deadline: float | None = None
     """As in :class:`Score`."""
     caller: Caller = Caller()
+    pin_seconds: float | None = None
+    """Pin each item for this time after it is scored: it is not evicted until then. A later message with a time replaces it, 0 ends
+    it, None changes nothing. Items that find no room, or whose caller keeps nothing, are scored and not pinned. Pins give way only
+    to a request that otherwise could not be computed at all, and end with the pod."""
 
 
 class Scored(msgspec.Struct, tag="scored", frozen=True):

@@ -182,7 +182,7 @@ def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreIt
         prefix, rows = as_list(prompts.prefix), [as_list(branch) for branch in branches]
         return wire.Score(id, prefix, rows, readout, priority, caller=prompts.caller)
     items, lengths = b"".join(map(wire.pack_ids, branches)), wire.pack_ids([len(item) for item in branches])
-    return wire.ScoreItems(id, items, lengths, as_list(prompts.suffix), readout, priority, caller=prompts.caller)
+    return wire.ScoreItems(id, items, lengths, as_list(prompts.suffix), readout, priority=priority, caller=prompts.caller)
 
 
 def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Readout) -> None:

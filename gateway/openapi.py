@@ -28,8 +28,8 @@ from swagger_ui_bundle import swagger_ui_path  # type: ignore[import-untyped]
 
 from gateway.errors import ErrorBody, NotFound
 from gateway.schemas.chat import ChatChunk, ChatCompletion
+from gateway.schemas.response_body import ResponseBody
 from gateway.schemas.response_events import Event
-from gateway.schemas.responses import ResponseBody
 
 PATH = "/schema"
 _ASSETS = f"{PATH}/assets"

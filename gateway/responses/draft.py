@@ -10,19 +10,16 @@ import msgspec
 from gateway.errors import GatewayError
 from gateway.ids import new_id
 from gateway.pool.replica import ServedModel
-from gateway.schemas.responses import (
+from gateway.schemas.response_body import (
     IncompleteDetails,
     InputTokensDetails,
     OutputItem,
     OutputTokensDetails,
-    Reasoning,
     ResponseBody,
     ResponseError,
-    ResponseRequest,
     ResponseUsage,
-    TextConfig,
-    TextFormat,
 )
+from gateway.schemas.responses import Reasoning, ResponseRequest, TextConfig, TextFormat
 from gateway.schemas.usage import Usage
 
 

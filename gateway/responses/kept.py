@@ -12,7 +12,7 @@ from litestar.connection import ASGIConnection
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from gateway.responses.store import ResponseStore, Stored, Unavailable
-from gateway.schemas.responses import OutputItem, OutputMessage
+from gateway.schemas.response_body import OutputItem, OutputMessage
 from gateway.telemetry import Telemetry
 from gateway.text.prepared import Items
 

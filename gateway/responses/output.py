@@ -13,6 +13,15 @@ from typing import Any
 import msgspec
 
 from gateway.ids import new_id
+from gateway.schemas.response_body import (
+    OutputCall,
+    OutputCustomCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+)
 from gateway.schemas.response_events import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -26,16 +35,7 @@ from gateway.schemas.response_events import (
     TextDelta,
     TextDone,
 )
-from gateway.schemas.responses import (
-    OutputCall,
-    OutputCustomCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-    Status,
-)
+from gateway.schemas.responses import Status
 from gateway.tools.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 _encoder = msgspec.json.Encoder()

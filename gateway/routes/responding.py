@@ -21,8 +21,8 @@ from gateway.responses.kept import Kept
 from gateway.responses.output import Output
 from gateway.routes.chat import ChatAnswer
 from gateway.routes.generating import Generator, small, usage_of
+from gateway.schemas.response_body import ResponseBody
 from gateway.schemas.response_events import Event, StateEvent
-from gateway.schemas.responses import ResponseBody
 from gateway.streams import while_connected
 from gateway.text.prepared import Items
 from gateway.tools.parts import Content, Part

@@ -27,7 +27,8 @@ from gateway.routes.generating import system_fingerprint
 from gateway.routes.reading import Reader
 from gateway.routes.responding import Responder, Run
 from gateway.schemas.chat import ChatMessage
-from gateway.schemas.responses import DeletedResponse, ItemList, ResponseBody, ResponseRequest
+from gateway.schemas.response_body import DeletedResponse, ItemList, ResponseBody
+from gateway.schemas.responses import ResponseRequest
 from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import as_list
 

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from gateway.schemas.chat import TokenLogprob
-from gateway.schemas.responses import OutputItem, OutputText, ReasoningText, ResponseBody
+from gateway.schemas.response_body import OutputItem, OutputText, ReasoningText, ResponseBody
 
 
 class StateEvent(msgspec.Struct, kw_only=True):

@@ -24,14 +24,13 @@ from gateway.text.prompts import (
 )
 from gateway.text.reading.catalogue import query_prompts
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.labels import labels_of
 from gateway.text.reading.likelihood import check_fields, likelihood_prompts, own_tokens
 from gateway.text.reading.pairs import SEAM_TOKENS, Pairs, preset_of
 
 ONLY_PAIRED = ("instruction", "truncate", "truncate_prompt_tokens", "max_tokens_per_doc", "max_tokens_per_query")
 """Fields that only pairs of texts may have."""
 LIGHT_ITEMS = 500
-SHOWN_TOKENS = 16
-"""Most tokens of a multi-token label that the error message shows. Encoding stops beyond this number."""
 
 
 def _read(request: ScoreRequest, model: Model) -> Prepared:
@@ -54,7 +53,7 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
     items = [request.items] if isinstance(request.items, str) else request.items
     if request.readout == "likelihood":
         return _likelihoods(request, model, request.query, items)
-    labels = _labels(request, model)
+    labels = labels_of(request, model)
     model.bounds.check("max_scores", len(items) * len(labels), "scores (items and labels)", "items")
     _check_kinds(request.query, items)
     refused: list[Refusal] = []
@@ -91,7 +90,7 @@ def _of_catalogue(request: ScoreRequest, model: Model) -> Prepared:
     if request.query is None:
         raise InvalidRequest("`query` is missing.", param="query")
     named = request.labels is not None or request.label_token_ids is not None
-    return query_prompts(request.query, _labels(request, model) if named else [], model)
+    return query_prompts(request.query, labels_of(request, model) if named else [], model)
 
 
 def _likelihoods(request: ScoreRequest, model: Model, query: str | list[int], items: Sequence[str | list[int]]) -> Prepared:
@@ -256,44 +255,6 @@ def _check_kinds(query: str | list[int], items: Sequence[str | list[int]]) -> No
             f"`items[{index}]` is of another kind than `query`, which is {kind}; give all as text, or all as token ids.",
             param=f"items[{index}]",
         )
-
-
-def _labels(request: ScoreRequest, model: Model) -> list[int]:
-    """Return the token ids of the labels."""
-    given: Sequence[str | int] | None = request.labels if request.labels is not None else request.label_token_ids
-    if given is None or (request.labels is not None and request.label_token_ids is not None):
-        raise InvalidRequest("Give either `labels` (texts) or `label_token_ids`, to say which tokens are scored.", param="labels")
-    param = "labels" if request.labels is not None else "label_token_ids"
-    if not given:
-        raise InvalidRequest(f"`{param}` is empty; name at least one token.", param=param)
-    if len(given) > model.facts.max_labels:
-        raise InvalidRequest(f"`{param}` has {len(given)} labels; at most {model.facts.max_labels} are allowed.", param=param)
-    labels = [_label(model, label, index) if isinstance(label, str) else label for index, label in enumerate(given)]
-    for index, label in enumerate(labels):
-        if not model.vocabulary.has_token(label):
-            known = f"ids are 0 to {model.vocabulary.vocab_size - 1}"
-            raise InvalidRequest(
-                f"`{param}[{index}]`: {label} is not a token of {model.facts.name!r}; {known}.", param=f"{param}[{index}]"
-            )
-    return labels
-
-
-def _label(model: Model, text: str, index: int) -> int:
-    """Return the token id of a text label. A long label is not tokenised."""
-    tokenizer, pieces = model.texts.tokenizer, ""
-    try:
-        ids = tokenizer.encode(text, limit=SHOWN_TOKENS, add_special_tokens=False)
-        if len(ids) == 1:
-            return ids[0]
-        length = f"{len(ids)} tokens"
-        pieces = ": " + (", ".join(f"{tokenizer.token_text(id)!r} ({id})" for id in ids) or "none")
-    except TooManyTokens as error:
-        length = str(error)
-    raise InvalidRequest(
-        f"`labels[{index}]`: {text[:100]!r} is {length} of {model.facts.name!r}, not one{pieces}."
-        " Choose a label that is one token.",
-        param=f"labels[{index}]",
-    )
 
 
 def _is_light(request: ScoreRequest) -> bool:

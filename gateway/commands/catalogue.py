@@ -200,11 +200,13 @@ def delete(access: Access, catalogue: str) -> None:
     print(f"{catalogue} is deleted", file=sys.stderr)
 
 
-def warm(access: Access, catalogue: str) -> None:
-    """Warm a catalogue, with progress on standard error. Raises :class:`CommandError`."""
+def warm(access: Access, catalogue: str, pin_seconds: float | None = None) -> None:
+    """Warm a catalogue, with progress on standard error. ``pin_seconds``: time for which engines keep the items. Raises
+    :class:`CommandError`."""
+    asked = {"stream": True} | ({} if pin_seconds is None else {"pin_seconds": pin_seconds})
     with Report("Warming", 1) as report, _client(access) as client:
         done = None
-        with client.stream("POST", f"{_path(catalogue)}/warm", json={"stream": True}) as response:
+        with client.stream("POST", f"{_path(catalogue)}/warm", json=asked) as response:
             if not response.is_success:
                 response.read()
                 raise CommandError(_refusal(response))
@@ -218,7 +220,8 @@ def warm(access: Access, catalogue: str) -> None:
                 report.progress(done.items, done.total)
     if done is None or not done.done:
         raise CommandError("the warm-up broke off; the same command continues it")
-    print(f"{catalogue}: {done.items} items are warm, {done.cached_items} of them were before", file=sys.stderr)
+    pinned = f"; {done.pinned_items} are pinned" if pin_seconds else ""
+    print(f"{catalogue}: {done.items} items are warm, {done.cached_items} of them were before{pinned}", file=sys.stderr)
 
 
 def _plain(access: Access, method: str, path: str) -> bytes:

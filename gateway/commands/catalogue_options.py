@@ -53,11 +53,18 @@ def status(catalogue: Catalogue, url: Url = _LOCAL, api_key: ApiKey = None) -> N
 
 
 @catalogues.command()
-def warm(catalogue: Catalogue, url: Url = _LOCAL, api_key: ApiKey = None) -> None:
+def warm(
+    catalogue: Catalogue,
+    url: Url = _LOCAL,
+    api_key: ApiKey = None,
+    pin_seconds: Annotated[
+        float | None, typer.Option(min=0, max=86_400, help="Time for which engines keep the items; 0 ends it.")
+    ] = None,
+) -> None:
     """Have the engines compute the items before they are scored, until it is done or interrupted."""
     from gateway.commands.catalogue import Access, warm
 
-    warm(Access(url, api_key), catalogue)
+    warm(Access(url, api_key), catalogue, pin_seconds)
 
 
 @catalogues.command()

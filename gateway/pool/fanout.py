@@ -45,6 +45,8 @@ class Prompts(msgspec.Struct, frozen=True):
     caller: wire.Caller = wire.Caller()
     suffix: Ids = ()
     """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
+    pin_seconds: float | None = None
+    """See :class:`engine.wire.ScoreItems`."""
 
     @property
     def lengths(self) -> list[int]:
@@ -182,7 +184,8 @@ def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreIt
         prefix, rows = as_list(prompts.prefix), [as_list(branch) for branch in branches]
         return wire.Score(id, prefix, rows, readout, priority, caller=prompts.caller)
     items, lengths = b"".join(map(wire.pack_ids, branches)), wire.pack_ids([len(item) for item in branches])
-    return wire.ScoreItems(id, items, lengths, as_list(prompts.suffix), readout, priority=priority, caller=prompts.caller)
+    query, pin = as_list(prompts.suffix), prompts.pin_seconds
+    return wire.ScoreItems(id, items, lengths, query, readout, priority=priority, caller=prompts.caller, pin_seconds=pin)
 
 
 def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Readout) -> None:

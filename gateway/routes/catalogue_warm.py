@@ -14,7 +14,7 @@ from litestar.params import FromPath, JSONBody
 from engine import wire
 from gateway.auth import PRIORITY_RANGE
 from gateway.cache.policy import CachePolicy
-from gateway.catalogues.catalogues import owner_of
+from gateway.catalogues.catalogues import check_may_write, owner_of
 from gateway.catalogues.record import tokens_of
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
@@ -47,6 +47,7 @@ class _Warming:
     items: int = 0
     cached_items: int = 0
     computed_tokens: int = 0
+    pinned_items: int = 0
 
     @property
     def total(self) -> int:
@@ -59,6 +60,7 @@ class _Warming:
             total=self.total,
             cached_items=self.cached_items,
             computed_tokens=self.computed_tokens,
+            pinned_items=self.pinned_items,
             done=done,
         )
 
@@ -81,6 +83,8 @@ def warm_route(reader: Reader, prompts: CataloguePrompts, scoring: Scoring, fan_
         async with reader.open(request, WarmRequest, data) as body:
             check_whole(data, top_n=None, stream=True)
             warming = _Warming(request=request, body=body, whole=await prompts.open(request, name, None), ids=body.fields.ids)
+            if body.fields.pin_seconds is not None:
+                check_may_write(request)
         if body.fields.stream:
             return await scoring.streams.begin(warmer.events(warming), request)
         async with while_connected(request.scope), aclosing(warmer.parts(warming)) as parts:
@@ -114,12 +118,14 @@ class _Warmer:
         async with aclosing(self._pages(warming)) as pages:
             async for records in pages:
                 prepared = await self.prompts.rows(warming.body, whole.model, whole.state.spec, records, "ids", reads_labels=False)
-                asked = Prompts((), prepared.rows, wire.Labels([0]), last, caller_of(request), _QUERY)
+                pin = warming.body.fields.pin_seconds
+                asked = Prompts((), prepared.rows, wire.Labels([0]), last, caller_of(request), _QUERY, pin)
 
                 def take(places: list[int], scored: wire.Scored) -> None:
                     warming.items += len(places)
                     warming.cached_items += scored.cached_items
                     warming.computed_tokens += scored.computed_tokens
+                    warming.pinned_items += scored.pinned_items
                     self.scoring.telemetry.items_warmed(scored.cached_items, len(places) - scored.cached_items)
 
                 await self.fan_out.run(whole.model, asked, prepared.rows, take, lease)

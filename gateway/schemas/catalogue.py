@@ -60,6 +60,8 @@ class WarmRequest(Parameters, kw_only=True):
     """Items; all of the catalogue by default."""
     stream: bool = False
     """Send the progress as server-sent events."""
+    pin_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
+    """Time for which engines keep the items, however many others are scored; 0 ends it. It needs a key that may write."""
 
 
 class CatalogueBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,4 +157,6 @@ class WarmProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Items that engines had already."""
     computed_tokens: int
     """Tokens that were computed."""
+    pinned_items: int
+    """Items that were pinned; others found no room."""
     done: bool

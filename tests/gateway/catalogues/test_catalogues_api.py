@@ -192,6 +192,11 @@ def test_a_warm_up_puts_items_where_scores_find_them(served: tuple[FakeEngine, h
     assert state["warmed_version"] == state["version"]
     progress = events(client.post(f"/v1/catalogues/{name}/warm", json={"stream": True, "ids": ["i1", "i2"]}))
     assert (progress[-1]["items"], progress[-1]["total"], progress[-1]["done"]) == (2, 2, True)
+    assert {asked.pin_seconds for asked in engine.item_scores} == {None}
+    engine.item_scores.clear()
+    client.post(f"/v1/catalogues/{name}/warm", json={"ids": ["i1"], "pin_seconds": 60}).raise_for_status()
+    assert {asked.pin_seconds for asked in engine.item_scores} == {60}
+    assert client.post(f"/v1/catalogues/{name}/warm", json={"pin_seconds": 86_401}).status_code == 400
     register(client, name, {"i0": "changed"})
     state = client.get(f"/v1/catalogues/{name}").json()
     assert state["warmed_version"] != state["version"]

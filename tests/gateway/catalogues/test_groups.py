@@ -121,6 +121,7 @@ def test_a_reader_may_not_write(client: httpx.Client, method: str, path: str, bo
     refused = ask(client, "reader", method, path, body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_permitted")
     assert ask(client, "reader", "PUT", "/v1/catalogues/other", {}).status_code == 403
+    assert ask(client, "reader", "POST", "/v1/catalogues/shop/warm", {"pin_seconds": 1}).status_code == 403
     assert score(client, "reader", ["only"]).status_code == 200
     assert ask(client, "reader", "GET", "/v1/catalogues/shop").json()["items"] == 2
 

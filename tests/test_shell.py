@@ -392,6 +392,16 @@ def test_ci_tells_what_became_of_the_cluster_tests(machine: Path, ci: Path, stat
     assert ("left out" in done.stdout, "FAILED" in done.stdout) == (status == 3, status == 2)
 
 
+@pytest.mark.parametrize("again", [0, 2])
+def test_ci_runs_cluster_tests_that_fail_once_more_with_nothing_beside_them(machine: Path, ci: Path, again: int) -> None:
+    pretend(machine, "make", 'echo "$PART" >>"$LOG"')
+    second = f'if grep -q cluster "$LOG"; then echo again >>"$LOG"; exit {again}; fi'
+    pretend(machine.parent / "tests" / "cluster", "local.sh", f'{second}; echo cluster >>"$LOG"; exit 2')
+    done = on(machine, ci, YARDSTICK_CLUSTER=str(machine / "cluster"))
+    assert done.returncode == again, done.stderr
+    assert (machine / "log").read_text().split()[-2:] == ["alone", "again"]
+
+
 def test_ci_runs_the_cluster_tests_beside_the_others_but_not_beside_those_that_measure(machine: Path, ci: Path) -> None:
     pretend(machine, "make", 'echo "$PART $*" >>"$LOG"')
     pretend(machine.parent / "tests" / "cluster", "local.sh", 'while ! grep -q parallel "$LOG"; do :; done; echo cluster >>"$LOG"')

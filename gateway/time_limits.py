@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from gateway.errors import DeadlineExceeded, InvalidRequest
 
@@ -24,13 +25,15 @@ class TimeLimits:
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self._task = asyncio.current_task()
+        self._task: asyncio.Task[Any] | None = None
         self._beginning: asyncio.TimerHandle | None = None
         self._end: asyncio.TimerHandle | None = None
         self._expired: float | None = None
 
     def read(self, headers: Mapping[bytes, bytes]) -> None:
-        """Set the limits that ``headers`` name. Raises :class:`InvalidRequest` for a wrong value of our own header."""
+        """Set the limits that ``headers`` name. The calling task is the one that is cancelled. Raises :class:`InvalidRequest` for a
+        wrong value of our own header."""
+        self._task = asyncio.current_task()
         for name in SDK_HEADERS:
             if (value := headers.get(name)) and (seconds := _seconds(value)) is not None:
                 self._beginning = self._timer(seconds)

@@ -126,7 +126,7 @@ def test_the_command(tmp_path, capsys):
     sizes = accuracy.Sizes(questions=8, alone=2, random_requests=1, texts=2, random_texts=1, tokens=8, values=8)
     summary = accuracy.run(sizes, Store(tmp_path))
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == summary
-    assert ("float32, INT8" in summary["demo"]) == accuracy.supported("float32", "int8")
+    assert ("float32, INT8" in summary["demo"]) == accuracy.supported(accuracy.Format("float32", "int8"))
     assert "bfloat16, FP8" in (tmp_path / "tables.txt").read_text()
     assert summary["random"]["float32"]["auc"] is None
     assert not torch.cuda.is_available() or "float32, FP8" not in summary["random"]

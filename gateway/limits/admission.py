@@ -40,7 +40,7 @@ class Admission(ASGIMiddleware):
         tenant, weight = (None, 1.0) if key is None else (key.id, key.weight)
         hold = self._bodies.hold(tenant, weight)
         try:
-            if scope["method"] == "POST":  # type: ignore[typeddict-item]
+            if scope["method"] in ("POST", "PUT"):  # type: ignore[typeddict-item]
                 receive = _replay(await self._bodies.read(scope, receive, hold), receive)
             if not self._requests.take(tenant, weight=weight):
                 self._telemetry.rejected("in_flight")

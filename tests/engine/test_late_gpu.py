@@ -152,8 +152,8 @@ def plain(reply: wire.Reply) -> wire.Reply:
 
 
 def compare(pace: Pace, use: Callable[[Late], list[wire.Reply]]) -> list[wire.Reply]:
-    """The replies of ``use`` on a device of this pace, which must be those of one that is never late. Numbers may differ in their last
-    digits, because libraries compute with other kernels where memory is aligned otherwise; what a hazard overwrites differs more."""
+    """The replies of ``use`` on a device of this pace, which must be those of one that is never late. Numbers may differ in their
+    last digits, because libraries choose kernels by the alignment of memory; what a hazard overwrites differs more."""
     found = []
     for each in (always, pace):
         with pytest.MonkeyPatch.context() as patch:

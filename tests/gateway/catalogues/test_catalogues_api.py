@@ -202,6 +202,14 @@ def test_a_warm_up_puts_items_where_scores_find_them(served: tuple[FakeEngine, h
     assert state["warmed_version"] != state["version"]
 
 
+def test_large_bodies_are_read_whole_and_bounded(served: tuple[FakeEngine, httpx.Client], name: str) -> None:
+    _, client = served
+    register(client, name, {f"i{place}": "the quick brown fox " * 40 for place in range(1000)})
+    assert client.get(f"/v1/catalogues/{name}").json()["items"] == 1000
+    refused = client.put(f"/v1/catalogues/{name}/items", content=b"[" + b" " * (33 << 20) + b"]")
+    assert refused.status_code == 413
+
+
 ERRORS: dict[str, tuple[str, str, Any, int, str | None]] = {
     "a bad name": ("PUT", "/v1/catalogues/.hidden", {}, 400, "name"),
     "a giant name": ("PUT", "/v1/catalogues/" + "a" * 65, {}, 400, "name"),

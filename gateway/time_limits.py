@@ -1,4 +1,4 @@
-"""The time limits that a client sets for its own request: after them nobody waits for the answer, so its work ends.
+"""Time limits that clients set for their requests. Once a limit has passed, the client no longer waits, so the work is aborted.
 
 ``x-yardstick-timeout`` and the field ``timeout`` of a body limit the time until the end of the answer, streams included. OpenAI's
 SDKs name the time after which they give up in a header of their own. That time begins anew with every byte, so it only limits the

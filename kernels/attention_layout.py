@@ -28,7 +28,7 @@ PROGRAMS = 256
 MOST_NARROW, MOST_MERGES = 1024, 1024
 """Room for as many in tables of fixed size, however many tokens: a program for padding does nothing, but it starts."""
 FEW_NARROW = 384
-"""The same for narrow items of steps with more tokens than :data:`MOST_NARROW`, which are mostly prompts: 256 decoding rows, and
+"""Room for narrow items of steps with more tokens than :data:`MOST_NARROW`, which are mostly prompts: 256 decoding rows, and
 the ends of prompts and items."""
 ITEM, MERGE = 6, 4
 """Columns of the tables."""

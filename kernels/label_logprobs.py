@@ -112,7 +112,7 @@ def most_splits(vocab: int, device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; in the interpreter as many as make its splits of the vocabulary few and more than one."""
+    """Number of multiprocessors of the GPU. In the interpreter 1, which gives the vocabulary few splits, but more than one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

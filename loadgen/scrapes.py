@@ -100,7 +100,7 @@ def parse(url: str, now: float, page: bytes) -> Scrape:
 
 
 class Series(msgspec.Struct):
-    """What one series of one page did during a run."""
+    """Values of one series of one page during a run."""
 
     url: str
     name: str

@@ -57,7 +57,7 @@ def drive(gateway: Program, *settings: str) -> Results:
 
 
 def memory(program: Program) -> float:
-    """Of the process that speaks HTTP, in MiB."""
+    """Memory of the process that serves HTTP, in MiB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{program.process.pid}/status").read_text())[1]) / 1024
 
 

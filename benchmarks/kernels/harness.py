@@ -56,7 +56,7 @@ class Gpu:
     flops: float
     """Floating-point operations a second of a large bfloat16 product."""
     store: Store = field(default_factory=Store)
-    """Of the rows: each is on disk once it is measured, and is not measured again by a run that continues."""
+    """Store of the rows: each is on disk once it is measured, and is not measured again by a run that continues."""
 
     @classmethod
     def measured(cls, store: Store) -> Gpu:

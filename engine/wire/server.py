@@ -59,7 +59,7 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     embedding_size: int = 0
     """Length of an :class:`Embedding` row; 0 where the model does not embed."""
     arithmetic: str = ""
-    """What the model computes in, for people: ``float32``, or ``float32, matrix products in int8 (avx512_vnni)``."""
+    """Number formats that the model computes in, for people: ``float32``, or ``float32, matrix products in int8 (avx512_vnni)``."""
     attention: Attention | None = None
     """None from an engine that does not say."""
 

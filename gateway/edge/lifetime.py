@@ -26,7 +26,7 @@ MAX_DROPPED = 64 << 20
 
 
 class Phase(Enum):
-    """What the connection waits for in each phase."""
+    """Phases of a connection."""
 
     WAITING = auto()
     """Waits for the first byte of the next request."""

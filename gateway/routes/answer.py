@@ -1,4 +1,4 @@
-"""What the generating endpoints share: the bodies of whole and of streamed answers."""
+"""Bodies of whole and of streamed answers, for all endpoints that generate."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is new of a tool call. The first delta of each call has its id, its type and the tool's name."""
+    """The new part of a tool call. The first delta of each call has its id, its type and the tool's name."""
 
     index: int
     """Position of the call in the answer."""

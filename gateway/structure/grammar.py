@@ -20,7 +20,7 @@ until its tokens run out. ``lenient`` would ignore keywords that cannot be enfor
 
 
 REGEX_START = "start: "
-"""What comes before the expression in the grammar of a regular expression."""
+"""Beginning of the grammar of a regular expression, before the expression."""
 
 
 class GrammarTextError(ValueError):

@@ -37,7 +37,7 @@ _FORMS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the output must follow."""
+    """The grammar, schema or choice that the output must follow."""
 
     kind: Kind
     value: Any

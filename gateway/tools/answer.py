@@ -1,4 +1,4 @@
-"""What an answer looks like, decided from the request and the rendered prompt, and the reader that follows it."""
+"""The form of an answer, decided from the request and the rendered prompt, and the reader that divides the answer by it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Function:
     schema: dict[str, Any]
     """JSON schema of its arguments, an object."""
     text: str = ""
-    """Of a custom tool: the grammar of its text, Lark; empty for any text."""
+    """The Lark grammar of a custom tool's text; empty for any text."""
     pattern: str = ""
     """The regular expression that ``text`` consists of, between slashes; empty if it is another grammar."""
 

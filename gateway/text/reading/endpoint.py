@@ -50,7 +50,7 @@ class Model:
     """None on the event loop, which reads token ids only."""
     formats: Formats = field(default_factory=Formats)
     earlier: bytes = b""
-    """What a request needs besides its body: the items of the conversation that it continues, as JSON values with commas between
+    """Input of a request besides its body: the items of the conversation that it continues, as JSON values with commas between
     them, or the catalogue that it names (``catalogue.py``)."""
 
     @property

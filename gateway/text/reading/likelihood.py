@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from gateway.errors import InvalidRequest
 from gateway.schemas.score import ScoreRequest
+from gateway.text.bounds import TooManyTokens
 from gateway.text.prepared import Prepared, Refusal
 from gateway.text.prompts import PrefixAndBranches
 from gateway.text.reading.endpoint import Model
+from gateway.text.reading.query_items import check_kinds, fitting_items, join_token_ids, tokenise_texts
 
 WITHOUT = ("labels", "label_token_ids", "apply_softmax", "item_first")
 """Fields that do not go with likelihoods."""
@@ -16,7 +18,36 @@ MAX_ITEM_TOKENS = 1 << 15
 """Most tokens of an item. Its log-probabilities come in one message, which takes the event loop two milliseconds."""
 
 
-def check_fields(request: ScoreRequest) -> None:
+def read_likelihoods(request: ScoreRequest, model: Model, query: str | list[int], items: Sequence[str | list[int]]) -> Prepared:
+    """Return the prompts of a request for likelihoods. Raises :class:`InvalidRequest`."""
+    _check_fields(request)
+    check_kinds(query, items)
+    partial, refused = bool(request.partial_results), list[Refusal]()
+    if partial:
+        items, refused = fitting_items(query, model, items)
+    left_out = {refusal.index for refusal in refused}
+    places = [place for place in range(len(items) + len(left_out)) if place not in left_out]
+    rows: Iterator[list[int] | None]
+    if isinstance(query, list):
+        if query:
+            join_token_ids(model, query, items)  # checks ids and lengths
+        ids, rows = query, (item if isinstance(item, list) else None for item in items)
+    else:
+        tokenizer, plain = model.texts.tokenizer, request.parse_special_tokens is False
+        try:
+            body = tokenizer.encode(query, limit=model.facts.context, add_special_tokens=False, parse_special_tokens=not plain)
+        except TooManyTokens as error:
+            raise model.facts.too_long(error, "query") from None
+        begin, end = tokenizer.affixes
+        ids = [*begin, *body]
+        texts = [item if isinstance(item, str) else "" for item in items]
+        # An empty item is refused below; a text in its place keeps its query and item from being an empty prompt.
+        rows = _own_tokens(ids, tokenise_texts(request, model, query, [text or "a" for text in texts]), end)
+        rows = ([] if text == "" else row for text, row in zip(texts, rows, strict=True))
+    return _prompts(model, ids, rows, places, refused, partial=partial)
+
+
+def _check_fields(request: ScoreRequest) -> None:
     """Raise :class:`InvalidRequest` for fields that do not go with likelihoods."""
     given = next((name for name in WITHOUT if getattr(request, name) not in (None, False)), None)
     if given is not None:
@@ -25,7 +56,7 @@ def check_fields(request: ScoreRequest) -> None:
         )
 
 
-def own_tokens(query: list[int], found: PrefixAndBranches, end: Sequence[int]) -> Iterator[list[int] | None]:
+def _own_tokens(query: list[int], found: PrefixAndBranches, end: Sequence[int]) -> Iterator[list[int] | None]:
     """Yield the tokens of each prompt behind those of the query; None if the prompt does not begin with them.
 
     ``query``: tokens of the query alone. ``found``: tokens of query and item together. ``end``: special tokens behind each text,
@@ -41,7 +72,7 @@ def own_tokens(query: list[int], found: PrefixAndBranches, end: Sequence[int]) -
             yield [*begin, *branch[len(more) : len(branch) - len(end)]]
 
 
-def likelihood_prompts(
+def _prompts(
     model: Model,
     query: list[int],
     rows: Iterator[list[int] | None],

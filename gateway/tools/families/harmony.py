@@ -43,7 +43,7 @@ class HarmonyParser(ToolParser):
         customs: Collection[str] = (),
     ) -> None:
         self.section: Section = "header"
-        """What the text that was read last belongs to."""
+        """Section of the text that was read last."""
         super().__init__(functions, new_id, most_calls, customs)
 
     def _answer(self) -> Steps[None]:

@@ -20,7 +20,7 @@ FUNCTION, PARAMETER = "<function=", "<parameter="
 FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
 
 VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
-"""What ends a value: its closing tag, or where the model forgets that, the next tag on a line of its own."""
+"""Texts that end a value: its closing tag, or if the model forgets it, the next tag on a line of its own."""
 
 
 class Qwen3CoderParser(TaggedParser):

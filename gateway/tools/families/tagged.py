@@ -20,7 +20,7 @@ class TaggedParser(ToolParser):
     """Reads values between tags, and passes them on as the members of a JSON object."""
 
     value_ends: ClassVar[tuple[str, ...]]
-    """What ends a value."""
+    """Texts that end a value."""
 
     def member(self, key: str, before: str, not_texts: Collection[str]) -> Steps[None]:
         """Read the value of ``key``, up to its end, and pass both on behind ``before``."""

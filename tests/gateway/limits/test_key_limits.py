@@ -207,7 +207,7 @@ def test_durations_are_written_as_openai_writes_them(seconds: float, text: str) 
 
 
 class Bucket:
-    """What the algorithm is equal to: ``limit`` tokens that come back evenly."""
+    """The algorithm in other words: ``limit`` tokens that come back evenly."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.left, self.at = limit, float(limit), 0.0

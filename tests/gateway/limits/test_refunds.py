@@ -79,7 +79,7 @@ class About:
 
     @property
     def slack(self) -> list[float]:
-        """What has come back of each rate."""
+        """Tokens that came back, of each rate."""
         return [1 + limit * (time.monotonic() - self.began) / 60 for limit in LIMITED.values()]
 
     def __eq__(self, other: object) -> bool:

@@ -10,7 +10,7 @@ LETTERS = st.text("ab😀", max_size=12)
 
 
 def defined(text: str, stops: list[str]) -> tuple[str, bool]:
-    """What a reader of one character at a time would do."""
+    """A reader of one character at a time."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:

@@ -121,7 +121,7 @@ def _largest_of_split(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store, for BLOCK tokens of a row, the WIDTH largest keys, the largest logit, and the sum of ``exp(scaled)`` relative to it."""
+    """Store the WIDTH largest keys of BLOCK tokens of a row, the largest logit, and the sum of ``exp(scaled)`` relative to it."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.maximum(tl.load(temperatures + row), _SMALLEST_TEMPERATURE)
     ids = split * BLOCK + tl.arange(0, BLOCK)

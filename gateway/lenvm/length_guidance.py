@@ -18,7 +18,8 @@ right length; with the demo models the text became meaningless without this boun
 
 
 THINKING_MIN_P = 0.1
-"""Default ``min_p`` for targets of the thinking section: with 0.02, `eq` took wrong numbers of the right length (docs/thinking.md)."""
+"""Default ``min_p`` for targets of the thinking section. With 0.02, `eq` took wrong numbers of the right length
+(docs/thinking.md)."""
 _SECTION = "length_guidance.applies_to"
 
 

@@ -50,8 +50,8 @@ class ScoreRequest(Truncation, kw_only=True):
     labels: list[str] | None = None
     """Texts to score; each must be one token of the model."""
     readout: Literal["labels", "likelihood"] | None = "labels"
-    """The result for each item: the probability of each label as the next token, or the log-probability of the item's own tokens after the
-    query (`likelihood`), which needs no labels."""
+    """The result for each item: the probability of each label as the next token, or the log-probability of the item's own tokens
+    after the query (`likelihood`), which needs no labels."""
     return_token_logprobs: bool | None = False
     """With `likelihood`: also return the log-probability of each token of an item."""
     apply_softmax: bool | None = False

@@ -102,7 +102,8 @@ def test_scores_and_streams_are_encrypted(terminator: Terminator, certificates: 
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "stream": True}
         for _ in range(3):
             assert client.post("/v1/chat/completions", json=chat).text.endswith("data: [DONE]\n\n")
-        assert terminator.handshakes == before + 1, "one connection for streams, which is kept"
+        opened = terminator.handshakes - before
+        assert 1 <= opened <= 2, "streams share a connection, which is opened again if the machine stalls for two seconds"
     finally:
         program.close()
 

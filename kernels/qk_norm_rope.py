@@ -127,7 +127,7 @@ def _check(
         raise ValueError("q_weight and k_weight are given both or not at all")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
-            expect(name, weight, qkv, (head_dim,), (qkv.dtype, torch.float32))
+            expect(name, weight, qkv, (head_dim,), tuple({qkv.dtype: None, torch.float32: None}))
     expect("cos", cos, qkv, (tokens, head_dim // 2), (torch.float32,))
     expect("sin", sin, qkv, (tokens, head_dim // 2), (torch.float32,))
     kept = qkv.dtype if scales is None else FP8

@@ -117,7 +117,7 @@ def launch_rms_norm(
     if x.dim() != 2 and not (plain and x.dim() == 3):
         raise ValueError(f"x has shape {list(x.shape)}, where [tokens, size]{' or [tokens, heads, size]' * plain} is expected")
     expect("x", x, x, x.shape, FLOATS, dense_axes=x.dim() - 1 if plain else None)
-    expect("weight", weight, x, x.shape[-1:], (x.dtype, torch.float32))
+    expect("weight", weight, x, x.shape[-1:], tuple({x.dtype: None, torch.float32: None}))
     if residual is not None:
         expect("residual", residual, x, x.shape, (x.dtype,))
     heads, size = x.shape[1:-1].numel(), x.shape[-1]

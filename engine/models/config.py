@@ -50,6 +50,19 @@ class ModelConfig:
     tied: bool = False
     """The language-model head, where there is one, is the embedding."""
     qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a generation."""
+    lm_head: bool = True
+    """Whether the model predicts tokens."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of a classification head, in order; one for a reward model. Empty without such a head."""
+    multi_label: bool = False
+    """Whether classes do not exclude each other."""
+    pooling: Pooling | None = None
+    """None where the model does not embed."""
     qk_norm_over_heads: bool = False
     norms: Norms = "before"
     norm_offset: float = 0.0
@@ -72,19 +85,6 @@ class ModelConfig:
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual."""
     logit_divisor: float = 1.0
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end a generation."""
-    lm_head: bool = True
-    """Whether the model predicts tokens."""
-    classes: tuple[str, ...] = ()
-    """Names of the classes of a classification head, in order; one for a reward model. Empty without such a head."""
-    multi_label: bool = False
-    """Whether classes do not exclude each other."""
-    pooling: Pooling | None = None
-    """None where the model does not embed."""
 
     @property
     def attention_specs(self) -> list[AttentionSpec]:

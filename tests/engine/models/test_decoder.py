@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model, save_model
-from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import FAMILIES, TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal, causal_of, causal_rows
 
 LLAMA3 = {

@@ -10,6 +10,8 @@ import torch
 
 from engine import wire
 from engine.build import build_loop
+from engine.distributed.shard import part_of
+from engine.models.config import load_config
 from engine.models.errors import ModelError
 from engine.settings import EngineSettings
 from tests.checkpoints import FAMILIES, TRAINED, make_checkpoint
@@ -71,9 +73,13 @@ def test_length_models_attend_plainly(family: str, tmp_path: Path) -> None:
         build(make_checkpoint(tmp_path / "main", "qwen3"), lenvm_model=str(lenvm))
 
 
-def test_norms_over_all_heads_cannot_be_shared(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="Olmo2ForCausalLM normalises all heads together"):
-        build(make_checkpoint(tmp_path, "olmo2"), tensor_parallel=2)
+@pytest.mark.parametrize(
+    ("family", "problem"), [("olmo2", "normalises all heads together"), ("phi3", "stores queries, keys and values as one")]
+)
+def test_families_that_cannot_be_shared(family: str, problem: str, tmp_path: Path) -> None:
+    config = load_config(make_checkpoint(tmp_path, family))
+    with pytest.raises(ModelError, match=f"ForCausalLM {problem}, so --tensor-parallel cannot share it"):
+        part_of(config, 0, 2)
 
 
 def test_fp8_keys_need_norms_before_projections(tmp_path: Path) -> None:

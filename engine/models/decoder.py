@@ -100,7 +100,7 @@ class RMSNorm(nn.Module):
     def add_offset(self) -> None:
         """Make the weight from what a checkpoint stores, which was copied into it."""
         if self.offset:
-            self.weight += self.offset
+            self.weight.add_(self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]"""
@@ -146,7 +146,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""
-        heads = self._heads(self._normed(self.qkv_proj(x)).unflatten(-1, (-1, self.head_dim)), cos, sin)
+        qkv: Tensor = self._normed(self.qkv_proj(x))
+        heads = self._heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
         return self.o_proj(_some(out.flatten(1), rows))  # type: ignore[no-any-return]
 

@@ -228,7 +228,7 @@ def _graphs_problem(decoder: Decoder) -> str | None:
 def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
     """Capture steps of up to ``max_batched_tokens``."""
     buckets = [size for size in BUCKETS if size <= max(budget.max_batched_tokens, BUCKETS[0])]
-    attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets))
+    attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets), decoder.config.attention_specs)
     return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
 
 

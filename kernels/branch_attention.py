@@ -188,7 +188,7 @@ def _attend(
         cell = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column[None, :]
         seen = (nth < end)[None, :] & real[:, None]
         peak, total, acc = attend_block(
-            block, tl.load(keys + cell), tl.load(values + cell), seen, scale, peak, total, acc, PRECISION
+            block, tl.load(keys + cell), tl.load(values + cell), seen, scale, 0.0, peak, total, acc, PRECISION, False
         )
 
     total = tl.where(total > 0, total, 1.0)

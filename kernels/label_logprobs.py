@@ -20,33 +20,35 @@ from torch import Tensor
 from kernels.linear import linear
 from kernels.row_chunks import CHUNK_ELEMENTS
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
+from kernels.soft_cap import NO_CAP, capped, soft_cap
 
 WAVES = 4
 """Programs for each multiprocessor, so that the last ones to end leave little of the GPU idle."""
 
 
-def label_logprobs(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+def label_logprobs(hidden: Tensor, head: Tensor, labels: Tensor, cap: float = NO_CAP) -> Tensor:
     """``log_softmax(hidden · headᵀ)`` at each row's own labels.
 
     hidden: [rows, size]; head: [vocab, size]; labels: [rows, labels] int64, below vocab. -> [rows, labels], float32, as is the
-    sum over the vocabulary whatever the dtype of the product.
+    sum over the vocabulary whatever the dtype of the product. cap: soft cap of the logits (:mod:`kernels.soft_cap`).
     """
     fused = launches(hidden, head)
-    return label_logprobs_triton(hidden, head, labels) if fused else label_logprobs_reference(hidden, head, labels)
+    operation = label_logprobs_triton if fused else label_logprobs_reference
+    return operation(hidden, head, labels, cap)
 
 
-def label_logprobs_reference(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+def label_logprobs_reference(hidden: Tensor, head: Tensor, labels: Tensor, cap: float = NO_CAP) -> Tensor:
     """:func:`label_logprobs` in plain PyTorch, a chunk of the rows at a time."""
     rows = max(1, CHUNK_ELEMENTS // len(head))
     out = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
-        logits = linear(hidden[part], head).float()
+        logits = soft_cap(linear(hidden[part], head).float(), cap)
         out[part] = logits.gather(1, labels[part]) - logits.logsumexp(1, keepdim=True)
     return out
 
 
-def label_logprobs_triton(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+def label_logprobs_triton(hidden: Tensor, head: Tensor, labels: Tensor, cap: float = NO_CAP) -> Tensor:
     """:func:`label_logprobs` on a GPU, the logits in float32. All contiguous; hidden and head of one dtype.
 
     Raises ValueError for other shapes, dtypes, devices or layouts. Labels are not checked: that would wait for the GPU.
@@ -60,13 +62,13 @@ def label_logprobs_triton(hidden: Tensor, head: Tensor, labels: Tensor) -> Tenso
     row_blocks, splits, vocab_tiles = schedule(rows, len(head), tiles, multiprocessors(hidden.device))
     partial = torch.empty((rows, splits), dtype=torch.float32, device=hidden.device)
     _partial_logsumexp[(row_blocks, splits)](
-        hidden, head, partial, rows, len(head), size, splits, vocab_tiles, tiles.rows, tiles.vocab, tiles.size,
+        hidden, head, partial, rows, len(head), size, splits, vocab_tiles, cap, tiles.rows, tiles.vocab, tiles.size, cap != NO_CAP,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     out = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
     _gather[(rows, labels.shape[1])](
-        hidden, head, labels, partial, out, labels.shape[1], splits, size,
-        power_of_two(most_splits(len(head), hidden.device)), min(power_of_two(size), 1024),
+        hidden, head, labels, partial, out, labels.shape[1], splits, cap, size,
+        power_of_two(most_splits(len(head), hidden.device)), min(power_of_two(size), 1024), cap != NO_CAP,
     )  # fmt: skip
     return out
 
@@ -126,9 +128,11 @@ def _partial_logsumexp(
     SIZE: tl.constexpr,
     splits: tl.tensor,
     vocab_tiles: tl.tensor,
+    cap: tl.tensor,
     ROW_TILE: tl.constexpr,
     VOCAB_TILE: tl.constexpr,
     SIZE_TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
 ) -> None:
     """A block of rows over one split of the vocabulary. Blocks of rows that share a split run together: the head is read once."""
     row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
@@ -146,6 +150,8 @@ def _partial_logsumexp(
             a = tl.load(left + start, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
             b = tl.load(right + start, mask=(token < VOCAB)[None, :] & inside[:, None], other=0.0)
             logits = tl.dot(a, b, logits, input_precision="ieee")
+        if CAPPED:
+            logits = capped(logits, cap)
         logits = tl.where((token < VOCAB)[None, :], logits, float("-inf"))
         # The first tile of a split contains a token of the vocabulary, so the peak is finite after it.
         higher = tl.maximum(peak, tl.max(logits, axis=1))
@@ -163,9 +169,11 @@ def _gather(
     out: tl.tensor,
     count: tl.tensor,
     splits: tl.tensor,
+    cap: tl.tensor,
     SIZE: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
+    CAPPED: tl.constexpr,
 ) -> None:
     """Each program computes one of ``count`` labels of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -181,4 +189,7 @@ def _gather(
     peak = tl.max(parts, axis=0)
     logsumexp = peak + tl.log(tl.sum(tl.exp(parts - peak), axis=0))
     # The two sums add in different orders: a label with probability 1 could get a log-probability above 0.
-    tl.store(out + place, tl.minimum(tl.sum(products, axis=0) - logsumexp, 0.0))
+    logit = tl.sum(products, axis=0)
+    if CAPPED:
+        logit = capped(logit, cap)
+    tl.store(out + place, tl.minimum(logit - logsumexp, 0.0))

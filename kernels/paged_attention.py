@@ -8,6 +8,7 @@ the work, see :mod:`kernels.attention_layout`. The softmax is computed block by 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,23 +16,46 @@ from torch import Tensor
 from kernels.attention_layout import NARROW, Layout
 from kernels.quantize import FP8
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
+from kernels.soft_cap import NO_CAP, capped, soft_cap
 
+LOG2E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None) -> Tensor:
-    """Each query attends to its segment's context up to and including its own slot.
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What differs between attention layers."""
+
+    scale: float | None = None
+    """Factor of the products of queries and keys; None for ``1 / sqrt(head_dim)``."""
+    window: int | None = None
+    """Most tokens that a query sees, its own included; None for all."""
+    soft_cap: float = NO_CAP
+    """Soft cap of the scaled products (:mod:`kernels.soft_cap`)."""
+
+    def scale_of(self, head_dim: int) -> float:
+        """Return the scale for heads of ``head_dim`` elements."""
+        return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+PLAIN = AttentionSpec()
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None, spec: AttentionSpec = PLAIN
+) -> Tensor:
+    """Each query attends to its segment's context up to and including its own slot, or to the window that ``spec`` has.
 
     q: [queries, heads, head_dim], segment after segment; keys, values: [slots, kv_heads, head_dim]; layout: on the same device. ->
     [queries, heads, head_dim]. value_scales: [kv_heads] float32, where keys and values are e4m3 codes (:mod:`kernels.kv_codes`) and
     q is multiplied by the scales of the keys.
     """
     operation = paged_attention_triton if launches(q, keys, values) else paged_attention_reference
-    return operation(q, keys, values, layout, value_scales)
+    return operation(q, keys, values, layout, value_scales, spec)
 
 
 def paged_attention_reference(
-    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None, spec: AttentionSpec = PLAIN
 ) -> Tensor:
     """:func:`paged_attention` in plain PyTorch, segment by segment."""
     group = q.shape[1] // keys.shape[1]
@@ -42,9 +66,13 @@ def paged_attention_reference(
         rows = slice(qo_indptr[segment], qo_indptr[segment + 1])
         kv_indices = layout.kv_indices[kv_indptr[segment] : kv_indptr[segment + 1]]
         k, v = (cache.index_select(0, kv_indices).float().repeat_interleave(group, 1) for cache in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) / math.sqrt(q.shape[2])
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(kv_indices) - scores.shape[1] + 1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        scores = soft_cap(torch.einsum("qhd,khd->hqk", q[rows].float(), k) * spec.scale_of(q.shape[2]), spec.soft_cap)
+        before = len(kv_indices) - scores.shape[1]
+        everything = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
+        hidden = everything.triu(before + 1)
+        if spec.window is not None:
+            hidden |= everything.tril(before - spec.window)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[rows] = (torch.einsum("hqk,khd->qhd", weights, v) * scales).to(q.dtype)
     return out
 
@@ -64,7 +92,9 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None) -> Tensor:
+def paged_attention_triton(
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, value_scales: Tensor | None = None, spec: AttentionSpec = PLAIN
+) -> Tensor:
     """:func:`paged_attention` on a GPU. q may be a part of the fused projection.
 
     Raises ValueError for other shapes, dtypes, devices or strides.
@@ -82,8 +112,9 @@ def paged_attention_triton(q: Tensor, keys: Tensor, values: Tensor, layout: Layo
         kv_heads = keys.shape[1]
         _attend[(len(items) * kv_heads,)](
             q, keys, values, value_scales, out, items, layout.kv_indices, partial_outs, partial_lses,
-            math.log2(math.e) / math.sqrt(head_dim), q.stride(0), q.stride(1), keys.stride(0),
+            LOG2E * spec.scale_of(head_dim), LOG2E * spec.soft_cap, spec.window or 0, q.stride(0), q.stride(1), keys.stride(0),
             kv_heads, heads // kv_heads, head_dim, rows, block_keys(head_dim, q.dtype), precision(q.dtype),
+            spec.soft_cap != NO_CAP, spec.window is not None,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
 
@@ -127,17 +158,22 @@ def attend_block(
     values: tl.tensor,
     seen: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     peak: tl.tensor,
     total: tl.tensor,
     acc: tl.tensor,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take a block of keys into the running softmax.
 
-    q: [rows, head_dim]; keys, values: [keys, head_dim]; seen: [rows, keys]; scale: of the scores, times log2(e); peak, total:
-    [rows], the largest score so far and the sum of powers of two relative to it; acc: [rows, head_dim].
+    q: [rows, head_dim]; keys, values: [keys, head_dim]; seen: [rows, keys]; scale: of the scores, times log2(e); cap: soft cap
+    of the scores, times log2(e); peak, total: [rows], the largest score so far and the sum of powers of two relative to it; acc:
+    [rows, head_dim].
     """
     scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+    if CAPPED:
+        scores = capped(scores, cap)
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     # A row without any key so far has peak -inf, and -inf - -inf is NaN.
@@ -160,7 +196,7 @@ def merge_partials(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """[heads, head_dim], of ``items`` partial results of one query and the heads ``head``, of which the first has seen a key."""
+    """[heads, head_dim], of ``items`` partial results of one query and the heads ``head``, of which one has seen a key."""
     column, kept = tl.arange(0, HEAD_DIM)[None, :], head < HEADS
     cell = first * HEADS + head
     peak = tl.load(lses + cell, mask=kept, other=0.0)
@@ -170,7 +206,8 @@ def merge_partials(
         cell = (first + nth * stride) * HEADS + head
         lse = tl.load(lses + cell, mask=kept, other=0.0)
         higher = tl.maximum(peak, lse)
-        weight, fade = tl.exp2(lse - higher), tl.exp2(peak - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # where a window hides all keys of the items so far
+        weight, fade = tl.exp2(lse - base), tl.exp2(peak - base)
         acc = (
             acc * fade[:, None] + tl.load(outs + cell[:, None] * HEAD_DIM + column, mask=kept[:, None], other=0.0) * weight[:, None]
         )
@@ -179,7 +216,7 @@ def merge_partials(
     return acc / total[:, None]
 
 
-@jit("items", "kv_indices")
+@jit("items", "kv_indices", "window")
 def _attend(
     q: tl.tensor,
     keys: tl.tensor,
@@ -191,6 +228,8 @@ def _attend(
     partial_outs: tl.tensor,
     partial_lses: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
+    window: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
     slot_stride: tl.tensor,
@@ -200,6 +239,8 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ) -> None:
     """Each program computes one item and key head. Row r of the block is query r // GROUP, query head r % GROUP of the key head."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -210,6 +251,8 @@ def _attend(
     begin = tl.load(item + 2).to(tl.int32)
     end = tl.load(item + 3).to(tl.int32)
     own = tl.load(item + 4).to(tl.int32)
+    if WINDOWED:  # no query of the item sees what is before the window of the first
+        begin = tl.maximum(begin, own - window + 1)
     partial = tl.load(item + 5)
 
     row = tl.arange(0, ROWS)
@@ -229,9 +272,11 @@ def _attend(
         slot = tl.load(kv_indices + tl.minimum(place, end - 1))
         cell = slot[:, None] * slot_stride + kv_head * HEAD_DIM + column[None, :]
         seen = (place < end)[None, :] & (place[None, :] <= (own + query)[:, None])
+        if WINDOWED:
+            seen = seen & (place[None, :] > (own + query)[:, None] - window)
         dtype = block.dtype  # of codes, which are exact in it
         k, v = tl.load(keys + cell).to(dtype), tl.load(values + cell).to(dtype)
-        peak, total, acc = attend_block(block, k, v, seen, scale, peak, total, acc, PRECISION)
+        peak, total, acc = attend_block(block, k, v, seen, scale, cap, peak, total, acc, PRECISION, CAPPED)
 
     total = tl.where(total > 0, total, 1.0)
     result = acc / total[:, None]

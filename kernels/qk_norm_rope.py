@@ -34,9 +34,9 @@ def qk_norm_rope_write(
 ) -> Tensor:
     """Write the keys, normalised and rotated, and the values to their slots, and return the queries, normalised and rotated.
 
-    qkv: [tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order; q_weight, k_weight: [head_dim], None
-    where the model has no QK-norm; cos, sin: [tokens, head_dim / 2] float32; keys, values: [slots, kv_heads, head_dim], one
-    layer's; slots: [tokens] int64, each within keys and none twice. -> [tokens, heads, head_dim].
+    qkv: [tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order; q_weight, k_weight: [head_dim], of qkv's
+    dtype or float32, None where the model has no QK-norm; cos, sin: [tokens, head_dim / 2] float32; keys, values: [slots, kv_heads,
+    head_dim], one layer's; slots: [tokens] int64, each within keys and none twice. -> [tokens, heads, head_dim].
 
     scales: [2, kv_heads] float32, powers of two, of keys and of values that are kept as e4m3 codes (:mod:`kernels.kv_codes`); None
     where they are kept in the dtype of qkv. The queries are then multiplied by the scales of their keys.
@@ -127,7 +127,7 @@ def _check(
         raise ValueError("q_weight and k_weight are given both or not at all")
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
-            expect(name, weight, qkv, (head_dim,), (qkv.dtype,))
+            expect(name, weight, qkv, (head_dim,), tuple({qkv.dtype: None, torch.float32: None}))
     expect("cos", cos, qkv, (tokens, head_dim // 2), (torch.float32,))
     expect("sin", sin, qkv, (tokens, head_dim // 2), (torch.float32,))
     kept = qkv.dtype if scales is None else FP8

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU feed-forward layer: alone, and fused with quantisation to FP8."""
+"""The gate of a SwiGLU feed-forward layer: alone, and fused with quantisation to FP8. :mod:`kernels.gelu_mul` shares its kernel."""
 
 from __future__ import annotations
 
@@ -49,17 +49,22 @@ def silu_mul_quantized_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-def launch_silu_mul(gate_up: Tensor, out: Tensor, scales: Tensor | None = None) -> None:
-    """Check what was given, and fill ``out``, of any dtype; with ``scales``, [tokens, 1] float32, divided by them."""
+def launch_silu_mul(gate_up: Tensor, out: Tensor, scales: Tensor | None = None, *, gelu: bool = False) -> None:
+    """Check what was given, and fill ``out``, of any dtype; with ``scales``, [tokens, 1] float32, divided by them.
+
+    ``gelu``: use GELU, approximated by tanh, in place of SiLU.
+    """
     expect_device("gate_up", gate_up)
     tokens, size = len(gate_up), gate_up.shape[-1] // 2
     expect("gate_up", gate_up, gate_up, (tokens, 2 * size), FLOATS)
     block = min(power_of_two(size), BLOCK) if scales is None else power_of_two(size)
-    _silu_mul[(tokens, -(-size // block))](gate_up, out, scales, size, block, num_warps=warps(block))
+    _silu_mul[(tokens, -(-size // block))](gate_up, out, scales, size, block, gelu, num_warps=warps(block))
 
 
 @jit()
-def _silu_mul(gate_up: tl.tensor, out: tl.tensor, scales: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _silu_mul(
+    gate_up: tl.tensor, out: tl.tensor, scales: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+) -> None:
     """BLOCK columns of a token a program: all of them where there are scales."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -67,7 +72,11 @@ def _silu_mul(gate_up: tl.tensor, out: tl.tensor, scales: tl.tensor, SIZE: tl.co
     start = gate_up + token * 2 * SIZE
     gate = tl.load(start + columns, mask=kept, other=0.0).to(tl.float32)
     up = tl.load(start + SIZE + columns, mask=kept, other=0.0).to(tl.float32)
-    rows = gate * tl.sigmoid(gate) * up
+    slope = gate
+    if GELU:  # x · (1 + tanh(y)) / 2 = x · sigmoid(2y)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 · sqrt(2 / pi)
+        slope = tl.maximum(slope, -80.0)  # the exponential of more overflows
+    rows = gate * tl.sigmoid(slope) * up
     if scales is not None:
         rows, row_scales = row_codes(rows)
         tl.store(scales + token + tl.arange(0, 1), row_scales)

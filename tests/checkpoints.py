@@ -7,36 +7,61 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-    Qwen2Model,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-    Qwen3Model,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
+
+TRAINED = ("llama", "qwen2", "qwen3")
+"""Families that the project also trains and writes."""
+_NAMES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "phi3": "Phi3",
+    "smollm3": "SmolLM3",
+    "olmo2": "Olmo2",
+    "granite": "Granite",
+}
+"""First parts of the names of transformers' classes."""
+_TEXT = {"gemma3": "Gemma3Text"}
+"""Where transformers has another name for the classes of texts alone."""
+
+
+def _class(family: str, suffix: str) -> Any:
+    name = _TEXT.get(family, _NAMES[family]) if suffix != "ForCausalLM" else _NAMES[family]
+    return getattr(transformers, name + suffix)
+
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    family: (_class(family, "Config"), _class(family, "ForCausalLM")) for family in _NAMES
 }
-
+WITHOUT_CLASSIFIER = ("olmo2", "granite")
+"""Families for which transformers has no class with a classification head."""
 CLASSIFIERS: dict[str, type[PreTrainedModel]] = {
-    "llama": LlamaForSequenceClassification,
-    "qwen2": Qwen2ForSequenceClassification,
-    "qwen3": Qwen3ForSequenceClassification,
+    family: _class(family, "ForSequenceClassification") for family in _NAMES if family not in WITHOUT_CLASSIFIER
 }
-HEADLESS: dict[str, type[PreTrainedModel]] = {"llama": LlamaModel, "qwen2": Qwen2Model, "qwen3": Qwen3Model}
+HEADLESS: dict[str, type[PreTrainedModel]] = {family: _class(family, "Model") for family in _NAMES}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "gemma3": {"sliding_window": 20, "query_pre_attn_scalar": 24, "sliding_window_pattern": 2, "num_hidden_layers": 4},
+    "mistral": {"sliding_window": 30},
+    "ministral": {"sliding_window": 30, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {"sliding_window": 40, "pad_token_id": 0},
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 0.5,
+    },
+}
+"""Keys that make what is special about a family matter in a small model."""
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 """Ids 0 to 2; the 256 bytes and the words follow. ``<|im_end|>`` ends a generation."""
@@ -79,15 +104,15 @@ def make_checkpoint(
     """Write a model of ``family`` (a key of :data:`FAMILIES`) with random weights, its configuration and its tokeniser.
 
     ``model_class``: one of :data:`CLASSIFIERS` or :data:`HEADLESS`; None writes a model with a language-model head. ``overrides``
-    are keys of the configuration, over :data:`DEFAULTS`. Weights are larger than transformers' own initialisation makes them and
-    biases and norms are not trivial, so that a forgotten or misplaced tensor shows.
+    are keys of the configuration, over :data:`DEFAULTS` and :data:`OVERRIDES`. Weights are larger than transformers' own
+    initialisation makes them and biases and norms are not trivial, so that a forgotten or misplaced tensor shows.
     Returns ``directory``.
     """
     config_class, causal_class = FAMILIES[family]
     model_class = model_class or causal_class
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**(DEFAULTS | overrides)))
+        model = model_class(config_class(**(DEFAULTS | OVERRIDES.get(family, {}) | overrides)))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:

@@ -12,6 +12,7 @@ from engine.batch import ExtendSegment
 from engine.ints import Ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
+from kernels.paged_attention import PLAIN, AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write
 
 MOST_SLOTS = 1 << 20
@@ -24,8 +25,10 @@ class AttentionBackend(ABC):
     make_ready = staticmethod(qk_norm_rope_write)
     """Normalises and rotates queries and keys, and writes keys and values: one kernel on a GPU, plain PyTorch elsewhere."""
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: KVCache, specs: Sequence[AttentionSpec] = ()) -> None:
+        """``specs``: of each layer; empty if all layers attend to all tokens, with the usual scale."""
         self.kv = kv
+        self.specs = list(specs) or [PLAIN] * len(kv.keys)
         self.description: wire.Attention | None = None
         """Set by :func:`engine.attention.select.make_attention`."""
 
@@ -34,7 +37,8 @@ class AttentionBackend(ABC):
         """Prepare a step once for all layers.
 
         The result is called once for each layer with the heads of the segments' tokens, concatenated in order. It first writes all
-        keys and values to the segments' slots, then lets each query attend to its segment's context up to its own slot.
+        keys and values to the segments' slots, then lets each query attend to its segment's context up to its own slot, as the
+        layer's spec says.
         """
 
     def write(self, layer: int, heads: Heads, out_cache_loc: Tensor) -> Tensor:

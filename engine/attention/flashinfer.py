@@ -23,6 +23,7 @@ from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
+from kernels.paged_attention import PLAIN, AttentionSpec
 
 VERSION = "0.6.6"
 """A step is planned through attributes that FlashInfer does not promise, so no other version will do."""
@@ -42,8 +43,9 @@ class FlashInferAttention(AttentionBackend):
     that buffer may be filled again only when the step is done; with at most two steps in flight, the one before the last is.
     """
 
-    def __init__(self, kv: KVCache, heads: int) -> None:
-        super().__init__(kv)
+    def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
+        super().__init__(kv, specs)
+        assert all(spec == PLAIN for spec in self.specs)
         self._heads = heads
         self._value_scales: Tensor | None = None
         """[layers, heads, 1], exact in the model's dtype."""

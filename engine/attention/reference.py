@@ -23,7 +23,9 @@ from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels import kv_codes
+from kernels.paged_attention import AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
+from kernels.soft_cap import NO_CAP, soft_cap
 
 Longs = npt.NDArray[np.int64]
 
@@ -65,22 +67,25 @@ class ReferenceAttention(AttentionBackend):
 
     make_ready = staticmethod(qk_norm_rope_write_reference)
 
-    def __init__(self, kv: KVCache, heads: int) -> None:
-        super().__init__(kv)
+    def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
+        super().__init__(kv, specs)
         self._fold = heads // kv.keys.shape[2]
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
         out_cache_loc = self._there(as_ints(segment.context[-len(segment.tokens) :] for segment in segments).astype(np.int64))
-        groups = [self._group(pieces) for pieces in gather_similar(cut(segments))]
+        groups = {window: self._groups(segments, window) for window in {spec.window for spec in self.specs}}
 
         def attend(layer: int, heads: Heads) -> Tensor:
             q = self.write(layer, heads, out_cache_loc)
             out = torch.empty_like(q)
-            for group in groups:
+            for group in groups[self.specs[layer].window]:
                 self._attend(layer, q, group, out)
             return out
 
         return FusedAttend(attend)
+
+    def _groups(self, segments: Sequence[ExtendSegment], window: int | None) -> list[Group]:
+        return [self._group(pieces, window) for pieces in gather_similar(cut(segments, window))]
 
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:  # noqa: ARG002
         starts = np.cumsum([0, *branches])
@@ -108,7 +113,7 @@ class ReferenceAttention(AttentionBackend):
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         rows = q.index_select(0, group.queries).view(group.pieces, -1, kv_heads, self._fold, head_dim)
         folded = rows.permute(0, 2, 3, 1, 4).reshape(group.pieces, kv_heads, -1, head_dim)
-        result = scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        result = _attention(folded, keys, values, group.mask, self.specs[layer])
         result = result.view(group.pieces, kv_heads, self._fold, -1, head_dim).permute(0, 3, 1, 2, 4)
         if (value_scales := self.kv.value_scales(layer)) is not None:
             result = result * value_scales[:, None, None].to(result.dtype)
@@ -120,8 +125,9 @@ class ReferenceAttention(AttentionBackend):
         found = cache.index_select(0, slots)
         return found if self.kv.scales is None else kv_codes.decode(found, self.kv.dtype)
 
-    def _group(self, pieces: list[Piece], *, own: bool = False) -> Group:
-        """``own``: the queries are branches, whose own keys and values come in the last places of the context."""
+    def _group(self, pieces: list[Piece], window: int | None = None, *, own: bool = False) -> Group:
+        """``window``: most slots that a query sees. ``own``: the queries are branches, whose own keys and values come in the last
+        places of the context."""
         longest = max(piece.queries for piece in pieces)
         width = max(len(piece.context) for piece in pieces) + own * longest
         queries = np.empty((len(pieces), longest), np.int64)
@@ -140,19 +146,23 @@ class ReferenceAttention(AttentionBackend):
             real=self._there(places) if padded else None,
             rows=self._there(queries.reshape(-1)[places]),
             slots=self._there(slots.reshape(-1)),
-            mask=self._branch_mask(widths, longest, width) if own else self._mask(counts, widths, longest, width),
+            mask=self._branch_mask(widths, longest, width) if own else self._mask(counts, widths, longest, width, window),
             pieces=len(pieces),
         )
 
     def _there(self, places: Longs) -> Tensor:
         return torch.from_numpy(places).to(self.kv.keys.device)
 
-    def _mask(self, counts: Longs, widths: Longs, longest: int, width: int) -> Tensor:
-        """Query i of a piece sees the first ``width - count + i + 1`` slots; one row serves all where the pieces are alike."""
+    def _mask(self, counts: Longs, widths: Longs, longest: int, width: int, window: int | None) -> Tensor:
+        """Query i of a piece sees the first ``width - count + i + 1`` slots, or the last ``window`` of these. One row serves all if
+        the pieces are alike.
+        """
         if (counts == counts[0]).all() and (widths == widths[0]).all():
             counts, widths = counts[:1], widths[:1]
         seen = self._there((widths - counts)[:, None] + np.arange(1, longest + 1))  # [pieces, longest]
-        return self._folded(torch.arange(width, device=seen.device) >= seen[..., None])
+        place = torch.arange(width, device=seen.device)
+        hidden = place >= seen[..., None]
+        return self._folded(hidden if window is None else hidden | (place < seen[..., None] - window))
 
     def _branch_mask(self, lengths: Longs, longest: int, width: int) -> Tensor:
         """Branch i of a piece sees the prefix and, of the last ``longest`` places, its own; one row serves all of one length."""
@@ -167,14 +177,23 @@ class ReferenceAttention(AttentionBackend):
         return mask[:, None].repeat(1, 1, self._fold, 1)
 
 
-def cut(segments: Sequence[ExtendSegment]) -> Iterator[Piece]:
-    """The pieces of ``segments``."""
+def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """q: [pieces, kv_heads, queries, head_dim]; keys, values: [pieces, kv_heads, context, head_dim]; mask: 0 or -inf."""
+    if spec.soft_cap == NO_CAP:
+        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=spec.scale)
+    scores = soft_cap(q.float() @ keys.float().transpose(2, 3) * spec.scale_of(q.shape[3]), spec.soft_cap) + mask
+    return scores.softmax(-1).to(values.dtype) @ values
+
+
+def cut(segments: Sequence[ExtendSegment], window: int | None = None) -> Iterator[Piece]:
+    """The pieces of ``segments``, whose queries see at most ``window`` slots."""
     start = 0
     for segment in segments:
         before = len(segment.context) - len(segment.tokens)
         for first in range(0, len(segment.tokens), MAX_QUERIES):
             last = min(first + MAX_QUERIES, len(segment.tokens))
-            yield Piece(start + first, last - first, segment.context[: before + last])
+            seen = 0 if window is None else max(0, before + first + 1 - window)
+            yield Piece(start + first, last - first, segment.context[seen : before + last])
         start += len(segment.tokens)
 
 

@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     """A backend, and why it is the one."""
 
     backend: Backend
-    """Made from the keys and values and the number of query heads."""
+    """Made from the keys and values, the number of query heads and the specs of the layers."""
     reason: str
     fallback: bool = False
     """Whether it is not the fastest backend of the device, which cannot be used."""
@@ -70,7 +70,7 @@ def problem_of(
 ) -> str | None:
     """Why the backend cannot serve the model here, as a clause; None where it can."""
     if name == "flashinfer":
-        return flashinfer.problem(device, config.head_dim, dtype, kept or dtype)
+        return _flashinfer_problem(device, config, dtype, kept or dtype)
     if name == "triton":
         return _triton_problem(device, config)
     return None if device.type == "cpu" else "it computes on the CPU only"
@@ -79,11 +79,17 @@ def problem_of(
 def _automatic(device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> tuple[str, str]:
     if device.type == "cpu":
         return "reference", "the model runs on the CPU"
-    if problem := flashinfer.problem(device, config.head_dim, dtype, kept):
+    if problem := _flashinfer_problem(device, config, dtype, kept):
         return "triton", f"not flashinfer: {problem}"
     if not flashinfer.compiled(config.head_dim, dtype, kept):
         return "triton", "not flashinfer: its kernel would have to be compiled first, for some minutes"
     return "flashinfer", "installed, with a kernel for this model"
+
+
+def _flashinfer_problem(device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> str | None:
+    if not config.attends_plainly:
+        return "its prebuilt kernels have no sliding windows, soft caps or scales of attention"
+    return flashinfer.problem(device, config.head_dim, dtype, kept)
 
 
 def _triton_problem(device: torch.device, config: ModelConfig) -> str | None:
@@ -116,7 +122,7 @@ def make_attention(decoder: Decoder, slots: int, backend: str, kv_dtype: str = "
         device=weight.device,
         scales=scales,
     )
-    attention = choice.backend(kv, config.num_heads)
+    attention = choice.backend(kv, config.num_heads, config.attention_specs)
     name = next(name for name, backend in BACKENDS.items() if backend is choice.backend)
     modules = flashinfer.origin(config.head_dim, weight.dtype, kept) if choice.backend is FlashInferAttention else ""
     attention.description = wire.Attention(name, choice.reason, choice.fallback, modules)

@@ -14,7 +14,7 @@ from engine.ints import Ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_layout import Layout, Room, lay_out
-from kernels.paged_attention import block_rows, paged_attention_triton
+from kernels.paged_attention import AttentionSpec, block_rows, paged_attention_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
 
 
@@ -23,8 +23,8 @@ class TritonAttention(AttentionBackend):
 
     make_ready = staticmethod(qk_norm_rope_write_triton)
 
-    def __init__(self, kv: KVCache, heads: int) -> None:
-        super().__init__(kv)
+    def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
+        super().__init__(kv, specs)
         self._kv_heads, head_dim = kv.keys.shape[2:]
         self._group = heads // self._kv_heads
         self._rows = block_rows(head_dim, kv.dtype)
@@ -39,7 +39,8 @@ class TritonAttention(AttentionBackend):
     def _attend(self, layout: Layout) -> FusedAttend:
         def attend(layer: int, heads: Heads) -> Tensor:
             q = self.write(layer, heads, layout.out_cache_loc)
-            return paged_attention_triton(q, self.kv.keys[layer], self.kv.values[layer], layout, self.kv.value_scales(layer))
+            keys, values, spec = self.kv.keys[layer], self.kv.values[layer], self.specs[layer]
+            return paged_attention_triton(q, keys, values, layout, self.kv.value_scales(layer), spec)
 
         return FusedAttend(attend)
 
@@ -50,8 +51,8 @@ class TritonAttention(AttentionBackend):
 class FixedTritonAttention(TritonAttention):
     """Attention from tables of fixed address and size, so that a CUDA graph can capture it."""
 
-    def __init__(self, kv: KVCache, heads: int, most_tokens: int) -> None:
-        super().__init__(kv, heads)
+    def __init__(self, kv: KVCache, heads: int, most_tokens: int, specs: Sequence[AttentionSpec] = ()) -> None:
+        super().__init__(kv, heads, specs)
         numbers = self._room(most_tokens).numbers + MOST_SLOTS
         self._tables = torch.zeros(numbers, dtype=torch.int64, device=kv.keys.device)
 

@@ -59,6 +59,10 @@ def part_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:
                 f"The model's {count} {what} cannot be shared evenly by {size} processes; "
                 f"give --tensor-parallel a number that divides {count}."
             )
+    problem = "normalises all heads together" if config.qk_norm_over_heads else None
+    problem = "stores queries, keys and values as one" if config.fused_projections else problem
+    if problem is not None:
+        raise ModelError(f"{config.architecture} {problem}, so --tensor-parallel cannot share it; leave it out.")
     parts = {key: getattr(config, key) // size for key in dealt}
     part = dataclasses.replace(config, **parts)
     return part if rank == 0 else dataclasses.replace(part, lm_head=False, classes=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from engine.models.errors import ModelError
 from engine.models.files import read_json
 from engine.models.keys import Keys
 from engine.models.pooling import MODULES_FILE, Pooling, load_pooling
-from engine.models.registry import family_of
-from engine.models.rope import Llama3Rope, Rope, YarnRope, yarn_attention_factor
+from engine.models.registry import Family, Norms, family_of
+from engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope, yarn_attention_factor
+from kernels.paged_attention import PLAIN, AttentionSpec
+from kernels.soft_cap import NO_CAP
 
-DEFAULT_THETA = 10000.0
-"""Default of Hugging Face transformers for ``rope_theta``."""
+GELU = ("gelu_pytorch_tanh", "gelu")
+"""Names of GELU, approximated by tanh; the second is what early configurations of Gemma call it."""
+DEFAULT_PATTERN = 6
+"""Default of Hugging Face transformers for ``sliding_window_pattern``."""
 DEFAULT_CLASSES = 2
 """Default of Hugging Face transformers for ``num_labels``."""
 MULTI_LABEL = "multi_label_classification"
@@ -58,6 +63,47 @@ class ModelConfig:
     """Whether classes do not exclude each other."""
     pooling: Pooling | None = None
     """None where the model does not embed."""
+    qk_norm_over_heads: bool = False
+    norms: Norms = "before"
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+    gelu: bool = False
+    fused_projections: bool = False
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer, in tokens; None for attention to all tokens. Empty if no layer has one."""
+    local_rope: Rope | None = None
+    """Rotation in layers with a window; None: :attr:`rope`."""
+    unrotated: tuple[int, ...] = ()
+    """Layers without a rotation."""
+    attention_scale: float | None = None
+    """None: ``1 / sqrt(head_dim)``."""
+    attention_cap: float = NO_CAP
+    """Soft cap of attention's logits."""
+    logit_cap: float = NO_CAP
+    """Soft cap of the logits of tokens."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual."""
+    logit_divisor: float = 1.0
+
+    @property
+    def attention_specs(self) -> list[AttentionSpec]:
+        """How the queries of each layer attend."""
+        return [
+            AttentionSpec(self.attention_scale, window, self.attention_cap) for window in self.windows or [None] * self.num_layers
+        ]
+
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether all layers attend to all tokens, with the usual scale and without a soft cap."""
+        return all(spec == PLAIN for spec in self.attention_specs)
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Return the rotation in ``layer``."""
+        if layer in self.unrotated:
+            return None
+        local = self.local_rope is not None and bool(self.windows) and self.windows[layer] is not None
+        return self.local_rope if local else self.rope
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -95,17 +141,18 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     keys = Keys(raw, "config.json")
     architecture = keys.strings("architectures")[0]
     family = family_of(architecture)
-    _refuse_unsupported(keys)
+    _refuse_unsupported(keys, family)
     attention_bias = keys.flag("attention_bias", False)
     hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     vocab_size = keys.count("vocab_size")
-    rope = _parse_rope(keys)
+    rope, local_rope = _parse_ropes(keys, family)
+    layers = keys.count("num_hidden_layers")
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=keys.count("intermediate_size"),
-        num_layers=keys.count("num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=keys.count("num_key_value_heads", heads),
         head_dim=keys.count("head_dim", hidden_size // heads),
@@ -114,6 +161,15 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         tied=keys.flag("tie_word_embeddings", False),
         qk_norm=family.qk_norm,
+        qk_norm_over_heads=family.qk_norm_over_heads,
+        norms=family.norms,
+        norm_offset=1.0 if family.norms_add_one else 0.0,
+        gelu=family.gelu,
+        fused_projections=family.fused_projections,
+        windows=_windows(keys, family, layers),
+        local_rope=local_rope,
+        unrotated=_unrotated(keys, family, layers),
+        **_factors(keys, family, hidden_size),
         qkv_bias=family.qkv_bias_only or attention_bias,
         o_bias=attention_bias and not family.qkv_bias_only,
         mlp_bias=keys.flag("mlp_bias", False),
@@ -125,7 +181,10 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` that :func:`parse_config` reads back as ``config``; Hugging Face transformers reads it too."""
+    """The ``config.json`` that :func:`parse_config` reads back as ``config``; Hugging Face transformers reads it too.
+
+    Raises :class:`ModelError` for configurations that it cannot express: of families that are served, and not trained here.
+    """
     raw: dict[str, Any] = {
         "architectures": [config.architecture],
         "model_type": family_of(config.architecture).model_type,
@@ -152,24 +211,22 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         raw["label2id"] = {name: number for number, name in enumerate(config.classes)}
     if config.multi_label:
         raw["problem_type"] = MULTI_LABEL
+    if parse_config(raw) != dataclasses.replace(config, pooling=None, lm_head=family_of(config.architecture).head == "lm"):
+        raise ModelError(f"The configuration of this {config.architecture} cannot be written.")
     return raw
 
 
-def _refuse_unsupported(keys: Keys) -> None:
-    if keys.text("hidden_act", "silu") != "silu":
-        raise keys.error("hidden_act", "is not supported; only silu is")
+def _refuse_unsupported(keys: Keys, family: Family) -> None:
+    known = GELU if family.gelu else ("silu",)
+    for key in ("hidden_act", "hidden_activation"):
+        if keys.text(key, known[0]) not in known:
+            raise keys.error(key, f"is not supported; only {known[0]} is")
     if keys.present("quantization_config"):
         raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
     _refuse_partial_rotation(keys)
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if keys.flag(key, causal) is not causal:
             raise keys.error(key, "asks for attention to later tokens, which is not supported; use a model with causal attention")
-    sliding = keys.flag("use_sliding_window", False) and keys.present("sliding_window")
-    if keys.present("layer_types"):
-        sliding = any(kind != "full_attention" for kind in keys.strings("layer_types"))
-    if sliding:
-        key = "layer_types" if keys.present("layer_types") else "use_sliding_window"
-        raise keys.error(key, "asks for sliding-window attention, which is not supported; use a model with full attention")
 
 
 def _refuse_partial_rotation(keys: Keys) -> None:
@@ -177,14 +234,79 @@ def _refuse_partial_rotation(keys: Keys) -> None:
         raise keys.error("partial_rotary_factor", "is not 1, and rotating a part of each head is not supported; use another model")
 
 
-def _parse_rope(keys: Keys) -> Rope:
-    """Read ``rope_parameters``, or the older ``rope_scaling`` beside ``rope_theta``."""
+def _windows(keys: Keys, family: Family, layers: int) -> tuple[int | None, ...]:
+    """Read the window of each layer; return nothing if no layer has one."""
+    if keys.is_null("sliding_window") or (family.windows == "late" and not keys.flag("use_sliding_window", False)):
+        window = None
+    else:
+        window = keys.count("sliding_window") if keys.present("sliding_window") else family.default_window
+    if keys.present("layer_types"):
+        kinds = keys.strings("layer_types")
+        if len(kinds) != layers:
+            raise keys.error("layer_types", f"has {len(kinds)} entries, and num_hidden_layers is {layers}; correct the file")
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise keys.error("layer_types", f"asks for {unknown.pop()}, which is not supported; use another model")
+        local = [kind == "sliding_attention" for kind in kinds]
+    elif family.windows == "late":
+        first = keys.count("max_window_layers", layers) if window is not None else layers
+        local = [layer >= first for layer in range(layers)]
+    else:
+        interval = {"all": 0, "alternate": 2, "five_of_six": keys.count("sliding_window_pattern", DEFAULT_PATTERN)}[family.windows]
+        local = [not interval or (layer + 1) % interval != 0 for layer in range(layers)]
+    if window is None and any(local) and keys.present("layer_types"):
+        raise keys.error("sliding_window", "is missing, and layer_types asks for it; correct the file")
+    return tuple(window if is_local else None for is_local in local) if window is not None and any(local) else ()
+
+
+def _unrotated(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
+    if family.rotation_interval is None:
+        return ()
+    rotated = keys.flags("no_rope_layers")  # which names the layers that have one
+    if rotated and len(rotated) != layers:
+        raise keys.error("no_rope_layers", f"has {len(rotated)} entries, and num_hidden_layers is {layers}; correct the file")
+    interval = keys.count("no_rope_layer_interval", family.rotation_interval)
+    return tuple(layer for layer in range(layers) if not (rotated[layer] if rotated else (layer + 1) % interval))
+
+
+def _factors(keys: Keys, family: Family, hidden_size: int) -> dict[str, Any]:
+    factors: dict[str, Any] = {}
+    if family.scaled_embeddings:
+        factors["embedding_scale"] = math.sqrt(hidden_size)
+    if family.query_scalar is not None:
+        factors["attention_scale"] = keys.number("query_pre_attn_scalar", family.query_scalar) ** -0.5
+        for key, name, default in (
+            ("attn_logit_softcapping", "attention_cap", family.attention_cap),
+            ("final_logit_softcapping", "logit_cap", family.logit_cap),
+        ):
+            if keys.present(key) or (default is not None and not keys.is_null(key)):
+                factors[name] = keys.number(key, default)
+    if family.multipliers:
+        factors["embedding_scale"] = keys.number("embedding_multiplier", 1.0)
+        factors["attention_scale"] = keys.number("attention_multiplier", 1.0)
+        factors["residual_scale"] = keys.number("residual_multiplier", 1.0)
+        factors["logit_divisor"] = keys.number("logits_scaling", 1.0)
+    return factors
+
+
+def _parse_ropes(keys: Keys, family: Family) -> tuple[Rope, Rope | None]:
+    """Read the rotation of the layers, and that of layers with a window if they have one of their own.
+
+    Reads ``rope_parameters``, also with an object for each kind of layer, or the older ``rope_scaling`` beside ``rope_theta``.
+    """
     inner = keys.section("rope_parameters") or keys.section("rope_scaling")
+    if inner is None or inner.first_object() is None:
+        local = None if family.local_theta is None else Rope(keys.number("rope_local_base_freq", family.local_theta))
+        return _parse_rope(keys, inner, family.theta), local
+    if family.local_theta is None:
+        raise inner.error(inner.first_object() or "", "gives some layers a rotary embedding of their own, which is not supported")
+    local = _parse_rope(keys, inner.section("sliding_attention"), family.local_theta)
+    return _parse_rope(keys, inner.section("full_attention"), family.theta), local
+
+
+def _parse_rope(keys: Keys, inner: Keys | None, default_theta: float) -> Rope:
     if inner is None:
-        return Rope(keys.number("rope_theta", DEFAULT_THETA))
-    if (nested := inner.first_object()) is not None:
-        raise inner.error(nested, "gives some layers a rotary embedding of their own, which is not supported; use another model")
-    theta = inner.number("rope_theta", keys.number("rope_theta", DEFAULT_THETA))
+        return Rope(keys.number("rope_theta", default_theta))
+    theta = inner.number("rope_theta", keys.number("rope_theta", default_theta))
     _refuse_partial_rotation(inner)
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind == "default":
@@ -195,9 +317,11 @@ def _parse_rope(keys: Keys) -> Rope:
         if high <= low:
             raise inner.error("high_freq_factor", "must be greater than low_freq_factor")
         return Llama3Rope(theta, inner.number("factor"), low, high, original)
+    if kind == "linear":
+        return LinearRope(theta, inner.number("factor"))
     if kind == "yarn":
         return _parse_yarn(inner, theta, original)
-    raise inner.error("rope_type", f"({kind}) is not supported; use default, llama3 or yarn")
+    raise inner.error("rope_type", f"({kind}) is not supported; use default, linear, llama3 or yarn")
 
 
 def _parse_yarn(keys: Keys, theta: float, original: int) -> YarnRope:
@@ -223,6 +347,8 @@ def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
     """The inverse of :func:`_parse_rope`, without the base."""
     if type(rope) is Rope:
         return None
+    if isinstance(rope, LinearRope):
+        return {"rope_type": "linear", "factor": rope.factor}
     values = dataclasses.asdict(rope)
     del values["theta"]
     original = values.pop("original_context")

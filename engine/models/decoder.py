@@ -1,4 +1,7 @@
-"""One dense decoder for every supported architecture: pre-norm, grouped-query attention, rotary positions, SwiGLU.
+"""One dense decoder for every supported architecture: grouped-query attention, rotary positions and gated feed-forward layers.
+
+What differs between families is data in :class:`~engine.models.config.ModelConfig`: places and offsets of norms, the gate, factors,
+soft caps, and the rotation of each layer.
 
 It sees a flat run of tokens and does not know what a batch, a sequence or a cache is: the caller's ``attend`` decides which
 keys each query sees. Everything is differentiable, so that the same module is trained and served.
@@ -13,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
+from engine.models.registry import Norms
+from engine.models.rope import Rope
+from kernels.gelu_mul import gelu_mul
 from kernels.linear import linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
+from kernels.soft_cap import soft_cap
 
 PlainAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v like k; q and k rotated) -> [tokens, heads, head_dim]"""
@@ -78,12 +85,22 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """The weight of a root-mean-square normalisation, ones at first."""
+    """The weight of a root-mean-square normalisation, ones at first.
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    If the checkpoint stores the difference to 1, the weight is in float32, because the sum has more digits than the model's dtype.
+    """
+
+    def __init__(self, size: int, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
-        self.eps = eps
+        self.offset = config.norm_offset
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32 if self.offset else dtype))
+        self.eps = config.norm_eps
+
+    @torch.no_grad()
+    def add_offset(self) -> None:
+        """Make the weight from what a checkpoint stores, which was copied into it."""
+        if self.offset:
+            self.weight.add_(self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]"""
@@ -92,6 +109,19 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(normalised sum, sum)"""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Sum(nn.Module):
+    """Stands in the place of a norm that a model does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, size] -> the same"""
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, sum)"""
+        total = x + residual
+        return total, total
 
 
 class Attention(nn.Module):
@@ -105,33 +135,48 @@ class Attention(nn.Module):
         attended = config.num_heads * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, sum(self.split) * config.head_dim, bias=config.qkv_bias, dtype=dtype)
         self.o_proj = Linear(attended, config.hidden_size, bias=config.o_bias, dtype=dtype)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else None
+        normed = config.qk_norm or config.qk_norm_over_heads
+        self.over_heads = config.qk_norm_over_heads
+        """Whether the norms are over all heads together."""
+        sizes = [heads * config.head_dim if self.over_heads else config.head_dim for heads in self.split]
+        self.q_norm = RMSNorm(sizes[0], config, dtype) if normed else None
+        self.k_norm = RMSNorm(sizes[1], config, dtype) if normed else None
         self.kv_bounds: Tensor | None = None
         """Where the projection is quantised: :func:`engine.models.kv_scales.kv_bounds` of its weights."""
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""
-        heads = self._heads(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
+        qkv: Tensor = self._normed(self.qkv_proj(x))
+        heads = self._heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
         return self.o_proj(_some(out.flatten(1), rows))  # type: ignore[no-any-return]
 
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """[tokens, (heads + 2 · kv_heads) · head_dim], normalised where norms are over all heads."""
+        if not self.over_heads:
+            return qkv
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q, k, v = torch.split(qkv, [heads * self.head_dim for heads in self.split], dim=1)
+        return torch.cat([self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v], 1)
+
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         kv_heads = self.split[1]
-        if self.q_norm is None or self.k_norm is None:
+        if self.over_heads or self.q_norm is None or self.k_norm is None:
             return Heads(qkv, kv_heads, None, None, 0.0, cos, sin)
         return Heads(qkv, kv_heads, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin)
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, or GeGLU."""
 
     gate: Callable[[Tensor], Rows]
     """gate ‖ up, [tokens, 2 · intermediate] -> [tokens, intermediate]"""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate = silu_mul
+        self.gelu = config.gelu
+        self.gate = gelu_mul if self.gelu else silu_mul
         size, bias = config.intermediate_size, config.mlp_bias
         self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
         self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
@@ -146,10 +191,15 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        size, before, after = config.hidden_size, config.norms != "after", config.norms != "before"
+        self.input_norm = RMSNorm(size, config, dtype) if before else Sum()
         self.attention = Attention(config, layer, dtype)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.attention_out_norm = RMSNorm(size, config, dtype) if after else None
+        self.post_attention_norm = RMSNorm(size, config, dtype) if before else Sum()
+        """Before the MLP."""
         self.mlp = MLP(config, dtype)
+        self.mlp_out_norm = RMSNorm(size, config, dtype) if after else None
+        self.residual_scale = config.residual_scale
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None
@@ -159,9 +209,14 @@ class DecoderLayer(nn.Module):
         rows: the only rows to compute behind attention, as no other layer follows; None for all.
         """
         x, residual = (self.input_norm(x), x) if residual is None else self.input_norm.add(x, residual)
-        x = self.attention(x, cos, sin, attend, rows)
+        x = self._added(self.attention(x, cos, sin, attend, rows), self.attention_out_norm)
         x, residual = self.post_attention_norm.add(x, _some(residual, rows))
-        return self.mlp(x), residual
+        return self._added(self.mlp(x), self.mlp_out_norm), residual
+
+    def _added(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """What is added to the residual, of the output of attention or of the MLP."""
+        x = x if norm is None else norm(x)
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 def _some(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -180,13 +235,20 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
+        """Rounded to the model's dtype, as in Hugging Face transformers."""
         self.layers = nn.ModuleList(DecoderLayer(config, index, dtype) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.norm = RMSNorm(config.hidden_size, config, dtype)
         own_head = config.lm_head and not config.tied
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype) if own_head else None
         classes = len(config.classes)
         self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
-        self.register_buffer("inverse_frequencies", config.rope.inverse_frequencies(config.head_dim), persistent=False)
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        self._ropes = list(dict.fromkeys(ropes))
+        self._rope_of = [self._ropes.index(rope) for rope in ropes]
+        """[layer] index of its rotation."""
+        frequencies = [_frequencies(rope, config.head_dim) for rope in self._ropes]
+        self.register_buffer("inverse_frequencies", torch.stack(frequencies), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """tokens, positions: [tokens] int64. -> hidden rows after the final norm, [tokens, hidden].
@@ -194,18 +256,24 @@ class Decoder(nn.Module):
         rows: [rows] int64, the tokens whose hidden rows are wanted, at least one; None for all. The last layer computes no others
         behind attention.
         """
-        cos, sin = self._rotation(positions)
+        rotations = self._rotations(positions)
         x: Tensor = self.embed(tokens)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
         residual: Tensor | None = None
-        for layer in self.layers[:-1]:
-            x, residual = layer(x, residual, cos, sin, attend)
-        x, residual = self.layers[-1](x, residual, cos, sin, attend, rows)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, *rotations[self._rope_of[index]], attend, rows if index == last else None)
         assert residual is not None
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, vocab]"""
-        return linear(hidden, self.head_weight)
+        return soft_cap(linear(self.head_input(hidden), self.head_weight), self.config.logit_cap)
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], as :meth:`forward` returns them. -> the rows whose products with the head are uncapped logits."""
+        return hidden if self.config.logit_divisor == 1.0 else hidden / self.config.logit_divisor
 
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, classes], float32, as is the product."""
@@ -240,26 +308,58 @@ class Decoder(nn.Module):
         assert isinstance(layer, DecoderLayer)
         return {f"model.layers.{index}.{name}": view.detach() for name, view in _layer_views(layer, self.config)}
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every token's angles, [tokens, head_dim / 2] each, float32."""
-        angles = positions.to(torch.float32).unsqueeze(1) * self.inverse_frequencies
-        amplitude = self.config.rope.amplitude
-        return (angles.cos(), angles.sin()) if amplitude == 1.0 else (angles.cos() * amplitude, angles.sin() * amplitude)
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin of every token's angles, [tokens, head_dim / 2] each, float32, for each kind of rotation."""
+        rotations = []
+        for rotation, frequencies in zip(self._ropes, self.inverse_frequencies, strict=True):
+            angles = positions.to(torch.float32).unsqueeze(1) * frequencies
+            amplitude = 1.0 if rotation is None else rotation.amplitude
+            cos, sin = angles.cos(), angles.sin()
+            rotations.append((cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude))
+        return rotations
+
+
+def _frequencies(rope: Rope | None, head_dim: int) -> Tensor:
+    """Radians a position, [head_dim / 2], float32; 0 without a rotation."""
+    return torch.zeros(head_dim // 2) if rope is None else rope.inverse_frequencies(head_dim)
+
+
+NORM_NAMES: dict[Norms, dict[str, str]] = {
+    "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+    "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
+    "around": {
+        "input_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "post_attention_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+}
+"""Names of a layer's norms in checkpoints."""
 
 
 def _layer_views(layer: DecoderLayer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Names below ``model.layers.N.`` and the parts of the (fused) parameters they fill."""
-    yield "input_layernorm.weight", layer.input_norm.weight
-    yield "post_attention_layernorm.weight", layer.post_attention_norm.weight
+    for name, stored in NORM_NAMES[config.norms].items():
+        yield f"{stored}.weight", layer.get_parameter(f"{name}.weight")
     attention, mlp = layer.attention, layer.mlp
     if attention.q_norm is not None and attention.k_norm is not None:
         yield "self_attn.q_norm.weight", attention.q_norm.weight
         yield "self_attn.k_norm.weight", attention.k_norm.weight
     rows = [heads * config.head_dim for heads in attention.split]
+    inner = [config.intermediate_size] * 2
+    if config.fused_projections:
+        into = (
+            ("self_attn.qkv_proj", attention.qkv_proj, [sum(rows)]),
+            ("mlp.gate_up_proj", mlp.gate_up_proj, [sum(inner)]),
+        )
+    else:
+        into = (
+            ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv_proj, rows),
+            ("mlp.gate_proj mlp.up_proj", mlp.gate_up_proj, inner),
+        )
     fused = (
-        ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv_proj, rows),
+        *into,
         ("self_attn.o_proj", attention.o_proj, [config.hidden_size]),
-        ("mlp.gate_proj mlp.up_proj", mlp.gate_up_proj, [config.intermediate_size] * 2),
         ("mlp.down_proj", mlp.down_proj, [config.hidden_size]),
     )
     for names, projection, sizes in fused:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm
+from engine.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm, Sum
 from engine.models.errors import ModelError
+from kernels.gelu_mul import gelu_mul_quantized
 from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
 from kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized
 from kernels.silu_mul import silu_mul_quantized
@@ -91,11 +92,19 @@ PARTS: dict[str, Callable[[Any], nn.Module]] = {
 """Parts of a layer and their quantised replacements."""
 
 
+BEFORE = {"attention.qkv_proj": "input_norm", "mlp.gate_up_proj": "post_attention_norm"}
+"""Norms that leave codes for a projection. If a model lacks them, the projection quantises its input itself."""
+
+
 def convert(layer: DecoderLayer) -> None:
     """Give a layer its parts in FP8, uninitialised, in place of those it has; these go, and their memory with them."""
     for name, part in PARTS.items():
-        layer.set_submodule(name, part(layer.get_submodule(name)))
-    layer.mlp.gate = silu_mul_quantized
+        given = layer.get_submodule(name)
+        if isinstance(given, Linear) and isinstance(layer.get_submodule(BEFORE.get(name, name)), Sum):
+            part = QuantizingLinear
+        if not isinstance(given, Sum):
+            layer.set_submodule(name, part(given))
+    layer.mlp.gate = gelu_mul_quantized if layer.mlp.gelu else silu_mul_quantized
 
 
 @torch.no_grad()

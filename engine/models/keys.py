@@ -19,6 +19,10 @@ class Keys:
         """The error to raise about ``key``; ``problem`` continues the sentence "key in file …"."""
         return ModelError(f"{key} in {self._file} {problem}.")
 
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and null."""
+        return key in self._raw and self._raw[key] is None
+
     def present(self, key: str) -> bool:
         return self._raw.get(key) is not None
 
@@ -57,6 +61,15 @@ class Keys:
         if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise self._wrong(key, value, "a list of strings")
         return value
+
+    def flags(self, key: str) -> list[bool]:
+        """A list of true or false, or of 1 or 0; empty where the key is absent."""
+        value = self._raw.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(item in (0, 1) for item in value):
+            raise self._wrong(key, value, "a list of true or false")
+        return [bool(item) for item in value]
 
     def ids(self, key: str) -> list[int]:
         """One token id or a list of them; none where the key is absent."""

@@ -27,8 +27,18 @@ MARGIN = 1.25
 """For the rounding of the inputs and products, also where matrices are quantised."""
 
 
+def bounded(config: ModelConfig) -> bool:
+    """Whether the weights bound the keys and values: what enters the projections is normalised."""
+    return config.norms != "after"
+
+
 def kv_scales(decoder: Decoder) -> Tensor:
-    """[layers, 2, kv_heads] float32, powers of two: of keys and of values."""
+    """[layers, 2, kv_heads] float32, powers of two: of keys and of values. Raises :class:`ModelError` if nothing bounds them."""
+    if not bounded(decoder.config):
+        raise ModelError(
+            f"--kv-dtype fp8 needs norms before the projections, which bound keys and values, and {decoder.config.architecture} has"
+            " none; leave --kv-dtype out."
+        )
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     known = [layer.attention.kv_bounds for layer in layers]
     bounds = torch.stack(
@@ -46,7 +56,8 @@ def kv_bounds(layer: DecoderLayer, config: ModelConfig) -> Tensor:
     assert isinstance(projection, Linear)
     heads, kv_heads, _ = attention.split
     rows = slice(heads * head_dim, None)
-    bounds = (projection.weight[rows].float() * layer.input_norm.weight.float()).norm(dim=1) * math.sqrt(config.hidden_size)
+    norm = layer.get_parameter("input_norm.weight").float()
+    bounds = (projection.weight[rows].float() * norm).norm(dim=1) * math.sqrt(config.hidden_size)
     if projection.bias is not None:
         bounds += projection.bias[rows].float().abs()
     keys, values = bounds.view(2, kv_heads, head_dim)
@@ -56,7 +67,8 @@ def kv_bounds(layer: DecoderLayer, config: ModelConfig) -> Tensor:
         pairs = torch.maximum(*keys.chunk(2, 1))
     else:
         pairs = torch.hypot(*keys.chunk(2, 1))
-    return torch.stack([pairs.amax(1) * config.rope.amplitude, values.amax(1)])
+    rope = config.rope_of(attention.layer)
+    return torch.stack([pairs.amax(1) * (1.0 if rope is None else rope.amplitude), values.amax(1)])
 
 
 def check_kv_dtype(device: torch.device, dtype: torch.dtype) -> None:

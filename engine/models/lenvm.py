@@ -16,6 +16,7 @@ from engine.models import checkpoint
 from engine.models.checkpoint import Stored
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Attend, Decoder, Linear
+from engine.models.errors import ModelError
 from engine.models.loader import HEAD, decoder_views, fill, write_checkpoint
 from engine.models.source import locate
 
@@ -69,7 +70,12 @@ def load_lenvm(model: str | Path, dtype: torch.dtype = torch.float32, quantize: 
     ignored, unless it is all there is of a tied embedding. Raises :class:`~engine.models.errors.ModelError`.
     """
     directory = locate(model)
-    value_model = LenVM(load_config(directory), dtype)
+    config = load_config(directory)
+    if not config.attends_plainly:
+        raise ModelError(
+            f"A length model cannot have sliding windows, soft caps or scales of attention, as this {config.architecture} has."
+        )
+    value_model = LenVM(config, dtype)
     stored = _read_headers(directory)
     head = value_model.checkpoint_views()
     checkpoint.check(stored, decoder_views(value_model.decoder, stored) | head, ignored=[HEAD])

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.models import checkpoint
 from engine.models.checkpoint import SINGLE, Stored
 from engine.models.config import ModelConfig, config_json, load_config
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.kv_scales import kv_bounds
+from engine.models.decoder import Decoder, DecoderLayer, RMSNorm
+from engine.models.kv_scales import bounded, kv_bounds
 from engine.models.pooling import load_pooling
 from engine.models.quantization import FORMATS
 from engine.models.source import locate
@@ -62,10 +62,12 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
     """
     if quantize is None:
         checkpoint.copy(stored, decoder_views(decoder, stored), part)
+        _add_offsets(decoder)
         return
     form = FORMATS[quantize]
     form.check_shapes(decoder)
     checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
+    decoder.norm.add_offset()
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     passage = copy.deepcopy(layers[0])
     for layer in layers:
@@ -73,8 +75,15 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
         form.convert(layer)
     for index, layer in enumerate(layers):
         checkpoint.copy(stored, decoder.layer_views(index, passage), part)
-        layer.attention.kv_bounds = kv_bounds(passage, decoder.config)
+        _add_offsets(passage)
+        layer.attention.kv_bounds = kv_bounds(passage, decoder.config) if bounded(decoder.config) else None
         form.fill(layer, passage)
+
+
+def _add_offsets(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, RMSNorm):
+            part.add_offset()
 
 
 def _as_stored(views: dict[str, Tensor], stored: Mapping[str, Stored]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Architectures that the one decoder covers: a body, and what the checkpoint has behind it."""
+"""Architectures that the one decoder covers: a body, and the head of its checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from engine.models.errors import ModelError
 
 Head = Literal["lm", "classes", "none"]
 """``lm``: logits of the next token; ``classes``: logits of a few classes, or a reward; ``none``: hidden states alone."""
+Norms = Literal["before", "after", "around"]
+"""Place of a layer's norms: before attention and MLP, after them, or both. What is added to the residual has passed the latter."""
+Windows = Literal["late", "all", "alternate", "five_of_six"]
+"""Layers with a sliding window if the configuration has no ``layer_types``: those from ``max_window_layers`` on if
+``use_sliding_window`` is set, all, every other one from the first, or all but each sixth (or ``sliding_window_pattern``-th)."""
 
 
 @dataclass(frozen=True)
@@ -20,30 +25,80 @@ class Family:
     """``model_type`` of the Hugging Face configuration."""
     qk_norm: bool = False
     """Queries and keys are normalised per head before the rotation."""
+    qk_norm_over_heads: bool = False
+    """Queries are normalised over all heads together before the rotation, and so are keys."""
     qkv_bias_only: bool = False
     """Query, key and value projections always have a bias and the output projection never; otherwise the configuration's
     ``attention_bias`` decides for all four."""
+    norms: Norms = "before"
+    norms_add_one: bool = False
+    """Norms multiply by ``1 + weight``."""
+    gelu: bool = False
+    """The gate of the MLP is GELU, approximated by tanh, and not SiLU."""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the square root of the hidden size."""
+    fused_projections: bool = False
+    """The checkpoint stores one projection for queries, keys and values, and one for gate and up."""
+    windows: Windows = "late"
+    default_window: int | None = None
+    """Length of the window if the configuration has no ``sliding_window``."""
+    theta: float = 10000.0
+    """Base of the rotation if the configuration names none."""
+    local_theta: float | None = None
+    """Base of the rotation in layers with a window, if the configuration names none; None: that of the other layers."""
+    rotation_interval: int | None = None
+    """Each layer whose number, counted from 1, is a multiple of this has no rotation, if the configuration has no
+    ``no_rope_layers``."""
+    query_scalar: float | None = None
+    """The scale of attention is one over the square root of this, if the configuration has no ``query_pre_attn_scalar``; None: of
+    the size of a head."""
+    attention_cap: float | None = None
+    """Soft cap of attention's logits, if the configuration has no ``attn_logit_softcapping``."""
+    logit_cap: float | None = None
+    """Soft cap of the logits of tokens, if the configuration has no ``final_logit_softcapping``."""
+    multipliers: bool = False
+    """The configuration has factors of embeddings, attention, residuals and logits."""
     head: Head = "lm"
 
+
+_GEMMA = Family("gemma", norms_add_one=True, gelu=True, scaled_embeddings=True)
+_AROUND = dataclasses.replace(_GEMMA, norms="around", query_scalar=256.0, default_window=4096)
+_GEMMA_2 = dataclasses.replace(_AROUND, model_type="gemma2", windows="alternate", attention_cap=50.0, logit_cap=30.0)
+_GEMMA_3 = dataclasses.replace(_AROUND, model_type="gemma3_text", qk_norm=True, windows="five_of_six", theta=1e6, local_theta=1e4)
 
 BODIES: dict[str, Family] = {
     "Llama": Family("llama"),
     "Qwen2": Family("qwen2", qkv_bias_only=True),
     "Qwen3": Family("qwen3", qk_norm=True),
+    "Gemma": _GEMMA,
+    "Gemma2": _GEMMA_2,
+    "Gemma3": _GEMMA_3,
+    "Gemma3Text": _GEMMA_3,
+    "Mistral": Family("mistral", windows="all", default_window=4096),
+    "Ministral": Family("ministral", windows="all", default_window=4096),
+    "Phi3": Family("phi3", fused_projections=True, windows="all"),
+    "SmolLM3": Family("smollm3", rotation_interval=4),
+    "Olmo2": Family("olmo2", qk_norm_over_heads=True, norms="after"),
+    "Granite": Family("granite", multipliers=True),
 }
 """First part of an architecture's name. To add a dense model that differs by these flags only, add a line."""
 
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "classes", "Model": "none"}
 """Second part of an architecture's name."""
+_MULTIMODAL = {"Gemma3ForSequenceClassification", "Gemma3Model"}
+"""Names that Hugging Face transformers gives to models of text and images, whose text models have others."""
 
 FAMILIES: dict[str, Family] = {
-    body + suffix: dataclasses.replace(family, head=head) for body, family in BODIES.items() for suffix, head in HEADS.items()
+    body + suffix: dataclasses.replace(family, head=head)
+    for body, family in BODIES.items()
+    for suffix, head in HEADS.items()
+    if body + suffix not in _MULTIMODAL
 }
 """All supported architectures, by their names in ``config.json``."""
 
 
 def family_of(architecture: str) -> Family:
-    """Raises :class:`ModelError` for an architecture that is not in :data:`FAMILIES`."""
+    """Return the flags of ``architecture``. Raises :class:`ModelError` if it is not in :data:`FAMILIES`."""
     family = FAMILIES.get(architecture)
     if family is None:
         supported = ", ".join(FAMILIES)

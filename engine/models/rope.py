@@ -27,6 +27,17 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class LinearRope(Rope):
+    """Positions divided by ``factor``: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
+    Interpolation", arXiv 2306.15595."""
+
+    factor: float
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        return _plain_frequencies(self.theta, head_dim) / self.factor
+
+
+@dataclass(frozen=True)
 class Llama3Rope(Rope):
     """Llama 3.1's scaling: long wavelengths stretched by ``factor``, short ones kept, a linear blend between.
 

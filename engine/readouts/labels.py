@@ -43,7 +43,9 @@ class LabelReadout(Readout):
 
     def queue(self, step: StepTensors, download: Download) -> None:
         labels = self._label_copy.tensor.view(len(self._labels), -1)
-        self.numbers = download.add(label_logprobs(step.hidden[self], self.context.decoder.head_weight, labels))
+        decoder = self.context.decoder
+        hidden = decoder.head_input(step.hidden[self])
+        self.numbers = download.add(label_logprobs(hidden, decoder.head_weight, labels, decoder.config.logit_cap))
 
     def read(self, result: StepResult) -> None:
         rows = zip(self.branches, self.numbers.tensor.tolist(), self._labels, strict=True)

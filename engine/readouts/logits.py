@@ -11,6 +11,7 @@ from engine.readouts.base import StepTensors
 from engine.readouts.labels import LabelReadout, label_table
 from kernels.linear import linear
 from kernels.row_chunks import row_chunks
+from kernels.soft_cap import soft_cap
 
 
 class LabelLogitsReadout(LabelReadout):
@@ -26,9 +27,9 @@ class LabelLogitsReadout(LabelReadout):
 
     def queue(self, step: StepTensors, download: Download) -> None:
         columns = self._column_copy.tensor.view(len(self._labels), -1)
-        self.numbers = download.add(
-            label_logits(step.hidden[self], self.context.decoder.head_weight, self._token_copy.tensor, columns)
-        )
+        decoder = self.context.decoder
+        logits = label_logits(decoder.head_input(step.hidden[self]), decoder.head_weight, self._token_copy.tensor, columns)
+        self.numbers = download.add(soft_cap(logits, decoder.config.logit_cap))
 
 
 def label_logits(hidden: Tensor, head: Tensor, tokens: Tensor, columns: Tensor) -> Tensor:

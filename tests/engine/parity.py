@@ -43,8 +43,8 @@ class Reference:
 
     def __init__(self, directory: Path, family: str, kind: str) -> None:
         self.mean = kind.endswith("mean")
-        classes = {"classes": CLASSIFIERS[family], "headless": HEADLESS[family]}
-        model_class = classes.get(kind.partition(" ")[0], FAMILIES[family][1])
+        classes = {"classes": CLASSIFIERS.get(family), "headless": HEADLESS[family]}
+        model_class = classes.get(kind.partition(" ")[0]) or FAMILIES[family][1]
         self.model: PreTrainedModel = model_class.from_pretrained(directory, dtype=torch.float32).eval()
 
     def hidden(self, tokens: list[int]) -> Tensor:

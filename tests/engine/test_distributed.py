@@ -29,8 +29,9 @@ MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {},
+    "gemma2": {},
 }
-"""With biases behind the sums, with biases of queries, keys and values, and without any."""
+"""With biases behind the sums, with biases of queries, keys and values, without any, and with norms behind the sums."""
 ONCE = ("o_proj.bias", "down_proj.bias")
 SHARED = ("_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias")
 SCORE = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [7, 8, 30]], wire.Labels([1, 5, 2]))
@@ -105,7 +106,7 @@ def logprobs(replies: list[wire.Reply]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3", *[pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2")]], indirect=True
+    "model", ["qwen3", *[pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2", "gemma2")]], indirect=True
 )
 def test_two_processes_give_the_numbers_of_one(model: Path, start):
     alone, pod = answers(model), start(model)

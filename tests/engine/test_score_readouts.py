@@ -26,6 +26,10 @@ SERVED = [
     ("llama", "classes"),
     ("qwen2", "headless mean"),
     ("qwen2", "classes"),
+    ("gemma2", "causal last"),
+    ("gemma3", "classes"),
+    ("smollm3", "causal last"),
+    ("olmo2", "causal mean"),
 ]
 """Families and kinds; tests/engine/models/test_heads.py loads all of them."""
 

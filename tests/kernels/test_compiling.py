@@ -11,6 +11,7 @@ from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 IMPORTS = """
 from kernels.candidates import candidates_triton
+from kernels.gelu_mul import gelu_mul_quantized_triton, gelu_mul_triton
 from kernels.keep_thresholds import keep_thresholds_triton
 from kernels.label_logprobs import label_logprobs_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
@@ -35,9 +36,9 @@ def _qk_norm_rope(heads: int, kv_heads: int, head_dim: int, normed: bool) -> str
     return f"qk_norm_rope_write_triton({qkv}, {weights}, 1e-6, {angles}, {cache}, {slots})"
 
 
-def _label_logprobs(rows: int, dtype: str) -> str:
+def _label_logprobs(rows: int, dtype: str, cap: float = 0.0) -> str:
     hidden, head = (f"torch.empty(({count}, 1024), dtype=torch.{dtype})" for count in (rows, 4096))
-    return f"label_logprobs_triton({hidden}, {head}, torch.zeros(({rows}, 2), dtype=torch.int64))"
+    return f"label_logprobs_triton({hidden}, {head}, torch.zeros(({rows}, 2), dtype=torch.int64), {cap})"
 
 
 ELEMENTWISE = [
@@ -46,13 +47,21 @@ ELEMENTWISE = [
     f"add_rms_norm_triton({_bf16(4, 1024)}, {_bf16(4, 1024)}, {_bf16(1024)}, 1e-6)",
     f"add_rms_norm_quantized_triton({_bf16(4, 8192)}, {_bf16(4, 8192)}, {_bf16(8192)}, 1e-6)",
     f"rms_norm_quantized_triton({_bf16(4, 1024)}, {_bf16(1024)}, 1e-6)",
+    f"rms_norm_triton({_bf16(4, 2304)}, torch.empty(2304), 1e-6)",
     f"silu_mul_triton({_bf16(4, 6144)})",
+    f"gelu_mul_triton({_bf16(4, 2 * 9216)})",
+    f"gelu_mul_quantized_triton({_bf16(4, 2 * 9216)})",
     f"silu_mul_quantized_triton({_bf16(4, 2 * 18944)})",
     f"quantize_rows_triton({_bf16(4, 2048)})",
     _qk_norm_rope(16, 8, 128, normed=True),
     _qk_norm_rope(14, 2, 64, normed=False),
 ]
-PRODUCTS = [_label_logprobs(1000, "bfloat16"), _label_logprobs(64, "bfloat16"), _label_logprobs(1000, "float32")]
+PRODUCTS = [
+    _label_logprobs(1000, "bfloat16"),
+    _label_logprobs(1000, "bfloat16", 30.0),
+    _label_logprobs(64, "bfloat16"),
+    _label_logprobs(1000, "float32"),
+]
 SMALL_PRODUCT = _label_logprobs(1, "float16")
 LOGITS, NUMBERS, LONGS = "torch.empty(4, 151936)", "torch.empty(4)", "torch.empty(4, dtype=torch.int64)"
 BITS = "torch.empty((4, 4748), dtype=torch.int32)"

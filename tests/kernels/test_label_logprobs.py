@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.label_logprobs import label_logprobs, label_logprobs_triton, schedule, tiles_for
+from kernels.label_logprobs import label_logprobs, label_logprobs_reference, label_logprobs_triton, schedule, tiles_for
 
 
 def _inputs(
@@ -36,6 +36,15 @@ def test_kernel(rows: int, vocab: int, size: int, labels: int, dtype: torch.dtyp
     """Logits are sums in float32 in every dtype, so that all are as exact as the products of what they are given."""
     given = _inputs(rows, vocab, size, labels, dtype, device)
     torch.testing.assert_close(label_logprobs_triton(*given), _expected(*given), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [2.0, 30.0])
+def test_soft_caps(cap: float, device: torch.device) -> None:
+    hidden, head, labels = _inputs(7, 700, 96, 3, torch.float32, device)
+    logits = hidden.double() @ head.double().T
+    expected = (cap * (logits / cap).tanh()).log_softmax(-1).gather(1, labels).float()
+    torch.testing.assert_close(label_logprobs_triton(hidden, head, labels, cap), expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(label_logprobs_reference(hidden, head, labels, cap), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from torch import Tensor
 
 from kernels import attention_layout
 from kernels.attention_layout import FEW_NARROW, MIN_CHUNK, MOST_MERGES, MOST_NARROW, NARROW, Layout, Room, lay_out
-from kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
+from kernels.paged_attention import (
+    PLAIN,
+    AttentionSpec,
+    block_rows,
+    paged_attention,
+    paged_attention_reference,
+    paged_attention_triton,
+)
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -44,23 +52,27 @@ def tensors(
     return q, keys, values
 
 
-def check(q: Tensor, keys: Tensor, values: Tensor, layout: Layout) -> None:
-    found = paged_attention_triton(q, keys, values, layout)
-    expected = paged_attention_reference(q, keys, values, layout)
+def check(q: Tensor, keys: Tensor, values: Tensor, layout: Layout, spec: AttentionSpec = PLAIN) -> None:
+    found = paged_attention_triton(q, keys, values, layout, spec=spec)
+    expected = paged_attention_reference(q, keys, values, layout, spec=spec)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[q.dtype], rtol=TOLERANCE[q.dtype])
 
 
-def test_reference_is_the_formula() -> None:
+@pytest.mark.parametrize("spec", [PLAIN, AttentionSpec(scale=0.3, window=4, soft_cap=1.5)], ids=["plain", "spec"])
+def test_reference_is_the_formula(spec: AttentionSpec) -> None:
     """Token by token in float64."""
     q, keys, values = tensors(MIXED, torch.device("cpu"), kv_heads=2)
     layout = layout_of(MIXED, q, keys)
-    found = paged_attention(q, keys, values, layout)
+    found = paged_attention(q, keys, values, layout, spec=spec)
     qo_indptr, kv_indptr = layout.qo_indptr.tolist(), layout.kv_indptr.tolist()
     for segment, (queries, context) in enumerate(MIXED):
         for nth in range(queries):
             seen = layout.kv_indices[kv_indptr[segment] : kv_indptr[segment + 1]][: context - queries + nth + 1]
+            seen = seen[-spec.window :] if spec.window else seen
             for head in range(4):
-                weights = (keys[seen, head // 2].double() @ q[qo_indptr[segment] + nth, head].double() / 32**0.5).softmax(0)
+                scores = keys[seen, head // 2].double() @ q[qo_indptr[segment] + nth, head].double()
+                scores = scores * (spec.scale or 32**-0.5)
+                weights = (spec.soft_cap * (scores / spec.soft_cap).tanh() if spec.soft_cap else scores).softmax(0)
                 expected = weights @ values[seen, head // 2].double()
                 torch.testing.assert_close(found[qo_indptr[segment] + nth, head].double(), expected, atol=1e-5, rtol=0)
 
@@ -70,6 +82,25 @@ def test_reference_is_the_formula() -> None:
 def test_groups_and_head_dims(group: int, head_dim: int, device: torch.device) -> None:
     q, keys, values = tensors(MIXED, device, group=group, head_dim=head_dim, kv_heads=1 if group > 2 else 2)
     check(q, keys, values, layout_of(MIXED, q, keys))
+
+
+@pytest.mark.parametrize("window", [1, 3, 90, 128, 1000])
+def test_windows(window: int, device: torch.device) -> None:
+    """Of queries whose window begins before their segment, in it, and, where a context is read by several programs, behind some."""
+    shapes = [*MIXED, (1, 2000)]
+    q, keys, values = tensors(shapes, device, slots=2500)
+    layout = layout_of(shapes, q, keys)
+    assert layout.partials > 2
+    check(q, keys, values, layout, AttentionSpec(window=window))
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(scale=0.4), AttentionSpec(soft_cap=1.5), AttentionSpec(0.4, 30, 1.5)], ids=str)
+def test_scales_and_soft_caps(spec: AttentionSpec, device: torch.device) -> None:
+    q, keys, values = tensors(MIXED, device)
+    layout = layout_of(MIXED, q, keys)
+    check(q, keys, values, layout, spec)
+    plain, other = (paged_attention_reference(q, keys, values, layout, spec=each) for each in (PLAIN, spec))
+    assert (plain - other).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("group", [3, 7])
@@ -308,6 +339,7 @@ def test_what_the_kernel_cannot_take(device: torch.device) -> None:
 
 
 OTHER_SHAPES = ["(14, 2, 64), torch.bfloat16", "(28, 4, 128), torch.bfloat16", "(16, 8, 128), torch.float16"]
+GEMMA_2 = "(8, 4, 256), torch.bfloat16, AttentionSpec(256**-0.5, 4096, 50.0)"
 
 
 @pytest.mark.slow
@@ -320,9 +352,21 @@ def test_compiles_for_hopper(launches: list[str]) -> None:
     for narrow, wide, merge in compiled(IMPORT, *(f"compile_step({arguments})" for arguments in launches)):
         assert "mma.sync" in narrow["ptx"]
         assert "wgmma.mma_async" in wide["ptx"]
-        for kernel in (narrow, wide, merge):
-            assert kernel["local"] == 0, kernel["name"]
-            assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
+        within_limits(narrow, wide, merge)
+
+
+@pytest.mark.slow
+def test_windows_and_soft_caps_compile_for_hopper() -> None:
+    (kernels,) = compiled(IMPORT, f"compile_step({GEMMA_2})")
+    assert all("mma.sync" in kernel["ptx"] for kernel in kernels[:2])
+    within_limits(*kernels)
+
+
+def within_limits(*kernels: dict[str, Any]) -> None:
+    """No kernel spills registers or needs more shared memory than there is."""
+    for kernel in kernels:
+        assert kernel["local"] == 0, kernel["name"]
+        assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
 
 
 @pytest.mark.slow
@@ -332,12 +376,12 @@ def test_float32_compiles_without_tensor_cores() -> None:
     assert not any("mma" in kernel["ptx"] for kernel in exact)
 
 
-IMPORT = "from tests.kernels.test_paged_attention import compile_step"
+IMPORT = "from tests.kernels.test_paged_attention import AttentionSpec, compile_step"
 
 
-def compile_step(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def compile_step(shape: tuple[int, int, int], dtype: torch.dtype, spec: AttentionSpec = PLAIN) -> None:
     """A step with items of every kind."""
     heads, kv_heads, head_dim = shape
     shapes = [(1, 900), (200, 300)]
     q, keys, values = tensors(shapes, torch.device("cpu"), dtype, heads // kv_heads, kv_heads, head_dim)
-    paged_attention_triton(q, keys, values, layout_of(shapes, q, keys))
+    paged_attention_triton(q, keys, values, layout_of(shapes, q, keys), spec=spec)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gelu_mul import gelu_mul_quantized_reference, gelu_mul_quantized_triton
 from kernels.quantize import (
     FP8,
     launch_quantize_rows,
@@ -72,6 +73,12 @@ def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype, device: torch.devi
     gate_up = _normal(shape, dtype, device)
     _assert_unrounded(lambda out, scales: launch_silu_mul(gate_up, out, scales), silu_mul_reference(gate_up.float()))
     _assert_codes(silu_mul_quantized_triton(gate_up), silu_mul_quantized_reference(gate_up))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gelu_mul(shape: tuple[int, int], device: torch.device) -> None:
+    gate_up = _normal(shape, torch.float32, device)
+    _assert_codes(gelu_mul_quantized_triton(gate_up), gelu_mul_quantized_reference(gate_up))
 
 
 @pytest.mark.parametrize("quantize", [quantize_rows_triton, quantize_rows_reference])

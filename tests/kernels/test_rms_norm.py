@@ -20,6 +20,15 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+def test_weights_in_float32(device: torch.device) -> None:
+    """Weights that are stored as differences from 1 need more digits than the rows."""
+    x, weight = torch.randn(5, 512, dtype=torch.float16, device=device), 1 + torch.randn(512, device=device) / 1000
+    expected = torch.nn.functional.rms_norm(x.float(), (512,), weight, EPS)
+    for found in (rms_norm_triton(x, weight, EPS), rms_norm_reference(x, weight, EPS)):
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=2e-3)
+
+
 def test_heads_of_a_larger_tensor(device: torch.device) -> None:
     """Queries are a part of the fused projection: their tokens lie apart."""
     qkv, weight = torch.randn(4, 9, 64, device=device), torch.randn(64, device=device)

@@ -19,6 +19,7 @@ from engine.core import Request
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
+from kernels.paged_attention import AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from tests.engine.device import no_waiting, skip_without_flashinfer
 
@@ -96,6 +97,7 @@ def compare(
     kv_heads: int = 2,
     layers: int = LAYERS,
     turned: bool = False,
+    specs: Sequence[AttentionSpec] = (),
 ) -> None:
     """The reference computes on the CPU in the same dtype, but on a GPU, for what would take too long otherwise, in float64."""
     generator = np.random.default_rng(seed)
@@ -103,7 +105,7 @@ def compare(
     slots, heads = 4 * longest + 600, group * kv_heads
     exact = torch.float64 if device.type == "cuda" else dtype
     backend, reference = (
-        kind(KVCache(layers=layers, slots=slots, kv_heads=kv_heads, head_dim=head_dim, dtype=kept, device=device), heads)
+        kind(KVCache(layers=layers, slots=slots, kv_heads=kv_heads, head_dim=head_dim, dtype=kept, device=device), heads, specs)
         for kind, kept in ((make, dtype), (ReferenceAttention, exact))
     )
     for segments in steps(generator, slots, longest):
@@ -125,6 +127,12 @@ OTHER_GROUPS = [pytest.param(group, head_dim, marks=pytest.mark.slow) for group,
 @pytest.mark.parametrize(("group", "head_dim"), GROUPS + OTHER_GROUPS)
 def test_triton(group: int, head_dim: int, device: torch.device) -> None:
     compare(TritonAttention, device, group, 20, group, head_dim, torch.float32, layers=2 if group == 1 else 1)
+
+
+def test_triton_with_specs(device: torch.device) -> None:
+    """Layers with and without a window, whose steps share a layout."""
+    specs = [AttentionSpec(0.4, 7, 2.0), AttentionSpec(0.4, None, 2.0)]
+    compare(TritonAttention, device, 2, 20, 2, 32, torch.float32, specs=specs)
 
 
 def test_triton_normalises_and_rotates(device: torch.device) -> None:

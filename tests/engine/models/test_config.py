@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import PreTrainedConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.models.config import ModelConfig, config_json, load_config, parse_config
 from engine.models.errors import ModelError
-from engine.models.rope import Llama3Rope, Rope, YarnRope
+from engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from tests.checkpoints import FAMILIES, TRAINED
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -138,8 +140,20 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"use_sliding_window": True, "sliding_window": 128}, "use_sliding_window in config.json asks for sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"use_sliding_window": True, "sliding_window": "no"}, "sliding_window in config.json is 'no'"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window in config.json is missing, and layer_types asks",
+        ),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types in config.json asks for chunked_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types in config.json has 1 entries, and num_hidden_layers is 2"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers in config.json has 1 entries"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, "x"]}, "no_rope_layers"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"},
+            "hidden_activation in config.json is not supported",
+        ),
+        ({"architectures": ["Gemma3ForSequenceClassification"]}, "Gemma3ForSequenceClassification in config.json is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"is_causal": False}, "is_causal in config.json asks for attention to later tokens"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -161,6 +175,84 @@ def test_accepted(changes: dict[str, Any]) -> None:
 def test_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         parse(**changes)
+
+
+def written_by_transformers(family: str, **given: Any) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """A configuration of twelve layers, and its ``config.json`` without the keys whose defaults transformers knows."""
+    config_class, model_class = FAMILIES[family]
+    shape = {key: BASE[key] for key in BASE if key not in ("architectures", "num_hidden_layers")}
+    config = config_class(**shape, num_hidden_layers=12, architectures=[model_class.__name__], **given)
+    return config, json.loads(config.to_json_string(use_diff=True)) | {"architectures": [model_class.__name__]}
+
+
+@pytest.mark.parametrize("given", [{}, {"sliding_window": 77}, {"sliding_window": None}], ids=str)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TRAINED])
+def test_windows_are_those_of_transformers(family: str, given: dict[str, Any]) -> None:
+    if given.get("sliding_window", 0) is None and family in ("gemma2", "gemma3"):
+        pytest.skip("transformers has no full attention in place of its windows")
+    config, written = written_by_transformers(family, **given)
+    found = parse_config(written).windows
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 12
+    local = family not in ("smollm3", "gemma", "olmo2", "granite") and window is not None
+    expected = tuple(window if kind == "sliding_attention" else None for kind in kinds) if local else ()
+    assert found == expected
+
+
+def test_late_windows_of_qwen() -> None:
+    written = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}
+    assert parse(**written).windows == (None, 128)
+    assert parse(**written | {"use_sliding_window": False}).windows == ()
+    assert parse(**written | {"layer_types": ["sliding_attention", "full_attention"]}).windows == (128, None)
+
+
+def test_factors_are_those_of_transformers() -> None:
+    """Also where the file does not name them."""
+    gemma = parse_config(written_by_transformers("gemma2")[1])
+    assert (gemma.attention_scale, gemma.attention_cap, gemma.logit_cap, gemma.embedding_scale) == (1 / 16, 50.0, 30.0, 8.0)
+    uncapped = parse_config(written_by_transformers("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)[1])
+    assert (uncapped.attention_cap, uncapped.logit_cap) == (0.0, 0.0)
+    assert parse_config(written_by_transformers("gemma3")[1]).attention_cap == 0.0
+    granite = parse_config(written_by_transformers("granite", logits_scaling=8.0)[1])
+    assert (granite.attention_scale, granite.residual_scale, granite.logit_divisor) == (1.0, 1.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("written", "rope", "local"),
+    [
+        ({}, Rope(1e6), Rope(1e4)),
+        ({"rope_theta": 5e5, "rope_local_base_freq": 2e4}, Rope(5e5), Rope(2e4)),
+        ({"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, LinearRope(1e6, 8.0), Rope(1e4)),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+                }
+            },
+            LinearRope(1e6, 8.0),
+            Rope(3e4),
+        ),
+    ],
+)
+def test_rotations_of_gemma_3(written: dict[str, Any], rope: Rope, local: Rope) -> None:
+    """In the forms of published files and of transformers 5."""
+    config = parse_config(
+        {**BASE, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 512, **written}
+    )
+    assert [config.rope_of(layer) for layer in range(6)] == [local] * 5 + [rope]
+
+
+def test_layers_without_a_rotation() -> None:
+    smol = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 6}
+    assert parse(**smol).unrotated == (3,)
+    assert parse(**smol, no_rope_layer_interval=2).unrotated == (1, 3, 5)
+    assert parse(**smol, no_rope_layers=[0, 1, 1, 1, 1, 0]).unrotated == (0, 5)
+
+
+def test_a_configuration_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ModelError, match="The configuration of this MistralForCausalLM cannot be written"):
+        config_json(parse(architectures=["MistralForCausalLM"], sliding_window=77))
 
 
 @pytest.mark.parametrize(

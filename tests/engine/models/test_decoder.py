@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model, save_model
-from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
-from tests.engine.models.causal import causal, causal_rows
+from tests.checkpoints import FAMILIES, TRAINED, VOCAB_SIZE, make_checkpoint
+from tests.engine.models.causal import causal, causal_of, causal_rows
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -51,15 +51,22 @@ def reference_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 def own_logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return decoder.logits(decoder(tokens, torch.arange(len(tokens)), causal))
+        return decoder.logits(decoder(tokens, torch.arange(len(tokens)), causal_of(decoder.config)))
 
 
 def some_tokens(count: int = 150) -> torch.Tensor:
     return torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        (family, shape)
+        for family in FAMILIES
+        for shape in SHAPES
+        if family in TRAINED or shape in ("default", "tied", "gqa 8", "wide")
+    ],
+)
 def test_logits_equal_transformers(tmp_path: Path, family: str, shape: str) -> None:
     directory = make_checkpoint(tmp_path, family, **SHAPES[shape])
     expected = reference_logits(directory, some_tokens())
@@ -102,7 +109,7 @@ def test_shards_load_like_one_file(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["default", "tied", "llama3", "yarn mscale"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_saved_model_is_read_by_transformers(tmp_path: Path, family: str, shape: str) -> None:
     decoder = load_model(make_checkpoint(tmp_path / "first", family, **SHAPES[shape]))
     save_model(decoder, decoder.config, tmp_path / "second")

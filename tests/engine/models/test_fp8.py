@@ -21,16 +21,16 @@ from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import fingerprint, load_model, save_model
 from engine.settings import EngineSettings
 from kernels.quantize import FP8, quantize_rows_reference
-from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
-from tests.engine.models.causal import causal
+from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
+from tests.engine.models.causal import causal, causal_of
 
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
 GPU = torch.device("cuda", 0)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*TRAINED, "gemma2", "olmo2"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED[request.param])
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED.get(request.param, {}))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits(decoder: Decoder, count: int = 60) -> Tensor:
     tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return decoder.logits(decoder(tokens, torch.arange(count), causal)).float()
+        return decoder.logits(decoder(tokens, torch.arange(count), causal_of(decoder.config))).float()
 
 
 def rounded(x: Tensor) -> Tensor:

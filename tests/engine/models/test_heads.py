@@ -21,7 +21,7 @@ from engine.models.loader import fingerprint, load_model
 from engine.models.pooling import load_pooling
 from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, FAMILIES, HEADLESS, make_checkpoint, write_pooling
-from tests.engine.models.causal import causal
+from tests.engine.models.causal import causal_of
 
 SINGLE = "model.safetensors"
 TOKENS = torch.arange(3, 60)
@@ -29,7 +29,7 @@ TOKENS = torch.arange(3, 60)
 
 def hidden(decoder: Decoder) -> Tensor:
     with torch.no_grad():
-        return decoder(TOKENS, torch.arange(len(TOKENS)), causal)
+        return decoder(TOKENS, torch.arange(len(TOKENS)), causal_of(decoder.config))
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -68,7 +68,7 @@ def own(tmp_path: Path) -> Callable[[Path], Path]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CLASSIFIERS)
 def test_class_logits_equal_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     directory = make_checkpoint(
         tmp_path, family, model_class=CLASSIFIERS[family], num_labels=4, tie_word_embeddings=tied, max_shard_size="60KB"
@@ -87,7 +87,7 @@ def test_hidden_states_without_a_head_equal_transformers(tmp_path: Path, family:
     decoder = load_model(directory)
     with torch.no_grad():
         expected = HEADLESS[family].from_pretrained(directory, dtype=torch.float32).eval()(TOKENS[None]).last_hidden_state[0]
-    torch.testing.assert_close(hidden(decoder), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(hidden(decoder), expected, atol=5e-5, rtol=1e-5)
     assert (decoder.config.lm_head, decoder.head) == (False, None)
 
 

@@ -31,7 +31,7 @@ def peaks(decoder: Decoder, inputs: Tensor) -> Tensor:
         found.append(torch.stack([k.abs().amax((0, 2)), v.abs().amax((0, 2))]))
         return q
 
-    cos, sin = decoder._rotation(torch.arange(len(inputs)))
+    (cos, sin), *_ = decoder._rotations(torch.arange(len(inputs)))
     for layer in decoder.layers:
         assert isinstance(layer, DecoderLayer)
         layer.attention(layer.input_norm(inputs), cos, sin, FusedAttend(attend))

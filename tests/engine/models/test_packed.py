@@ -13,22 +13,22 @@ from engine.models import packed
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
 from engine.models.quantization import format_of
-from tests.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
-from tests.engine.models.causal import causal
+from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
+from tests.engine.models.causal import causal_of
 
 CPU = torch.device("cpu")
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*TRAINED, "gemma2", "olmo2"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED[request.param])
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED.get(request.param, {}))
 
 
 def logits(decoder: Decoder, count: int) -> Tensor:
     tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return decoder.logits(decoder(tokens, torch.arange(count), causal))
+        return decoder.logits(decoder(tokens, torch.arange(count), causal_of(decoder.config)))
 
 
 @pytest.mark.parametrize("count", [1, 60])

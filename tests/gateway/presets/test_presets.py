@@ -36,6 +36,8 @@ def test_the_files_of_the_package_are_valid() -> None:
         ("zeroentropy/zerank-2-reranker", "Qwen3ForCausalLM", ("score",), "zerank-2"),
         ("meta-llama/Llama-Guard-3-8B", "LlamaForCausalLM", ("score",), "llama-guard-3"),
         ("Skywork/Skywork-Reward-Llama-3.1-8B-v0.2", "LlamaForSequenceClassification", ("classify",), "skywork-reward"),
+        ("BAAI/bge-reranker-v2-gemma", "GemmaForCausalLM", ("score", "generate"), "bge-reranker-v2-gemma"),
+        ("google/shieldgemma-9b", "Gemma2ForCausalLM", ("score",), "shieldgemma"),
         ("Qwen/Qwen3-Embedding-4B", "Qwen3ForCausalLM", ("embed",), "qwen3-embedding"),
         ("anything", "Qwen3Model", ("embed",), "embedding"),
         ("anything", "Qwen2ForSequenceClassification", ("classify",), "classifier"),

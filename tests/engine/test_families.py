@@ -1,0 +1,87 @@
+"""Every family of models against Hugging Face transformers: scores in steps of few tokens, and long greedy generations."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import wire
+from engine.build import build_loop
+from engine.distributed.shard import part_of
+from engine.models.config import load_config
+from engine.models.errors import ModelError
+from engine.settings import EngineSettings
+from tests.checkpoints import FAMILIES, TRAINED, make_checkpoint
+from tests.engine.lenvm.plain import make_lenvm_checkpoint
+from tests.engine.parity import Reference, assert_equal_rows, make_model, readouts_of, some_tokens
+from tests.engine.test_loop import run, tokens_of
+
+KIND = "causal last"
+
+
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in TRAINED])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), family, KIND)
+
+
+@pytest.fixture(scope="module")
+def reference(family: str, checkpoint: Path) -> Reference:
+    return Reference(checkpoint, family, KIND)
+
+
+def build(checkpoint: Path, **settings: object):
+    return build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=2048, **settings))
+
+
+def test_scores_equal_transformers(checkpoint: Path, reference: Reference) -> None:
+    """Prefixes and branches are computed in several steps and are longer than the windows; at last the prefix is cached."""
+    rng = random.Random(2)
+    loop = build(checkpoint, max_batched_tokens=33)
+    for readout in readouts_of(KIND):
+        prefix, branches = some_tokens(rng, 45, 70), [some_tokens(rng, low, 30) for low in (1, 1, 25)]
+        expected = reference.rows(wire.Score("s", prefix, branches, readout))
+        for name in ("cold", "warm"):
+            (scored,) = run(loop, wire.Score(name, prefix, branches, readout), checked=True)
+            assert_equal_rows(scored.rows, expected)
+        assert scored.cached_tokens or isinstance(readout, wire.Embedding)
+
+
+def test_greedy_tokens_equal_transformers(checkpoint: Path, reference: Reference) -> None:
+    prompt = some_tokens(random.Random(3), 40, 40)
+    with torch.inference_mode():
+        given = torch.tensor([prompt])
+        options = {"max_new_tokens": 200, "min_new_tokens": 200, "do_sample": False, "pad_token_id": 0}
+        expected = reference.model.generate(given, attention_mask=torch.ones_like(given), **options)[0, 40:].tolist()
+    assert len(set(expected)) > 5
+    # transformers forbids the end of the text before the 200th token
+    sampling = wire.Sampling(max_tokens=200, min_tokens=200, temperature=0.0)
+    assert tokens_of(run(build(checkpoint), wire.Generate("g", prompt, sampling)), "g") == expected
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_length_models_attend_plainly(family: str, tmp_path: Path) -> None:
+    lenvm = make_lenvm_checkpoint(tmp_path / "lenvm", family)
+    with pytest.raises(ModelError, match="A length model cannot have sliding windows, soft caps or scales"):
+        build(make_checkpoint(tmp_path / "main", "qwen3"), lenvm_model=str(lenvm))
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"), [("olmo2", "normalises all heads together"), ("phi3", "stores queries, keys and values as one")]
+)
+def test_families_that_cannot_be_shared(family: str, problem: str, tmp_path: Path) -> None:
+    config = load_config(make_checkpoint(tmp_path, family))
+    with pytest.raises(ModelError, match=f"ForCausalLM {problem}, so --tensor-parallel cannot share it"):
+        part_of(config, 0, 2)
+
+
+def test_fp8_keys_need_norms_before_projections(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="--kv-dtype fp8 needs norms before the projections"):
+        build(make_checkpoint(tmp_path, "olmo2"), kv_dtype="fp8")

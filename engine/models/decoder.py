@@ -9,18 +9,19 @@ keys each query sees. Everything is differentiable, so that the same module is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from engine.models import weight_names
 from engine.models.config import ModelConfig
-from engine.models.registry import Norms
+from engine.models.modules import Embedding, Linear, RMSNorm, Sum
 from engine.models.rope import Rope
 from kernels.gelu_mul import gelu_mul
 from kernels.linear import linear
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
 from kernels.soft_cap import soft_cap
@@ -64,64 +65,6 @@ Attend = PlainAttend | FusedAttend
 
 Rows = Tensor | tuple[Tensor, Tensor]
 """Input of a projection: [tokens, size], or in FP8 (:mod:`engine.models.fp8`) the codes and scales of these rows."""
-
-
-class Linear(nn.Linear):
-    """A linear layer whose weights are allocated and not initialised; the code that builds it fills them."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out]"""
-        return linear(x, self.weight, self.bias)
-
-
-class Embedding(nn.Embedding):
-    """An embedding whose weights are allocated and not initialised."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class RMSNorm(nn.Module):
-    """The weight of a root-mean-square normalisation, ones at first.
-
-    If the checkpoint stores the difference to 1, the weight is in float32, because the sum has more digits than the model's dtype.
-    """
-
-    def __init__(self, size: int, config: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.offset = config.norm_offset
-        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32 if self.offset else dtype))
-        self.eps = config.norm_eps
-
-    @torch.no_grad()
-    def add_offset(self) -> None:
-        """Make the weight from what a checkpoint stores, which was copied into it."""
-        if self.offset:
-            self.weight.add_(self.offset)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]"""
-        return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(normalised sum, sum)"""
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-
-class Sum(nn.Module):
-    """Stands in the place of a norm that a model does not have."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, size] -> the same"""
-        return x
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, sum)"""
-        total = x + residual
-        return total, total
 
 
 class Attention(nn.Module):
@@ -306,7 +249,7 @@ class Decoder(nn.Module):
         """:meth:`checkpoint_views` of one layer, or of ``layer`` in its place."""
         layer = self.layers[index] if layer is None else layer
         assert isinstance(layer, DecoderLayer)
-        return {f"model.layers.{index}.{name}": view.detach() for name, view in _layer_views(layer, self.config)}
+        return {f"model.layers.{index}.{name}": view.detach() for name, view in weight_names.layer_views(layer, self.config)}
 
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of every token's angles, [tokens, head_dim / 2] each, float32, for each kind of rotation."""
@@ -322,48 +265,3 @@ class Decoder(nn.Module):
 def _frequencies(rope: Rope | None, head_dim: int) -> Tensor:
     """Radians a position, [head_dim / 2], float32; 0 without a rotation."""
     return torch.zeros(head_dim // 2) if rope is None else rope.inverse_frequencies(head_dim)
-
-
-NORM_NAMES: dict[Norms, dict[str, str]] = {
-    "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
-    "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
-    "around": {
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_attention_layernorm",
-        "post_attention_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    },
-}
-"""Names of a layer's norms in checkpoints."""
-
-
-def _layer_views(layer: DecoderLayer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Names below ``model.layers.N.`` and the parts of the (fused) parameters they fill."""
-    for name, stored in NORM_NAMES[config.norms].items():
-        yield f"{stored}.weight", layer.get_parameter(f"{name}.weight")
-    attention, mlp = layer.attention, layer.mlp
-    if attention.q_norm is not None and attention.k_norm is not None:
-        yield "self_attn.q_norm.weight", attention.q_norm.weight
-        yield "self_attn.k_norm.weight", attention.k_norm.weight
-    rows = [heads * config.head_dim for heads in attention.split]
-    inner = [config.intermediate_size] * 2
-    if config.fused_projections:
-        into = (
-            ("self_attn.qkv_proj", attention.qkv_proj, [sum(rows)]),
-            ("mlp.gate_up_proj", mlp.gate_up_proj, [sum(inner)]),
-        )
-    else:
-        into = (
-            ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv_proj, rows),
-            ("mlp.gate_proj mlp.up_proj", mlp.gate_up_proj, inner),
-        )
-    fused = (
-        *into,
-        ("self_attn.o_proj", attention.o_proj, [config.hidden_size]),
-        ("mlp.down_proj", mlp.down_proj, [config.hidden_size]),
-    )
-    for names, projection, sizes in fused:
-        assert isinstance(projection, Linear)  # a quantised projection no longer has the checkpoint's weights
-        for kind, parameter in projection.named_parameters():
-            for name, view in zip(names.split(), torch.split(parameter, sizes), strict=True):
-                yield f"{name}.{kind}", view

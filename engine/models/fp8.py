@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm, Sum
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.errors import ModelError
+from engine.models.modules import Linear, RMSNorm, Sum
 from kernels.gelu_mul import gelu_mul_quantized
 from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
 from kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder, DecoderLayer, Linear
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.errors import ModelError
+from engine.models.modules import Linear
 from kernels.quantize import CAPABILITY, MAX_CODE
 
 MARGIN = 1.25

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from engine.models import checkpoint
 from engine.models.checkpoint import Stored
 from engine.models.config import ModelConfig, load_config
-from engine.models.decoder import Attend, Decoder, Linear
+from engine.models.decoder import Attend, Decoder
 from engine.models.errors import ModelError
 from engine.models.loader import HEAD, decoder_views, fill, write_checkpoint
+from engine.models.modules import Linear
 from engine.models.source import locate
 
 HEAD_PREFIX = "v_head."

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from engine.models import checkpoint
 from engine.models.checkpoint import SINGLE, Stored
 from engine.models.config import ModelConfig, config_json, load_config
-from engine.models.decoder import Decoder, DecoderLayer, RMSNorm
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.kv_scales import bounded, kv_bounds
+from engine.models.modules import RMSNorm
 from engine.models.pooling import load_pooling
 from engine.models.quantization import FORMATS
 from engine.models.source import locate

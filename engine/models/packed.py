@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.models.decoder import Decoder, DecoderLayer, Linear
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.modules import Linear
 from kernels.linear import pack, packed_linear
 
 PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")

@@ -15,10 +15,11 @@ from engine.build import build_loop
 from engine.distributed.shard import ShardedDecoder, load_part
 from engine.models import fp8
 from engine.models.config import load_config
-from engine.models.decoder import Decoder, DecoderLayer, Linear
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import fingerprint, load_model, save_model
+from engine.models.modules import Linear
 from engine.settings import EngineSettings
 from kernels.quantize import FP8, quantize_rows_reference
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint

@@ -14,10 +14,11 @@ from engine import wire
 from engine.build import build_loop
 from engine.models import int8
 from engine.models.config import load_config
-from engine.models.decoder import Decoder, Linear
+from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import fingerprint, load_model
+from engine.models.modules import Linear
 from engine.settings import EngineSettings
 from kernels.int8 import instructions, quantize_rows
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint

@@ -1,4 +1,4 @@
-"""Presets of Gemma's rankers and guards give the tokens of the models' published code, on a vocabulary with Gemma's control tokens."""
+"""Presets of Gemma's rankers and guards give the tokens of the models' published code, on a small vocabulary."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def plain(library: Library, text: str) -> list[int]:
 def test_bge_reranker_v2_gemma(library: Library, query: str) -> None:
     """FlagEmbedding tokenises query, passage, the newlines behind them and the question separately."""
     question = (
-        "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a prediction of"
-        " either 'Yes' or 'No'."
+        "Given a query A and a passage B, determine whether the passage contains an answer to the query by providing a prediction"
+        " of either 'Yes' or 'No'."
     )
     separator, end = plain(library, "\n"), plain(library, question)
     begin = [0, *plain(library, f"A: {query}"), *separator]
@@ -57,9 +57,9 @@ def test_shieldgemma(library: Library) -> None:
     expected = [
         library.encode(
             "<bos>You are a policy expert trying to help determine whether a user\nprompt is in violation of the defined safety "
-            f"policies.\n<start_of_turn>\nHuman Question: {document}\n<end_of_turn>\n\nOur safety principle is defined in the below:"
-            f"\n\n{policy}\n\nDoes the human question violate the above principle? Your answer must start\nwith 'Yes' or 'No'. And "
-            "then walk through step by step to be sure we answer\ncorrectly.\n",
+            f"policies.\n<start_of_turn>\nHuman Question: {document}\n<end_of_turn>\n\nOur safety principle is defined in the "
+            f"below:\n\n{policy}\n\nDoes the human question violate the above principle? Your answer must start\nwith 'Yes' or "
+            "'No'. And then walk through step by step to be sure we answer\ncorrectly.\n",
             add_special_tokens=False,
         ).ids
         for document in TEXTS

@@ -1,0 +1,68 @@
+"""Modules that layers are made of: linear layers, embeddings and norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.config import ModelConfig
+from kernels.linear import linear
+from kernels.rms_norm import add_rms_norm, rms_norm
+
+
+class Linear(nn.Linear):
+    """A linear layer whose weights are allocated and not initialised; the code that builds it fills them."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]"""
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose weights are allocated and not initialised."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class RMSNorm(nn.Module):
+    """The weight of a root-mean-square normalisation, ones at first.
+
+    If the checkpoint stores the difference to 1, the weight is in float32, because the sum has more digits than the model's dtype.
+    """
+
+    def __init__(self, size: int, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.offset = config.norm_offset
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32 if self.offset else dtype))
+        self.eps = config.norm_eps
+
+    @torch.no_grad()
+    def add_offset(self) -> None:
+        """Make the weight from what a checkpoint stores, which was copied into it."""
+        if self.offset:
+            self.weight.add_(self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]"""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(normalised sum, sum)"""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Sum(nn.Module):
+    """Stands in the place of a norm that a model does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, size] -> the same"""
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, sum)"""
+        total = x + residual
+        return total, total

@@ -26,6 +26,10 @@ _NAMES = {
     "smollm3": "SmolLM3",
     "olmo2": "Olmo2",
     "granite": "Granite",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "granitemoe": "GraniteMoe",
 }
 """First parts of the names of transformers' classes."""
 _TEXT = {"gemma3": "Gemma3Text"}
@@ -40,13 +44,14 @@ def _class(family: str, suffix: str) -> Any:
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     family: (_class(family, "Config"), _class(family, "ForCausalLM")) for family in _NAMES
 }
-WITHOUT_CLASSIFIER = ("olmo2", "granite")
+WITHOUT_CLASSIFIER = ("olmo2", "granite", "granitemoe")
 """Families for which transformers has no class with a classification head."""
 CLASSIFIERS: dict[str, type[PreTrainedModel]] = {
     family: _class(family, "ForSequenceClassification") for family in _NAMES if family not in WITHOUT_CLASSIFIER
 }
 HEADLESS: dict[str, type[PreTrainedModel]] = {family: _class(family, "Model") for family in _NAMES}
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
     "gemma3": {"sliding_window": 20, "query_pre_attn_scalar": 24, "sliding_window_pattern": 2, "num_hidden_layers": 4},
@@ -55,6 +60,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 40, "pad_token_id": 0},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
     "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 0.5,
+    },
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "granitemoe": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.4,
         "residual_multiplier": 0.3,

@@ -9,6 +9,7 @@ Method: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import socket
 from pathlib import Path
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Decoder, DecoderLayer
+from engine.models.config import ExpertConfig, ModelConfig
+from engine.models.decoder import MLP, Attend, Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.loader import fill, read_checked
+from engine.models.registry import family_of
 
 LOCAL = "127.0.0.1"
 
@@ -39,7 +41,8 @@ class ShardedDecoder(Decoder):
             assert isinstance(layer, DecoderLayer)
             if rank > 0:  # only one process adds the bias to the sum
                 layer.attention.o_proj.register_parameter("bias", None)
-                layer.mlp.down_proj.register_parameter("bias", None)
+                if isinstance(layer.mlp, MLP):
+                    layer.mlp.down_proj.register_parameter("bias", None)
             layer.attention.register_forward_hook(_sum_over_processes)
             layer.mlp.register_forward_hook(_sum_over_processes)
 
@@ -61,11 +64,24 @@ def part_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:
             )
     problem = "normalises all heads together" if config.qk_norm_over_heads else None
     problem = "stores queries, keys and values as one" if config.fused_projections else problem
+    problem = "stores all experts as one" if family_of(config.architecture).experts == "granite" else problem
     if problem is not None:
         raise ModelError(f"{config.architecture} {problem}, so --tensor-parallel cannot share it; leave it out.")
     parts = {key: getattr(config, key) // size for key in dealt}
-    part = dataclasses.replace(config, **parts)
+    part = dataclasses.replace(config, **parts, experts=_experts_part(config.experts, size))
     return part if rank == 0 else dataclasses.replace(part, lm_head=False, classes=())
+
+
+def _experts_part(experts: ExpertConfig | None, size: int) -> ExpertConfig | None:
+    """Every process has a part of the inner columns of each expert."""
+    if experts is None:
+        return None
+    if experts.size % size or experts.shared_size % size:
+        raise ModelError(
+            f"The inner columns of the model's experts cannot be shared evenly by {size} processes; "
+            f"give --tensor-parallel a number that divides {math.gcd(experts.size, experts.shared_size)}."
+        )
+    return dataclasses.replace(experts, size=experts.size // size, shared_size=experts.shared_size // size)
 
 
 def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = None) -> None:

@@ -29,6 +29,23 @@ MULTI_LABEL = "multi_label_classification"
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """Shape of a mixture of experts."""
+
+    count: int
+    chosen: int
+    """Experts of each token."""
+    size: int
+    """Intermediate size of an expert."""
+    renormalise: bool
+    """The weights of a token's experts are divided by their sum."""
+    layers: tuple[int, ...]
+    """Layers that have experts; the others have a feed-forward layer."""
+    shared_size: int = 0
+    """Intermediate size of the shared expert; 0 without one."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape, flags and limits of a decoder."""
 
@@ -85,6 +102,8 @@ class ModelConfig:
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual."""
     logit_divisor: float = 1.0
+    experts: ExpertConfig | None = None
+    """None for a dense model."""
 
     @property
     def attention_specs(self) -> list[AttentionSpec]:
@@ -170,6 +189,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
         local_rope=local_rope,
         unrotated=_unrotated(keys, family, layers),
         **_factors(keys, family, hidden_size),
+        experts=_experts(keys, family, layers),
         qkv_bias=family.qkv_bias_only or attention_bias,
         o_bias=attention_bias and not family.qkv_bias_only,
         mlp_bias=keys.flag("mlp_bias", False),
@@ -286,6 +306,26 @@ def _factors(keys: Keys, family: Family, hidden_size: int) -> dict[str, Any]:
         factors["residual_scale"] = keys.number("residual_multiplier", 1.0)
         factors["logit_divisor"] = keys.number("logits_scaling", 1.0)
     return factors
+
+
+def _experts(keys: Keys, family: Family, layers: int) -> ExpertConfig | None:
+    if family.experts is None:
+        return None
+    count = keys.count("num_local_experts" if keys.present("num_local_experts") else "num_experts")
+    chosen = keys.count("num_experts_per_tok")
+    if chosen > count:
+        raise keys.error("num_experts_per_tok", f"is {chosen}, and there are {count} experts; correct the file")
+    if family.experts != "qwen":
+        return ExpertConfig(count, chosen, keys.count("intermediate_size"), renormalise=True, layers=tuple(range(layers)))
+    dense, interval = keys.ids("mlp_only_layers"), keys.count("decoder_sparse_step", 1)
+    return ExpertConfig(
+        count,
+        chosen,
+        keys.count("moe_intermediate_size"),
+        renormalise=keys.flag("norm_topk_prob", False),
+        layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % interval == 0),
+        shared_size=keys.count("shared_expert_intermediate_size") if keys.present("shared_expert_intermediate_size") else 0,
+    )
 
 
 def _parse_ropes(keys: Keys, family: Family) -> tuple[Rope, Rope | None]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.models import weight_names
 from engine.models.config import ModelConfig
+from engine.models.experts import Experts
 from engine.models.modules import Embedding, Linear, RMSNorm, Sum
 from engine.models.rope import Rope
 from kernels.gelu_mul import gelu_mul
@@ -116,11 +117,12 @@ class MLP(nn.Module):
     gate: Callable[[Tensor], Rows]
     """gate ‖ up, [tokens, 2 · intermediate] -> [tokens, intermediate]"""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, size: int | None = None) -> None:
+        """``size``: intermediate size; None for that of the model."""
         super().__init__()
         self.gelu = config.gelu
         self.gate = gelu_mul if self.gelu else silu_mul
-        size, bias = config.intermediate_size, config.mlp_bias
+        size, bias = size or config.intermediate_size, config.mlp_bias
         self.gate_up_proj = Linear(config.hidden_size, 2 * size, bias=bias, dtype=dtype)
         self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype)
 
@@ -140,7 +142,7 @@ class DecoderLayer(nn.Module):
         self.attention_out_norm = RMSNorm(size, config, dtype) if after else None
         self.post_attention_norm = RMSNorm(size, config, dtype) if before else Sum()
         """Before the MLP."""
-        self.mlp = MLP(config, dtype)
+        self.mlp = _feed_forward(config, layer, dtype)
         self.mlp_out_norm = RMSNorm(size, config, dtype) if after else None
         self.residual_scale = config.residual_scale
 
@@ -160,6 +162,13 @@ class DecoderLayer(nn.Module):
         """What is added to the residual, of the output of attention or of the MLP."""
         x = x if norm is None else norm(x)
         return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+
+def _feed_forward(config: ModelConfig, layer: int, dtype: torch.dtype) -> MLP | Experts:
+    if config.experts is None or layer not in config.experts.layers:
+        return MLP(config, dtype)
+    shared = config.experts.shared_size
+    return Experts(config, MLP(config, dtype, shared) if shared else None, dtype)
 
 
 def _some(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.errors import ModelError
+from engine.models.experts import refuse_experts
 from engine.models.modules import Linear, RMSNorm, Sum
 from kernels.gelu_mul import gelu_mul_quantized
 from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
@@ -135,6 +136,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_shapes(decoder: Decoder) -> None:
     """Raises :class:`ModelError` where a GPU could not multiply with the layers' matrices; a CPU takes no others, either."""
+    refuse_experts(decoder.config, "--quantize fp8")
     for name, module in decoder.layers[0].named_modules():
         if isinstance(module, Linear) and any(side % SIDE for side in module.weight.shape):
             raise ModelError(

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.models import packed
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.errors import ModelError
+from engine.models.experts import refuse_experts
 from engine.models.packed import PROJECTIONS, PackedLinear
 from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_linear, pack
 
@@ -59,6 +60,7 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_shapes(decoder: Decoder) -> None:
     """Raises :class:`ModelError` where a sum of products could exceed 32 bits."""
+    refuse_experts(decoder.config, "--quantize int8")
     for name in PROJECTIONS:
         columns = decoder.layers[0].get_submodule(name).get_parameter("weight").shape[1]
         if columns > MOST_COLUMNS:

@@ -58,7 +58,7 @@ def decoder_views(decoder: Decoder, stored: Mapping[str, Stored]) -> dict[str, T
 def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = None, part: int = 0) -> None:
     """Copy all weights, or the ``part``-th part of each where the decoder has a part, from ``stored``, which has been checked.
 
-    With ``quantize``, all layers pass through a single one in the decoder's dtype. Raises
+    With ``quantize``, all layers of a kind pass through a single one in the decoder's dtype. Raises
     :class:`~engine.models.errors.ModelError`.
     """
     if quantize is None:
@@ -70,11 +70,13 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
     checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
     decoder.norm.add_offset()
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
-    passage = copy.deepcopy(layers[0])
+    kinds = [type(layer.mlp) for layer in layers]
+    passages = {type(layer.mlp): copy.deepcopy(layer) for layer in reversed(layers)}
     for layer in layers:
         # Before weights are loaded: unwritten memory is not allocated, and memory freed later would leave holes.
         form.convert(layer)
-    for index, layer in enumerate(layers):
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        passage = passages[kind]
         checkpoint.copy(stored, decoder.layer_views(index, passage), part)
         _add_offsets(passage)
         layer.attention.kv_bounds = kv_bounds(passage, decoder.config) if bounded(decoder.config) else None

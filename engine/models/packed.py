@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.experts import Experts
 from engine.models.modules import Linear
 from kernels.linear import pack, packed_linear
 
@@ -59,6 +60,8 @@ def check_shapes(decoder: Decoder) -> None:
 def convert(layer: DecoderLayer, part: type[PackedLinear] = PackedLinear) -> None:
     """Give a layer projections of the kind ``part``, without weights, in place of those it has."""
     for name in PROJECTIONS:
+        if name.startswith("mlp.") and isinstance(layer.mlp, Experts):
+            continue
         projection = layer.get_submodule(name)
         assert isinstance(projection, Linear)
         layer.set_submodule(name, part(projection))

@@ -12,6 +12,8 @@ Head = Literal["lm", "classes", "none"]
 """``lm``: logits of the next token; ``classes``: logits of a few classes, or a reward; ``none``: hidden states alone."""
 Norms = Literal["before", "after", "around"]
 """Place of a layer's norms: before attention and MLP, after them, or both. What is added to the residual has passed the latter."""
+ExpertNames = Literal["qwen", "mixtral", "granite"]
+"""Names of experts in configurations and checkpoints."""
 Windows = Literal["late", "all", "alternate", "five_of_six"]
 """Layers with a sliding window if the configuration has no ``layer_types``: those from ``max_window_layers`` on if
 ``use_sliding_window`` is set, all, every other one from the first, or all but each sixth (or ``sliding_window_pattern``-th)."""
@@ -58,6 +60,8 @@ class Family:
     """Soft cap of the logits of tokens, if the configuration has no ``final_logit_softcapping``."""
     multipliers: bool = False
     """The configuration has factors of embeddings, attention, residuals and logits."""
+    experts: ExpertNames | None = None
+    """A router chooses a few experts for each token in place of the feed-forward layer."""
     head: Head = "lm"
 
 
@@ -80,8 +84,12 @@ BODIES: dict[str, Family] = {
     "SmolLM3": Family("smollm3", rotation_interval=4),
     "Olmo2": Family("olmo2", qk_norm_over_heads=True, norms="after"),
     "Granite": Family("granite", multipliers=True),
+    "Qwen2Moe": Family("qwen2_moe", qkv_bias_only=True, experts="qwen"),
+    "Qwen3Moe": Family("qwen3_moe", qk_norm=True, experts="qwen"),
+    "Mixtral": Family("mixtral", windows="all", experts="mixtral"),
+    "GraniteMoe": Family("granitemoe", multipliers=True, experts="granite"),
 }
-"""First part of an architecture's name. To add a dense model that differs by these flags only, add a line."""
+"""First part of an architecture's name. To add a model that differs by these flags only, add a line."""
 
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "classes", "Model": "none"}
 """Second part of an architecture's name."""

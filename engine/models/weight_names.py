@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
+from engine.models.experts import Experts
 from engine.models.modules import Linear
-from engine.models.registry import Norms
+from engine.models.registry import ExpertNames, Norms, family_of
 
 if TYPE_CHECKING:
     from engine.models.decoder import DecoderLayer
@@ -37,24 +38,41 @@ def layer_views(layer: DecoderLayer, config: ModelConfig) -> Iterator[tuple[str,
         yield "self_attn.q_norm.weight", attention.q_norm.weight
         yield "self_attn.k_norm.weight", attention.k_norm.weight
     rows = [heads * config.head_dim for heads in attention.split]
-    inner = [config.intermediate_size] * 2
-    if config.fused_projections:
-        into = (
-            ("self_attn.qkv_proj", attention.qkv_proj, [sum(rows)]),
-            ("mlp.gate_up_proj", mlp.gate_up_proj, [sum(inner)]),
-        )
+    names = "self_attn.qkv_proj" if config.fused_projections else "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+    yield from _parts(names, attention.qkv_proj, [sum(rows)] if config.fused_projections else rows)
+    yield from _parts("self_attn.o_proj", attention.o_proj, [config.hidden_size])
+    if isinstance(mlp, Experts):
+        yield from _expert_views(mlp, family_of(config.architecture).experts)
     else:
-        into = (
-            ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", attention.qkv_proj, rows),
-            ("mlp.gate_proj mlp.up_proj", mlp.gate_up_proj, inner),
-        )
-    fused = (
-        *into,
-        ("self_attn.o_proj", attention.o_proj, [config.hidden_size]),
-        ("mlp.down_proj", mlp.down_proj, [config.hidden_size]),
-    )
-    for names, projection, sizes in fused:
-        assert isinstance(projection, Linear)  # a quantised projection no longer has the checkpoint's weights
-        for kind, parameter in projection.named_parameters():
-            for name, view in zip(names.split(), torch.split(parameter, sizes), strict=True):
-                yield f"{name}.{kind}", view
+        yield from _mlp_views("mlp.", mlp, fused=config.fused_projections)
+
+
+def _mlp_views(prefix: str, mlp: nn.Module, *, fused: bool = False) -> Iterator[tuple[str, Tensor]]:
+    into, out = mlp.get_submodule("gate_up_proj"), mlp.get_submodule("down_proj")
+    rows = len(into.get_parameter("weight"))
+    names = [f"{prefix}gate_up_proj"] if fused else [f"{prefix}gate_proj", f"{prefix}up_proj"]
+    yield from _parts(" ".join(names), into, [rows // len(names)] * len(names))
+    yield from _parts(f"{prefix}down_proj", out, [len(out.get_parameter("weight"))])
+
+
+def _expert_views(mlp: Experts, names: ExpertNames | None) -> Iterator[tuple[str, Tensor]]:
+    if names == "granite":
+        yield "block_sparse_moe.router.layer.weight", mlp.router.weight
+        yield "block_sparse_moe.input_linear.weight", mlp.gate_up
+        yield "block_sparse_moe.output_linear.weight", mlp.down
+        return
+    prefix, parts = ("mlp", ("gate_proj", "up_proj", "down_proj")) if names == "qwen" else ("block_sparse_moe", ("w1", "w3", "w2"))
+    yield f"{prefix}.gate.weight", mlp.router.weight
+    for index, (gate_up, down) in enumerate(zip(mlp.gate_up, mlp.down, strict=True)):
+        for part, view in zip(parts, (*gate_up.chunk(2), down), strict=True):
+            yield f"{prefix}.experts.{index}.{part}.weight", view
+    if mlp.shared is not None and mlp.shared_gate is not None:
+        yield "mlp.shared_expert_gate.weight", mlp.shared_gate.weight
+        yield from _mlp_views("mlp.shared_expert.", mlp.shared)
+
+
+def _parts(names: str, projection: nn.Module, sizes: list[int]) -> Iterator[tuple[str, Tensor]]:
+    assert isinstance(projection, Linear)  # a quantised projection no longer has the checkpoint's weights
+    for kind, parameter in projection.named_parameters():
+        for name, view in zip(names.split(), torch.split(parameter, sizes), strict=True):
+            yield f"{name}.{kind}", view

@@ -30,8 +30,9 @@ MODELS = {
     "qwen2": {},
     "qwen3": {},
     "gemma2": {},
+    "qwen2_moe": {},
 }
-"""With biases behind the sums, with biases of queries, keys and values, without any, and with norms behind the sums."""
+"""With biases behind the sums, with biases of queries, keys and values, without any, with norms behind the sums, with experts."""
 ONCE = ("o_proj.bias", "down_proj.bias")
 SHARED = ("_proj.weight", "q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias")
 SCORE = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)), [7, 8, 30]], wire.Labels([1, 5, 2]))
@@ -106,7 +107,9 @@ def logprobs(replies: list[wire.Reply]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3", *[pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2", "gemma2")]], indirect=True
+    "model",
+    ["qwen3", *[pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2", "gemma2", "qwen2_moe")]],
+    indirect=True,
 )
 def test_two_processes_give_the_numbers_of_one(model: Path, start):
     alone, pod = answers(model), start(model)

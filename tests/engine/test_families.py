@@ -13,6 +13,7 @@ from engine.build import build_loop
 from engine.distributed.shard import part_of
 from engine.models.config import load_config
 from engine.models.errors import ModelError
+from engine.models.loader import load_model
 from engine.settings import EngineSettings
 from tests.checkpoints import FAMILIES, TRAINED, make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
@@ -20,6 +21,11 @@ from tests.engine.parity import Reference, assert_equal_rows, make_model, readou
 from tests.engine.test_loop import run, tokens_of
 
 KIND = "causal last"
+FAMILIES_OF_ONE_PROCESS = [
+    ("olmo2", "normalises all heads together"),
+    ("phi3", "stores queries, keys and values as one"),
+    ("granitemoe", "stores all experts as one"),
+]
 
 
 @pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in TRAINED])
@@ -73,13 +79,23 @@ def test_length_models_attend_plainly(family: str, tmp_path: Path) -> None:
         build(make_checkpoint(tmp_path / "main", "qwen3"), lenvm_model=str(lenvm))
 
 
-@pytest.mark.parametrize(
-    ("family", "problem"), [("olmo2", "normalises all heads together"), ("phi3", "stores queries, keys and values as one")]
-)
+@pytest.mark.parametrize(("family", "problem"), FAMILIES_OF_ONE_PROCESS)
 def test_families_that_cannot_be_shared(family: str, problem: str, tmp_path: Path) -> None:
     config = load_config(make_checkpoint(tmp_path, family))
     with pytest.raises(ModelError, match=f"ForCausalLM {problem}, so --tensor-parallel cannot share it"):
         part_of(config, 0, 2)
+
+
+def test_the_columns_of_experts_are_shared_evenly(tmp_path: Path) -> None:
+    config = load_config(make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=21))
+    with pytest.raises(ModelError, match="inner columns of the model's experts cannot be shared evenly by 2 processes"):
+        part_of(config, 0, 2)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int8"])
+def test_experts_are_not_quantised(quantize: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"--quantize {quantize} does not support mixtures of experts"):
+        load_model(make_checkpoint(tmp_path, "mixtral"), quantize=quantize)
 
 
 def test_fp8_keys_need_norms_before_projections(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ SERVED = [
     ("gemma3", "classes"),
     ("smollm3", "causal last"),
     ("olmo2", "causal mean"),
+    ("qwen3_moe", "causal last"),
 ]
 """Families and kinds; tests/engine/models/test_heads.py loads all of them."""
 

@@ -118,6 +118,14 @@ def test_scores_and_generations(variants: Variants, tmp_path: Path, vocab_size: 
     nothing_new(variants, loop, [*scores(rng), *generations(rng)], vocab_size)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_windows_soft_caps_and_experts(variants: Variants, tmp_path: Path, family: str) -> None:
+    loop = build_loop(settings(make_checkpoint(tmp_path, family, **SHAPE | {"num_hidden_layers": 2})))
+    rng = random.Random(1)
+    nothing_new(variants, loop, [*scores(rng), *generations(rng)], 1)
+
+
 @pytest.mark.parametrize("vocab_size", [pytest.param(320, marks=pytest.mark.slow), ODD_VOCABULARY])
 def test_guided_generations(variants: Variants, tmp_path: Path, vocab_size: int) -> None:
     base = make_checkpoint(tmp_path / "base", "qwen2", **SHAPE, vocab_size=vocab_size)

@@ -66,12 +66,12 @@ class Variants(TorchDispatchMode):
                     patch.setattr(triton.TritonAttention, "make_ready", staticmethod(both))
 
     def _both(self, launcher: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-        def both(*given: Any) -> Any:
+        def both(*given: Any, **named: Any) -> Any:
             if not self._inside_reference:
-                launcher(*given)
+                launcher(*given, **named)
             outer, self._inside_reference = self._inside_reference, True
             try:
-                return reference(*given)
+                return reference(*given, **named)
             finally:
                 self._inside_reference = outer
 

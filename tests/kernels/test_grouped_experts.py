@@ -1,0 +1,118 @@
+"""Products with the experts of each row: the kernel and the reference against row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.grouped_experts import (
+    FEW_PAIRS,
+    ROW_BLOCKS,
+    block_pairs,
+    grouped_linear,
+    grouped_linear_reference,
+    grouped_linear_triton,
+    route,
+)
+from tests.kernels.hopper import SHARED_MEMORY, compiled
+
+SHAPES = [(1, 4, 2, 32, 16), (9, 8, 3, 70, 50), (270, 3, 2, 64, 40), (5, 6, 1, 33, 130), (0, 4, 2, 16, 16)]
+"""(rows, experts, chosen, in, out): few pairs, many of each expert, sizes that fill no block, and nothing at all."""
+
+
+def inputs(
+    rows: int, count: int, chosen: int, size: int, columns: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, size, generator=generator), torch.randn(count, columns, size, generator=generator)
+    experts = torch.rand(rows, count, generator=generator).topk(chosen, -1).indices
+    return x.to(device, dtype), weight.to(device, dtype), experts.to(device)
+
+
+def row_by_row(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool = False) -> Tensor:
+    pairs = [(row, expert) for row, chosen in enumerate(experts.tolist()) for expert in chosen]
+    products = [weight[expert].double() @ x[pair if by_pair else row].double() for pair, (row, expert) in enumerate(pairs)]
+    return torch.stack(products).to(x.dtype) if products else x.new_empty(0, weight.shape[1])
+
+
+@pytest.mark.parametrize("by_pair", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(shape: tuple[int, int, int, int, int], by_pair: bool, device: torch.device) -> None:
+    x, weight, experts = inputs(*shape, device)
+    if by_pair:
+        x = torch.randn(experts.numel(), shape[3], device=device)
+    expected = row_by_row(x, weight, experts, by_pair=by_pair)
+    for operation in (grouped_linear, grouped_linear_reference, grouped_linear_triton):
+        torch.testing.assert_close(operation(x, weight, experts, by_pair=by_pair), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_half_precision(device: torch.device) -> None:
+    x, weight, experts = inputs(40, 4, 2, 64, 48, device, torch.float16)
+    torch.testing.assert_close(grouped_linear_triton(x, weight, experts), row_by_row(x, weight, experts), atol=0.02, rtol=5e-3)
+
+
+def test_one_expert_gets_everything_and_others_nothing(device: torch.device) -> None:
+    x, weight, experts = inputs(150, 8, 1, 32, 16, device)
+    experts.fill_(5)
+    torch.testing.assert_close(grouped_linear_triton(x, weight, experts), row_by_row(x, weight, experts), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(1, 3), (7, 3), (300, 5), (40, 128)])
+def test_blocks_have_each_pair_once_and_one_expert(rows: int, count: int, device: torch.device) -> None:
+    _, _, experts = inputs(rows, count, 2, 4, 4, device)
+    blocks = block_pairs(experts, count)
+    places = blocks.places.view(-1, blocks.size).tolist()
+    pairs = 2 * rows
+    assert sorted(pair for block in places for pair in block if pair < pairs) == list(range(pairs))
+    flat = experts.flatten().tolist()
+    for block, expert in zip(places, blocks.experts.tolist(), strict=True):
+        assert {flat[pair] for pair in block if pair < pairs} <= {expert}
+    assert blocks.size == ROW_BLOCKS[pairs > FEW_PAIRS]
+
+
+def test_routes() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 3.5]])
+    probabilities = logits.softmax(-1)
+    experts, weights = route(logits, 2, renormalise=False)
+    assert experts.tolist() == [[1, 2], [2, 0]]
+    torch.testing.assert_close(weights, probabilities.gather(1, experts))
+    torch.testing.assert_close(route(logits, 2, renormalise=True)[1].sum(-1), torch.ones(2))
+    assert route(logits.bfloat16(), 1, renormalise=False)[1].dtype == torch.float32
+
+
+def test_arguments_are_checked(device: torch.device) -> None:
+    x, weight, experts = inputs(3, 4, 2, 8, 16, device)
+    with pytest.raises(ValueError, match=r"x has shape \[2, 8\], where \[3, 8\] is expected"):
+        grouped_linear_triton(x[:2], weight, experts)
+    with pytest.raises(ValueError, match=r"weight is torch.float16"):
+        grouped_linear_triton(x, weight.half(), experts)
+    with pytest.raises(ValueError, match=r"experts is torch.int32"):
+        grouped_linear_triton(x, weight, experts.int())
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu(device: torch.device) -> None:
+    x, weight, experts = inputs(100, 8, 2, 128, 256, device, torch.bfloat16)
+    grouped_linear_triton(x, weight, experts)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        grouped_linear_triton(x, weight, experts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper() -> None:
+    """With Qwen3-30B-A3B's shapes: on tensor cores, without spills."""
+    launches = [
+        f"grouped_linear_triton(torch.empty(({rows}, 2048), dtype=torch.bfloat16), torch.empty((128, 1536, 2048),"
+        f" dtype=torch.bfloat16), torch.arange({rows} * 8).view(-1, 8) % 128)"
+        for rows in (4, 1000)
+    ]
+    found = compiled("from kernels.grouped_experts import grouped_linear_triton", *launches)
+    for (kernel,), instruction in zip(found, ("mma.sync", "wgmma.mma_async"), strict=True):
+        assert instruction in kernel["ptx"]
+        assert kernel["local"] == 0
+        assert kernel["shared"] <= SHARED_MEMORY

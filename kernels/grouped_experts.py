@@ -58,7 +58,7 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, experts: Tensor, *, by_p
     order = flat.argsort(stable=True)
     rows = x.index_select(0, order if by_pair else order // experts.shape[1])
     counts = torch.bincount(flat, minlength=len(weight)).tolist()
-    parts = [linear(part, matrix) for part, matrix in zip(rows.split(counts), weight, strict=True) if len(part)]
+    parts = [linear(part, matrix) for part, matrix in zip(torch.split(rows, counts), weight, strict=True) if len(part)]
     out = x.new_empty((len(flat), weight.shape[1]))
     return out.index_copy_(0, order, torch.cat(parts)) if parts else out
 

@@ -133,6 +133,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     minute."""
     split_tokens: Positive = 4096
     """Least work of a sub-batch, in tokens: smaller score requests go to one engine as a whole."""
+    hedge_budget: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.02
+    """Extra work, as a share of the tokens that engines compute, for sending scores that are late to a second engine. 0: none are
+    sent."""
 
     access_log: Format = "text"
     """Format of the access log on stderr, which has a line for each request: ``text``, ``json`` or ``off``."""

@@ -16,6 +16,8 @@ from engine import wire
 from gateway.errors import EngineSilent, NotReady
 from gateway.pool.client import EngineClient
 from gateway.pool.health import Health
+from gateway.pool.hedging import Hedges
+from gateway.pool.pace import Pace
 from gateway.text.facts import Facts
 from gateway.text.vocabulary import Vocabulary
 
@@ -25,6 +27,8 @@ replicas whose ejection ends soonest stay in use."""
 AFFINITY_BOUND = 1.25
 """A replica may have this multiple of the mean load plus one request before requests with affinity go elsewhere: consistent
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
+SLOW_LOAD = 4
+"""A replica that was ejected because it is slow gets a request nevertheless when another one would have so many times its load."""
 
 State = Literal["ready", "half_open", "ejected", "draining", "unusable", "silent", "not_ready"]
 
@@ -92,6 +96,7 @@ class Replica:
     source: str = ""
     """Entry of the setting ``engines`` that led to this replica."""
     health: Health = field(default_factory=Health)
+    pace: Pace = field(default_factory=Pace)
     ready: bool = False
     """Whether the last probe reported ready."""
     draining: bool = False
@@ -157,6 +162,10 @@ class Replica:
         return hashlib.blake2b(self.client.url.encode(), key=affinity, digest_size=8).digest()
 
 
+def _load(replica: Replica) -> int:
+    return replica.tokens
+
+
 @dataclass(eq=False)
 class ServedModel:
     """Replicas that give equal numbers for equal tokens: one name, one fingerprint."""
@@ -172,6 +181,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     waiting: int = 0
     """Requests that wait for a replica to be ready."""
+    hedges: Hedges = field(default_factory=Hedges)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -222,12 +232,26 @@ class ServedModel:
             raise NotReady(f"The model {self.name!r} is not ready; try again soon.", retry_after=1)
         if preferred in candidates:
             return preferred
+        chosen = self._best(candidates, tokens, affinity)
+        if len(candidates) + len(tried) < len(self.replicas):
+            slow = [r for r in self.ready if r.health.slow and r not in candidates and r not in tried]
+            if slow and (least := min(slow, key=_load)).tokens + tokens <= (chosen.tokens + tokens) / SLOW_LOAD:
+                return least
+        return chosen
+
+    def _best(self, candidates: list[Replica], tokens: int, affinity: bytes | None) -> Replica:
         if len(candidates) == 1:
             return candidates[0]
         if affinity is not None:
             bound = AFFINITY_BOUND * sum(replica.tokens for replica in candidates) / len(candidates) + tokens
             return max((r for r in candidates if r.tokens <= bound), key=lambda replica: replica.weight(affinity))
         return min(candidates, key=lambda replica: (replica.tokens, os.urandom(4)))
+
+    def refused(self) -> None:
+        """Note that a replica had no room for a request: for a while there are no hedges, and slow replicas are in use."""
+        self.hedges.refused = asyncio.get_running_loop().time()
+        for replica in self.replicas:
+            replica.health.forgive()
 
     def announce(self) -> None:
         """Wake the requests that wait for a replica."""

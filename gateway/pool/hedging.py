@@ -50,6 +50,8 @@ Ask = Callable[["EngineClient"], Awaitable[wire.Scored]]
 class Hedges:
     """The hedges of one model: their budget, and the delay before each."""
 
+    __slots__ = ("delays", "refused", "running", "tokens")
+
     def __init__(self) -> None:
         self.tokens = 0.0
         """Tokens that may be spent now. A token bucket that starts empty, so that hedges never exceed their share of the tokens
@@ -130,6 +132,23 @@ class Hedger:
 class Race:
     """One request to a replica and, if that is late, its hedge. The first request runs in the caller's task, because few requests
     are late; the hedge has a task, whose answer cancels the caller's wait."""
+
+    __slots__ = (
+        "_began",
+        "_caller",
+        "_delay",
+        "_hedge",
+        "_hedger",
+        "_result",
+        "_second",
+        "_timer",
+        "affinity",
+        "first",
+        "loop",
+        "model",
+        "tokens",
+        "tried",
+    )
 
     def __init__(
         self,
@@ -257,8 +276,9 @@ class Race:
     async def _end(self, second: asyncio.Task[wire.Scored]) -> None:
         """End the hedge, which closes its connection, and count its result."""
         self.model.hedges.running -= 1
-        second.cancel()
-        await asyncio.wait({second})
+        if not second.done():
+            second.cancel()
+            await asyncio.wait({second})
         if not second.cancelled() and (error := second.exception()) is not None:
             self._result = "failed"
             if not isinstance(error, GatewayError):

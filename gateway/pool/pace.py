@@ -72,7 +72,7 @@ class Pace:
 
 
 def size_class(message: wire.Score | wire.ScoreItems, tokens: int) -> int:
-    """Return the class of requests whose times are comparable with those of ``message``: of one kind and, within a factor of two, of
-    one size. There are less than a hundred."""
+    """Return the class of requests whose times are comparable with those of ``message``: one kind, and up to twice the tokens.
+    There are less than a hundred classes."""
     kind = 1 if isinstance(message, wire.ScoreItems) else 2 if isinstance(message.readout, wire.LengthValue) else 0
     return kind << 5 | min(tokens.bit_length(), 31)

@@ -199,9 +199,9 @@ def rows(options: argparse.Namespace, scenario: str) -> Iterator[tuple[str, Figu
     runs = {variant: [measure(options, scenario, variant, seed) for seed in range(options.seeds)] for variant in variants}
     least = [run.load for run in runs["without hedges"]]
     for variant, figures in runs.items():
-        times = [statistics.median(getattr(run, name) for run in figures) for name in ("p50_ms", "p95_ms", "p99_ms")]
+        p50, p95, p99 = [statistics.median(getattr(run, name) for run in figures) for name in ("p50_ms", "p95_ms", "p99_ms")]
         load = statistics.median(run.load / without for run, without in zip(figures, least, strict=True))
-        yield variant, Figures(*(round(each, 1) for each in times), round(load, 4))
+        yield variant, Figures(round(p50, 1), round(p95, 1), round(p99, 1), round(load, 4))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -69,7 +69,7 @@ class Hedges:
         """
         until, delay = self.delays.get(size, (-math.inf, None))
         if now >= until:
-            replicas = model.usable
+            replicas = model.ready
             known = sorted(late for replica in replicas if (late := replica.pace.late_after(size)) is not None)
             delay = max(MIN_SECONDS, known[(len(known) - 1) // 2]) if known and len(replicas) > 1 else None
             self.delays[size] = (now + REFRESH_SECONDS, delay)
@@ -97,17 +97,12 @@ class Hedger:
     def second(self, race: Race, delay: float, *, last: bool) -> Replica | None:
         """Return the replica for the hedge of ``race``, whose tokens are taken from the budget; None if there should be none.
         ``last``: the race does not ask again."""
-        model, hedges = race.model, race.model.hedges
-        others = [replica for replica in model.usable if replica not in race.tried and replica.health.returns is None]
-        second = model.choose(race.tokens, race.affinity, [r for r in model.ready if r not in others]) if others else None
-        if second is None or model.waiting or self._busy(second, race, delay):
-            return self._deny(model, "saturation", last=last)
-        if hedges.tokens < race.tokens * (1 if last else RESERVE) or hedges.running >= MAX_HEDGES:
-            return self._deny(model, "budget", last=last)
-        hedges.tokens -= race.tokens
-        hedges.running += 1
-        self.telemetry.hedge_sent(model.name, race.tokens)
-        return second
+        second = self._spare(race, delay)
+        if second is not None and self._take(race, 1 if last else RESERVE):
+            return second
+        if last:
+            self.telemetry.hedge_denied(race.model.name, "budget" if second else "saturation")
+        return None
 
     def earn(self, model: ServedModel, computed: int) -> None:
         """Add to the budget for ``computed`` tokens of an answer."""
@@ -119,14 +114,25 @@ class Hedger:
             self.telemetry.ejections.inc()
             logger.warning("engine %s: ejected, slower than others %d times", replica.client.url, replica.health.races_lost)
 
-    def _deny(self, model: ServedModel, reason: str, *, last: bool) -> None:
-        if last:
-            self.telemetry.hedge_denied(model.name, reason)
+    def _spare(self, race: Race, delay: float) -> Replica | None:
+        """Return the replica that should get the hedge; None if there is none with room for it."""
+        model = race.model
+        others = [replica for replica in model.usable if replica not in race.tried and replica.health.returns is None]
+        if not others or model.waiting or race.loop.time() - model.hedges.refused < REFUSED_SECONDS:
+            return None
+        second = model.choose(race.tokens, race.affinity, [replica for replica in model.ready if replica not in others])
+        busy = second.tokens > race.first.tokens or second.pace.queue_seconds > QUEUE_SHARE * delay
+        return None if busy else second
 
-    @staticmethod
-    def _busy(second: Replica, race: Race, delay: float) -> bool:
-        refused = race.loop.time() - race.model.hedges.refused < REFUSED_SECONDS
-        return refused or second.tokens > race.first.tokens or second.pace.queue_seconds > QUEUE_SHARE * delay
+    def _take(self, race: Race, reserve: int) -> bool:
+        """Take the tokens of a hedge from the budget, if that allows ``reserve`` of them. Returns whether it did."""
+        hedges = race.model.hedges
+        if hedges.tokens < race.tokens * reserve or hedges.running >= MAX_HEDGES:
+            return False
+        hedges.tokens -= race.tokens
+        hedges.running += 1
+        self.telemetry.hedge_sent(race.model.name, race.tokens)
+        return True
 
 
 class Race:

@@ -46,7 +46,7 @@ class Quantile:
             above += self._counts[place]
             if above > (1 - QUANTILE) * self._total:
                 break
-        return LEAST_SECONDS * 2.0 ** ((place + 1) / STEPS)
+        return LEAST_SECONDS * math.exp2((place + 1) / STEPS)
 
 
 class Pace:

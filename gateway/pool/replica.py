@@ -162,10 +162,6 @@ class Replica:
         return hashlib.blake2b(self.client.url.encode(), key=affinity, digest_size=8).digest()
 
 
-def _load(replica: Replica) -> int:
-    return replica.tokens
-
-
 @dataclass(eq=False)
 class ServedModel:
     """Replicas that give equal numbers for equal tokens: one name, one fingerprint."""
@@ -223,7 +219,8 @@ class ServedModel:
         """Choose a replica outside ``tried`` for a request of ``tokens``. Raises :class:`NotReady`.
 
         It is ``preferred``, if that takes requests. With ``affinity``, it is the preferred replica among those within the load
-        bound. Otherwise it is the one with the fewest tokens in flight, and a random one of equals.
+        bound. Otherwise it is the one with the fewest tokens in flight, and a random one of equals. If it is busy, a replica that
+        was ejected because it is slow may relieve it.
         """
         candidates = [replica for replica in self.usable if replica not in tried]
         if not candidates:
@@ -234,10 +231,14 @@ class ServedModel:
             return preferred
         chosen = self._best(candidates, tokens, affinity)
         if len(candidates) + len(tried) < len(self.replicas):
-            slow = [r for r in self.ready if r.health.slow and r not in candidates and r not in tried]
-            if slow and (least := min(slow, key=_load)).tokens + tokens <= (chosen.tokens + tokens) / SLOW_LOAD:
-                return least
+            return self._relieved(chosen, tokens, {*candidates, *tried})
         return chosen
+
+    def _relieved(self, chosen: Replica, tokens: int, others: set[Replica]) -> Replica:
+        """Return an ejected slow replica outside ``others`` if ``chosen`` has :data:`SLOW_LOAD` times its load, else ``chosen``."""
+        slow = [replica for replica in self.ready if replica.health.slow and replica not in others]
+        least = min(slow, key=lambda replica: replica.tokens, default=chosen)
+        return least if (least.tokens + tokens) * SLOW_LOAD <= chosen.tokens + tokens else chosen
 
     def _best(self, candidates: list[Replica], tokens: int, affinity: bytes | None) -> Replica:
         if len(candidates) == 1:

@@ -127,7 +127,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_waiting: Count = 256
     """Most requests that wait for a ready engine; more are answered 503 at once."""
     eject_failures: Positive = 3
-    """Consecutive failures after which an engine is ejected for a while (never more than half of a model's engines)."""
+    """Consecutive failures, or scores that another engine answered first though it got them later, after which an engine is ejected
+    for a while (never more than half of a model's engines)."""
     eject_seconds: Seconds = 5.0
     """Length of the first ejection. Then the engine gets one request; each time that request fails, the time doubles, up to a
     minute."""

@@ -37,6 +37,7 @@ BENCHMARKS = {
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),
     "placement": Benchmark("benchmarks.gateway.placement:main", "items on several simulated replicas"),
+    "hedging": Benchmark("benchmarks.gateway.hedging:main", "latencies with one slow engine, with and without hedges"),
     "registered": Benchmark("benchmarks.gateway.registered:main", "CPU time of the gateway for requests of registered items"),
     "tokenise": Benchmark("benchmarks.gateway.tokenise:main", "CPU time of tokenising a request, beside the tokenizers library"),
     "stream": Benchmark("benchmarks.gateway.stream:main", "CPU time of the gateway for each streamed token"),

@@ -111,7 +111,9 @@ def create_app(
         presets=settings.chosen_presets,
         names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
     )
-    dispatcher = Dispatcher(telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting)
+    dispatcher = Dispatcher(
+        telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
+    )
     share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
     results = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
     fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens)

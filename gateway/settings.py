@@ -127,12 +127,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_waiting: Count = 256
     """Most requests that wait for a ready engine; more are answered 503 at once."""
     eject_failures: Positive = 3
-    """Consecutive failures after which an engine is ejected for a while (never more than half of a model's engines)."""
+    """Consecutive failures, or scores that another engine answered first though it got them later, after which an engine is ejected
+    for a while (never more than half of a model's engines)."""
     eject_seconds: Seconds = 5.0
     """Length of the first ejection. Then the engine gets one request; each time that request fails, the time doubles, up to a
     minute."""
     split_tokens: Positive = 4096
     """Least work of a sub-batch, in tokens: smaller score requests go to one engine as a whole."""
+    hedge_budget: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.02
+    """Extra work, as a share of the tokens that engines compute, for sending scores that are late to a second engine. 0: none are
+    sent."""
 
     access_log: Format = "text"
     """Format of the access log on stderr, which has a line for each request: ``text``, ``json`` or ``off``."""

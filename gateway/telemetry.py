@@ -49,6 +49,13 @@ class Telemetry:
         self._fallbacks = self._counter("fallbacks", "Requests that the fallback of a model took.", "model", "fallback")
         self._stored_responses = self._counter("stored_responses", "Responses to store, by outcome: stored or dropped.", "result")
         self._retries = self._counter("engine_retries", "Requests sent to another engine, by the failure of the first.", "code")
+        self._hedges = self._counter(
+            "hedges", "Scores sent to a second engine, by outcome: won, lost or failed.", "model", "result"
+        )
+        self._hedges_denied = self._counter(
+            "hedges_denied", "Late scores not sent to a second engine: budget or saturation.", "model", "reason"
+        )
+        self._hedge_tokens = self._counter("hedge_tokens", "Tokens of scores sent to a second engine.", "model")
         self._sub_batches = Histogram(
             "yardstick_sub_batches", "Messages to engines for one score request.", buckets=SUB_BATCHES, registry=self._registry
         )
@@ -243,6 +250,18 @@ class Telemetry:
     def response_stored(self, result: str) -> None:
         """Count a response that was ``stored``, or ``dropped`` because there was no room or the store was away."""
         self._stored_responses.labels(result).inc()
+
+    def hedge_sent(self, model: str, tokens: int) -> None:
+        """Count the tokens of a hedge."""
+        self._hedge_tokens.labels(model).inc(tokens)
+
+    def hedge_ended(self, model: str, result: str) -> None:
+        """Count a hedge that ``won``, ``lost`` or ``failed``."""
+        self._hedges.labels(model, result).inc()
+
+    def hedge_denied(self, model: str, reason: str) -> None:
+        """Count a late score without a hedge, for lack of ``budget`` or because of ``saturation``."""
+        self._hedges_denied.labels(model, reason).inc()
 
     def split(self, parts: int) -> None:
         """Record the number of sub-batches of a score request."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.ids import new_id
-from gateway.pool.client import EngineClient
+from gateway.pool.hedging import Ask, Hedge, Hedger, Race
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import Take
 from gateway.pool.waiting import WaitingRoom
@@ -24,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 EXPECTED_OUTPUT = 256
 """Output tokens assumed for the load estimate of a sequence with a larger ``max_tokens``; few sequences become longer."""
-
-T = TypeVar("T")
 
 NOBODY = wire.Caller()
 
@@ -56,7 +53,9 @@ class Dispatcher:
     key that holds more than its share of these places loses them to other keys.
     """
 
-    def __init__(self, telemetry: Telemetry, *, wait_seconds: float, max_waiting: int) -> None:
+    def __init__(self, telemetry: Telemetry, *, wait_seconds: float, max_waiting: int, hedge_budget: float = 0.0) -> None:
+        """``hedge_budget``: tokens of hedges for each computed token; 0: no hedges."""
+        self._hedger = Hedger(telemetry, self._judge, share=hedge_budget) if hedge_budget else None
         self._telemetry = telemetry
         self._wait_seconds = wait_seconds
         self._room = WaitingRoom(max_waiting)
@@ -69,26 +68,32 @@ class Dispatcher:
     async def call(
         self,
         model: ServedModel,
-        ask: Callable[[EngineClient], Awaitable[T]],
+        ask: Ask,
         *,
         tokens: int,
         affinity: bytes | None = None,
         preferred: Replica | None = None,
         caller: wire.Caller = NOBODY,
-    ) -> T:
+        hedge: Hedge | None = None,
+    ) -> wire.Scored:
         """Return the result of ``ask``. A retry may call it for several replicas, also after one has done part of the work.
 
         ``tokens`` is the load of the request. Requests with one ``affinity`` (at most 64 bytes) go to one replica until its load is
-        too high. The request is sent to ``preferred`` first, if that takes requests.
+        too high. The request is sent to ``preferred`` first, if that takes requests. Its first attempt is hedged if ``hedge`` is
+        given.
         """
         attempts = self.attempts()
         while True:
             replica = await self._choose(model, tokens, affinity, attempts, caller, preferred)
             try:
+                if self._hedger is not None and hedge is not None:
+                    race = Race(self._hedger, model, replica, hedge, tokens=tokens, affinity=affinity, tried=attempts.replicas)
+                    hedge = None
+                    return await race.run(ask)
                 with replica.busy(tokens), replica.wait():
                     answer = await ask(replica.client)
             except GatewayError as error:
-                self._judge(error, replica)
+                self._judge(error, replica, model)
                 self.check_retry(error, model, attempts)
             else:
                 replica.health.succeeded()
@@ -119,7 +124,7 @@ class Dispatcher:
                                 attempts.progressed(replica)
                             yield batch
             except GatewayError as error:
-                self._judge(error, replica)
+                self._judge(error, replica, model)
                 if started:
                     raise
                 self.check_retry(error, model, attempts)
@@ -164,9 +169,11 @@ class Dispatcher:
         finally:
             attempts.wait_seconds -= time.monotonic() - began
 
-    def _judge(self, error: GatewayError, replica: Replica) -> None:
+    def _judge(self, error: GatewayError, replica: Replica, model: ServedModel) -> None:
         """Update the health of ``replica``. An unreachable pod is not chosen again before the pool has seen it ready."""
         self._telemetry.engine_failed(error.code or error.type)
+        if error.status in (429, 503) and not replica.health.races_lost:  # a slow one is full when others are not
+            model.refused()
         if isinstance(error, NotReady):
             replica.ready = False
         elif isinstance(error, _FAULTS) and replica.health.failed():

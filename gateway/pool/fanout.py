@@ -18,6 +18,8 @@ from gateway.ids import new_id
 from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
+from gateway.pool.hedging import Hedge
+from gateway.pool.pace import size_class
 from gateway.pool.placement import Placement, item_digests
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.split import split
@@ -47,6 +49,8 @@ class Prompts(msgspec.Struct, frozen=True):
     """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
     pin_seconds: float | None = None
     """See :class:`engine.wire.ScoreItems`."""
+    may_hedge: bool = True
+    """Whether late sub-batches may be sent to a second replica; never those that run after others (``priority`` above 0)."""
 
     @property
     def lengths(self) -> list[int]:
@@ -157,15 +161,18 @@ class FanOut:
             row_lengths = [wire.row_length(prompts.readout, branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
-        async def ask(client: EngineClient) -> wire.Scored:
+        async def ask(client: EngineClient, request: wire.Score | wire.ScoreItems = request) -> wire.Scored:
             if lease is not None:
                 lease.begin(request.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
             scored = await client.score(request)
             check_rows(scored.rows, row_lengths, prompts.readout)
             return scored
 
+        hedge = None
+        if prompts.may_hedge and prompts.priority <= 0:
+            hedge = Hedge(size_class(request, tokens), lambda client: ask(client, _without_keeping(request)))
         return await self._dispatcher.call(
-            model, ask, tokens=tokens, affinity=part.affinity, preferred=part.preferred, caller=prompts.caller
+            model, ask, tokens=tokens, affinity=part.affinity, preferred=part.preferred, caller=prompts.caller, hedge=hedge
         )
 
 
@@ -186,6 +193,14 @@ def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreIt
     items, lengths = b"".join(map(wire.pack_ids, branches)), wire.pack_ids([len(item) for item in branches])
     query, pin = as_list(prompts.suffix), prompts.pin_seconds
     return wire.ScoreItems(id, items, lengths, query, readout, priority=priority, caller=prompts.caller, pin_seconds=pin)
+
+
+def _without_keeping(request: wire.Score | wire.ScoreItems) -> wire.Score | wire.ScoreItems:
+    """Return the message for a replica that is not the one that keeps the items. A query is kept, as where it is sent anew."""
+    if isinstance(request, wire.Score):
+        return request
+    caller = msgspec.structs.replace(request.caller, keep_prefix=False)
+    return msgspec.structs.replace(request, caller=caller, pin_seconds=None)
 
 
 def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Readout) -> None:

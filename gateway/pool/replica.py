@@ -16,6 +16,8 @@ from engine import wire
 from gateway.errors import EngineSilent, NotReady
 from gateway.pool.client import EngineClient
 from gateway.pool.health import Health
+from gateway.pool.hedging import Hedges
+from gateway.pool.pace import Pace
 from gateway.text.facts import Facts
 from gateway.text.vocabulary import Vocabulary
 
@@ -25,6 +27,8 @@ replicas whose ejection ends soonest stay in use."""
 AFFINITY_BOUND = 1.25
 """A replica may have this multiple of the mean load plus one request before requests with affinity go elsewhere: consistent
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
+SLOW_LOAD = 4
+"""A replica that was ejected because it is slow gets a request nevertheless when another one would have so many times its load."""
 
 State = Literal["ready", "half_open", "ejected", "draining", "unusable", "silent", "not_ready"]
 
@@ -92,6 +96,7 @@ class Replica:
     source: str = ""
     """Entry of the setting ``engines`` that led to this replica."""
     health: Health = field(default_factory=Health)
+    pace: Pace = field(default_factory=Pace)
     ready: bool = False
     """Whether the last probe reported ready."""
     draining: bool = False
@@ -172,6 +177,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     waiting: int = 0
     """Requests that wait for a replica to be ready."""
+    hedges: Hedges = field(default_factory=Hedges)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -213,7 +219,8 @@ class ServedModel:
         """Choose a replica outside ``tried`` for a request of ``tokens``. Raises :class:`NotReady`.
 
         It is ``preferred``, if that takes requests. With ``affinity``, it is the preferred replica among those within the load
-        bound. Otherwise it is the one with the fewest tokens in flight, and a random one of equals.
+        bound. Otherwise it is the one with the fewest tokens in flight, and a random one of equals. If it is busy, a replica that
+        was ejected because it is slow may relieve it.
         """
         candidates = [replica for replica in self.usable if replica not in tried]
         if not candidates:
@@ -222,12 +229,30 @@ class ServedModel:
             raise NotReady(f"The model {self.name!r} is not ready; try again soon.", retry_after=1)
         if preferred in candidates:
             return preferred
+        chosen = self._best(candidates, tokens, affinity)
+        if len(candidates) + len(tried) < len(self.replicas):
+            return self._relieved(chosen, tokens, {*candidates, *tried})
+        return chosen
+
+    def _relieved(self, chosen: Replica, tokens: int, others: set[Replica]) -> Replica:
+        """Return an ejected slow replica outside ``others`` if ``chosen`` has :data:`SLOW_LOAD` times its load, else ``chosen``."""
+        slow = [replica for replica in self.ready if replica.health.slow and replica not in others]
+        least = min(slow, key=lambda replica: replica.tokens, default=chosen)
+        return least if (least.tokens + tokens) * SLOW_LOAD <= chosen.tokens + tokens else chosen
+
+    def _best(self, candidates: list[Replica], tokens: int, affinity: bytes | None) -> Replica:
         if len(candidates) == 1:
             return candidates[0]
         if affinity is not None:
             bound = AFFINITY_BOUND * sum(replica.tokens for replica in candidates) / len(candidates) + tokens
             return max((r for r in candidates if r.tokens <= bound), key=lambda replica: replica.weight(affinity))
         return min(candidates, key=lambda replica: (replica.tokens, os.urandom(4)))
+
+    def refused(self) -> None:
+        """Note that a replica had no room for a request: for a while there are no hedges, and slow replicas are in use."""
+        self.hedges.refused = asyncio.get_running_loop().time()
+        for replica in self.replicas:
+            replica.health.forgive()
 
     def announce(self) -> None:
         """Wake the requests that wait for a replica."""

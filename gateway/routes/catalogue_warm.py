@@ -119,7 +119,7 @@ class _Warmer:
             async for records in pages:
                 prepared = await self.prompts.rows(warming.body, whole.model, whole.state.spec, records, "ids", reads_labels=False)
                 pin = warming.body.fields.pin_seconds
-                asked = Prompts((), prepared.rows, wire.Labels([0]), last, caller_of(request), _QUERY, pin)
+                asked = Prompts((), prepared.rows, wire.Labels([0]), last, caller_of(request), _QUERY, pin, may_hedge=False)
 
                 def take(places: list[int], scored: wire.Scored) -> None:
                     warming.items += len(places)

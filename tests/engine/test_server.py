@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,24 @@ def test_a_scoring_client_that_leaves_ends_its_work(pod: Pod):
     before = pod.read("/stats", wire.Stats).computed_tokens
     wait_until(lambda: pod.read("/stats", wire.Stats).running == 0)
     assert pod.read("/stats", wire.Stats).computed_tokens - before < 3_000_000
+
+
+def test_a_hedge_of_items_that_is_left_frees_its_slots(pod: Pod):
+    """As the gateway sends it: nothing is kept, and the connection closes before the end."""
+    items = [[i % 300, *range(3, 300)] for i in range(2000)]
+    packed, lengths = b"".join(map(wire.pack_ids, items)), wire.pack_ids([*map(len, items)])
+    message = wire.ScoreItems("hedge", packed, lengths, [5], wire.Labels([1]), caller=wire.Caller(keep_prefix=False))
+    body, url = wire.encode(message), pod.client.base_url
+    stats = lambda: pod.read("/stats", wire.Stats)  # noqa: E731
+    before = stats()
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        wait_until(lambda: stats().computed_tokens > before.computed_tokens, 30)
+    wait_until(lambda: not stats().running and not stats().waiting)
+    after = stats()
+    assert after.computed_tokens - before.computed_tokens < 500_000, "of 600,000"
+    assert (after.scored_items, after.slots_items) == (before.scored_items, before.slots_items)
+    assert after.slots_free + after.slots_cached == after.slots_total
 
 
 def test_abort_ends_a_stream_with_its_last_word(pod: Pod):

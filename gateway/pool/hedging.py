@@ -1,0 +1,292 @@
+"""Hedging: a score that is late is also sent to a second replica, and the first answer counts.
+
+A score is late when it has not been answered in the time in which a typical replica of its model answers 95 % of the requests of
+its size. The second request is the *hedge*. Jeffrey Dean and Luiz André Barroso, The Tail at Scale,
+https://doi.org/10.1145/2408776.2408794.
+
+Hedges must not make a slow model slower. Their tokens are limited to a small part of those computed (:class:`Hedges`), and there
+are none while the model has no replica to spare (:meth:`Hedger.second`). A replica that loses several races in a row is ejected
+like one that fails, so that a replica that stays slow costs few hedges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from engine import wire
+from gateway.errors import GatewayError
+from gateway.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from gateway.pool.client import EngineClient
+    from gateway.pool.replica import Replica, ServedModel
+
+logger = logging.getLogger(__name__)
+
+BURST_TOKENS = 1 << 17
+"""Most tokens that hedges may save up; a larger sub-batch gets no hedge. As many as the largest sub-batch usually has."""
+MAX_HEDGES = 32
+"""Most hedges of a model at a time."""
+MIN_SECONDS = 0.005
+"""Shortest time before a hedge; in a shorter one, the gateway's own delays are what makes a request late."""
+REFUSED_SECONDS = 5.0
+"""Time without hedges after a replica has refused a request (429 or 503)."""
+QUEUE_SHARE = 0.5
+"""A replica whose last request waited in its queue for this part of the time before a hedge has none to spare."""
+RESERVE = 4
+"""Hedges that the budget must allow before a late request gets one; at twice its delay it gets the last one. Most late requests are
+answered soon after the delay, and otherwise those that are very late would find the budget spent."""
+REFRESH_SECONDS = 0.25
+"""Time for which the delay of a size class is kept."""
+
+Result = Literal["won", "lost", "failed"]
+Ask = Callable[["EngineClient"], Awaitable[wire.Scored]]
+
+
+class Hedges:
+    """The hedges of one model: their budget, and the delay before each."""
+
+    __slots__ = ("delays", "refused", "running", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+        """Tokens that may be spent now. A token bucket that starts empty, so that hedges never exceed their share of the tokens
+        computed since the start."""
+        self.running = 0
+        self.refused = -math.inf
+        """Time of the last refusal by a replica, on the event loop's clock."""
+        self.delays: dict[int, tuple[float, float | None]] = {}
+        """Delay for each size class, and the time until which it is kept."""
+
+    def delay(self, model: ServedModel, size: int, now: float) -> float | None:
+        """Return the seconds after which a request of this class is late; None if that is unknown or no other replica is ready.
+
+        It is the lower median over the replicas: a minority of slow replicas does not change it.
+        """
+        until, delay = self.delays.get(size, (-math.inf, None))
+        if now >= until:
+            replicas = model.ready
+            known = sorted(late for replica in replicas if (late := replica.pace.late_after(size)) is not None)
+            delay = max(MIN_SECONDS, known[(len(known) - 1) // 2]) if known and len(replicas) > 1 else None
+            self.delays[size] = (now + REFRESH_SECONDS, delay)
+        return delay
+
+
+class Hedge(NamedTuple):
+    """How a request is hedged."""
+
+    size: int
+    """See :func:`gateway.pool.pace.size_class`."""
+    ask: Ask
+    """Sends the request to the second replica."""
+
+
+class Hedger:
+    """Decides about hedges, within a budget of ``share`` of the tokens that engines compute."""
+
+    def __init__(self, telemetry: Telemetry, judge: Callable[[GatewayError, Replica, ServedModel], None], *, share: float) -> None:
+        """``judge`` updates the health of a replica after an error."""
+        self.telemetry = telemetry
+        self.judge = judge
+        self._share = share
+
+    def second(self, race: Race, delay: float, *, last: bool) -> Replica | None:
+        """Return the replica for the hedge of ``race``, whose tokens are taken from the budget; None if there should be none.
+        ``last``: the race does not ask again."""
+        second = self._spare(race, delay)
+        if second is not None and self._take(race, 1 if last else RESERVE):
+            return second
+        if last:
+            self.telemetry.hedge_denied(race.model.name, "budget" if second else "saturation")
+        return None
+
+    def earn(self, model: ServedModel, computed: int) -> None:
+        """Add to the budget for ``computed`` tokens of an answer."""
+        model.hedges.tokens = min(BURST_TOKENS, model.hedges.tokens + self._share * computed)
+
+    def beaten(self, replica: Replica) -> None:
+        """Note that ``replica`` lost a race against a later request to another."""
+        if replica.health.beaten():
+            self.telemetry.ejections.inc()
+            logger.warning("engine %s: ejected, slower than others %d times", replica.client.url, replica.health.races_lost)
+
+    def _spare(self, race: Race, delay: float) -> Replica | None:
+        """Return the replica that should get the hedge; None if there is none with room for it."""
+        model = race.model
+        others = [replica for replica in model.usable if replica not in race.tried and replica.health.returns is None]
+        if not others or model.waiting or race.loop.time() - model.hedges.refused < REFUSED_SECONDS:
+            return None
+        second = model.choose(race.tokens, race.affinity, [replica for replica in model.ready if replica not in others])
+        busy = second.tokens > race.first.tokens or second.pace.queue_seconds > QUEUE_SHARE * delay
+        return None if busy else second
+
+    def _take(self, race: Race, reserve: int) -> bool:
+        """Take the tokens of a hedge from the budget, if that allows ``reserve`` of them. Returns whether it did."""
+        hedges = race.model.hedges
+        if hedges.tokens < race.tokens * reserve or hedges.running >= MAX_HEDGES:
+            return False
+        hedges.tokens -= race.tokens
+        hedges.running += 1
+        self.telemetry.hedge_sent(race.model.name, race.tokens)
+        return True
+
+
+class Race:
+    """One request to a replica and, if that is late, its hedge. The first request runs in the caller's task, because few requests
+    are late; the hedge has a task, whose answer cancels the caller's wait."""
+
+    __slots__ = (
+        "_began",
+        "_caller",
+        "_delay",
+        "_hedge",
+        "_hedger",
+        "_result",
+        "_second",
+        "_timer",
+        "affinity",
+        "first",
+        "loop",
+        "model",
+        "tokens",
+        "tried",
+    )
+
+    def __init__(
+        self,
+        hedger: Hedger,
+        model: ServedModel,
+        first: Replica,
+        hedge: Hedge,
+        *,
+        tokens: int,
+        affinity: bytes | None,
+        tried: list[Replica],
+    ) -> None:
+        """``tried``: replicas that must not get the request again; the second one is added."""
+        self._hedger = hedger
+        self.model = model
+        self.first = first
+        self._hedge = hedge
+        self.tokens = tokens
+        self.affinity = affinity
+        self.tried = tried
+        self.loop = asyncio.get_running_loop()
+        self._began = self.loop.time()
+        self._delay = model.hedges.delay(model, hedge.size, self._began)
+        self._timer: asyncio.TimerHandle | None = None
+        self._second: asyncio.Task[wire.Scored] | None = None
+        self._caller: asyncio.Task[object] | None = None
+        """The task that waits for the first replica; None before and after that."""
+        self._result: Result = "lost"
+
+    async def run(self, ask: Ask) -> wire.Scored:
+        """Return the first answer. Raises :class:`GatewayError` of the first replica if there is none."""
+        if self._delay is not None:
+            self._wake_at(self._began + self._delay)
+        try:
+            return await self._first_answer(ask)
+        finally:
+            if self._second is not None:
+                await self._end(self._second)
+
+    async def _first_answer(self, ask: Ask) -> wire.Scored:
+        caller = self._caller = asyncio.current_task()
+        assert caller is not None
+        cancelling = caller.cancelling()
+        try:
+            with self.first.busy(self.tokens), self.first.wait():
+                answer = await ask(self.first.client)
+        except asyncio.CancelledError:
+            if self._result != "won" or caller.uncancel() > cancelling:  # another caller cancelled the task
+                raise
+            assert self._second is not None
+            self._lost()
+            return self._second.result()
+        except GatewayError as error:
+            self._leave()
+            return await self._rescue(error)
+        finally:
+            self._leave()
+        self._answered(self.first, answer, self.loop.time() - self._began)
+        return answer
+
+    def _leave(self) -> None:
+        """Note that the first replica is not waited for any more."""
+        self._caller = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wake_at(self, due: float) -> None:
+        self._timer = self.loop.call_at(due, self._late, due)
+
+    def _late(self, due: float) -> None:
+        """Send the hedge, or try once more after the same time. If this gateway was blocked, the answer may have arrived meanwhile,
+        so the hedge waits as long again."""
+        assert self._delay is not None
+        now = self.loop.time()
+        last = now - self._began > 1.5 * self._delay
+        if now - due > MIN_SECONDS:
+            self._wake_at(2 * now - due)
+        elif (second := self._hedger.second(self, self._delay, last=last)) is not None:
+            self.tried.append(second)
+            self._second = self.loop.create_task(self._second_answer(second))
+            self._second.add_done_callback(self._second_ended)
+        elif not last:
+            self._wake_at(self._began + 2 * self._delay)
+
+    async def _second_answer(self, second: Replica) -> wire.Scored:
+        began = self.loop.time()
+        try:
+            with second.busy(self.tokens), second.wait():
+                answer = await self._hedge.ask(second.client)
+        except GatewayError as error:
+            self._hedger.judge(error, second, self.model)
+            raise
+        self._answered(second, answer, self.loop.time() - began)
+        return answer
+
+    def _second_ended(self, second: asyncio.Task[wire.Scored]) -> None:
+        """End the wait for the first replica if the second has answered before it."""
+        if self._caller is not None and not second.cancelled() and second.exception() is None:
+            self._result = "won"
+            self._caller.cancel()
+
+    def _answered(self, replica: Replica, answer: wire.Scored, seconds: float) -> None:
+        replica.health.succeeded(late=self._delay is not None and seconds > self._delay)
+        replica.pace.add(self._hedge.size, seconds)
+        replica.pace.queue_seconds = answer.queue_seconds
+        if replica is self.first:
+            self._hedger.earn(self.model, answer.computed_tokens)
+
+    def _lost(self) -> None:
+        self.first.pace.add(self._hedge.size, self.loop.time() - self._began)
+        self._hedger.beaten(self.first)
+
+    async def _rescue(self, error: GatewayError) -> wire.Scored:
+        """Return the answer of the second replica after the first has failed. Raises ``error`` if there is none."""
+        if self._second is None:
+            raise error
+        try:
+            answer = await self._second
+        except GatewayError:
+            raise error from None
+        self._result = "won"
+        self._hedger.judge(error, self.first, self.model)
+        return answer
+
+    async def _end(self, second: asyncio.Task[wire.Scored]) -> None:
+        """End the hedge, which closes its connection, and count its result."""
+        self.model.hedges.running -= 1
+        if not second.done():
+            second.cancel()
+            await asyncio.wait({second})
+        if not second.cancelled() and (error := second.exception()) is not None:
+            self._result = "failed"
+            if not isinstance(error, GatewayError):
+                logger.error("a hedge failed", exc_info=error)
+        self._hedger.telemetry.hedge_ended(self.model.name, self._result)

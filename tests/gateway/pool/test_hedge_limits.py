@@ -1,0 +1,188 @@
+"""Which late scores are sent to a second replica: budget, room, and replicas that stay slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import wire
+from gateway.errors import Overloaded
+from gateway.pool import hedging, pace
+from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.health import Health
+from gateway.pool.pace import Quantile, size_class
+from tests.gateway.conftest import Clock
+from tests.gateway.pool.fleet import MESSAGE, TOKENS, Fleet, fleet, rows, served_fleet
+from tests.processes import until
+
+
+@pytest.fixture(autouse=True, scope="module")
+def engines() -> Iterator[None]:
+    with served_fleet():
+        yield
+
+
+def only(hedged: Fleet) -> None:
+    hedged.replicas[1].ready = False
+
+
+def draining(hedged: Fleet) -> None:
+    hedged.replicas[1].draining = True
+
+
+def on_trial(hedged: Fleet) -> None:
+    hedged.replicas[1].health.returns = 0.0
+
+
+def busy(hedged: Fleet) -> None:
+    hedged.replicas[1].tokens = TOKENS + 1
+
+
+def queueing(hedged: Fleet) -> None:
+    hedged.replicas[1].pace.queue_seconds = 1.0
+
+
+def waiting(hedged: Fleet) -> None:
+    hedged.model.waiting = 1
+
+
+def refused(hedged: Fleet) -> None:
+    hedged.dispatcher._judge(Overloaded("full"), hedged.replicas[1], hedged.model)
+
+
+def poor(hedged: Fleet) -> None:
+    hedged.model.hedges.tokens = TOKENS - 1
+
+
+@pytest.mark.parametrize("state", [only, draining, on_trial, busy, queueing, waiting, refused, poor])
+async def test_without_room_there_is_no_hedge(state: object) -> None:
+    async with fleet() as hedged:
+        hedged.engines[0].faults.delay = 0.2
+        state(hedged)
+        await hedged.score()
+        assert hedged.engines[1].scores == []
+        denied = {} if state in (only, draining) else {"budget" if state is poor else "saturation": 1}
+        assert hedged.counts() == denied
+
+
+async def test_a_full_slow_replica_does_not_end_hedges() -> None:
+    async with fleet() as hedged:
+        hedged.replicas[0].health.races_lost = 1
+        hedged.dispatcher._judge(Overloaded("full"), hedged.replicas[0], hedged.model)
+        hedged.engines[0].faults.hold = True
+        await asyncio.wait_for(hedged.score(), 10)
+        assert hedged.counts() == {"won": 1}
+
+
+@pytest.mark.parametrize("budget", [TOKENS * 10, TOKENS * 1000])
+async def test_engines_that_all_become_slow_get_few_hedges(budget: int) -> None:
+    """Each of 200 requests is late at once. Hedges stay within the budget, and within a number."""
+    async with fleet(4, budget=budget) as hedged:
+        for engine in hedged.engines:
+            engine.faults.hold = True
+        asking = [asyncio.create_task(hedged.score()) for _ in range(200)]
+        await until(lambda: sum(hedged.counts().values()) > 150)
+        sent = sum(len(engine.scores) for engine in hedged.engines) - 200
+        assert 0 < sent <= min(budget // TOKENS, hedging.MAX_HEDGES)
+        for engine in hedged.engines:
+            engine.faults.hold = False
+        assert all(answer.rows == rows(hedged.engines[0]) for answer in await asyncio.gather(*asking))
+        await until(hedged.is_idle)
+
+
+async def test_a_replica_that_loses_races_is_ejected() -> None:
+    async with fleet(4) as hedged:
+        slow = hedged.replicas[0]
+        hedged.engines[0].faults.hold = True
+        for _ in range(6):
+            await hedged.score()
+        assert slow.state == "ejected"
+        assert hedged.counts() == {"won": 3}
+        assert "yardstick_engine_ejections_total 1.0" in b"".join(hedged.telemetry.exposition()).decode()
+
+
+def test_health_of_a_slow_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("gateway.pool.health.time", clock)
+    health = Health(tolerance=2, seconds=10)
+    assert not health.beaten()
+    assert health.beaten()
+    assert health.ejected
+    health.succeeded(late=True)
+    assert health.ejected, "an answer that is late is no reason to return"
+    clock.now += 13
+    assert health.half_open
+    assert health.beaten(), "a lost trial ejects at once"
+    clock.now += 13
+    assert health.ejected, "and for longer"
+    health.forgive()
+    assert health.returns is None
+    health.beaten()
+    health.beaten()
+    health.succeeded()
+    assert (health.returns, health.races_lost, health.ejections) == (None, 0, 0)
+    for _ in range(2):
+        health.failed()
+    health.forgive()
+    assert health.ejected, "failures are not forgiven"
+
+
+async def test_a_slow_replica_helps_under_load() -> None:
+    async with fleet(3) as hedged:
+        slow, *others = hedged.replicas
+        for _ in range(3):
+            slow.health.beaten()
+        assert all(hedged.model.choose(TOKENS) in others for _ in range(20))
+        for other in others:
+            other.tokens = 3 * TOKENS
+        assert hedged.model.choose(TOKENS) is slow, "another one would have four times as much"
+        assert hedged.model.choose(TOKENS, tried=[slow]) in others
+        slow.tokens = TOKENS
+        assert hedged.model.choose(TOKENS) in others
+        hedged.dispatcher._judge(Overloaded("full"), others[0], hedged.model)
+        assert slow.state == "ready", "all are needed"
+
+
+@pytest.mark.parametrize("change", [{"priority": 1}, {"may_hedge": False}])
+async def test_what_can_wait_has_no_hedge(change: dict[str, object]) -> None:
+    async with fleet() as hedged:
+        fan_out = FanOut(hedged.dispatcher, hedged.telemetry, split_tokens=4096)
+        for engine in hedged.engines:
+            engine.faults.delay = 0.1
+        prompts = Prompts(MESSAGE.prefix, MESSAGE.branches, MESSAGE.readout, **change)
+        await fan_out.run(hedged.model, prompts, prompts.branches, lambda *_: None, None)
+        assert sum(len(engine.scores) for engine in hedged.engines) == 1
+        assert hedged.counts() == {}
+
+
+@given(st.lists(st.floats(0.0006, 900), min_size=pace.MIN_ANSWERS, max_size=pace.WINDOW - 1))
+def test_the_quantile_is_at_most_a_bucket_too_long(seconds: list[float]) -> None:
+    quantile = Quantile()
+    for each in seconds:
+        quantile.add(each)
+    exact = sorted(seconds)[-1 - int(0.05 * len(seconds) + 1e-9)]
+    assert exact * 0.999 <= quantile.value <= exact * 2 ** (1 / pace.STEPS) * 1.001
+
+
+def test_the_quantile_follows_the_last_answers() -> None:
+    quantile = Quantile()
+    for seconds, count in ((5.0, 19), (1.0, 2000), (0.01, 3 * pace.WINDOW)):
+        for _ in range(count):
+            quantile.add(seconds)
+        if count < pace.MIN_ANSWERS:
+            assert quantile.value is None, "too few"
+        else:
+            assert seconds <= quantile.value <= 1.2 * seconds
+
+
+def test_classes_of_size_are_few() -> None:
+    items = wire.ScoreItems("", b"", b"", [1], wire.Labels([1]))
+    values = wire.Score("", [], [], wire.LengthValue())
+    classes = {size_class(message, 1 << power) for message in (MESSAGE, items, values) for power in range(200)}
+    assert len(classes) < 100
+    assert all(later >= earlier for earlier, later in pairwise(size_class(MESSAGE, tokens) for tokens in range(5000)))

@@ -1,0 +1,219 @@
+"""Late scores are sent to a second replica: one answer counts, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from engine import wire
+from gateway.errors import EngineLost
+from gateway.limits.base import Lease, Limits
+from gateway.pool import hedging, pace
+from gateway.pool.client import EngineClient
+from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.hedging import Hedge
+from tests.fakes import FakeEngine
+from tests.gateway.conftest import Start, metric
+from tests.gateway.pool.fleet import MESSAGE, SIZE, TOKENS, fleet, let_fail, row, rows, served_fleet
+from tests.prefixes import PrefixCache
+from tests.processes import until, wait_until
+
+
+@pytest.fixture(autouse=True, scope="module")
+def engines() -> Iterator[None]:
+    with served_fleet():
+        yield
+
+
+@pytest.mark.parametrize("fault", ["hold", "silent"])
+async def test_the_second_replica_answers_for_a_stuck_one(fault: str) -> None:
+    async with fleet() as hedged:
+        stuck, other = hedged.engines
+        stuck.silent, stuck.faults.hold = fault == "silent", fault == "hold"
+        asking = asyncio.create_task(hedged.score())
+        await until(asking.done)
+        assert (await asking).rows == rows(other)
+        assert hedged.counts() == {"won": 1}
+        stuck.silent = False
+        if fault == "hold":
+            await until(lambda: len(stuck.left) == 1)  # its connection was closed
+        await until(hedged.is_idle)
+        assert hedged.replicas[0].health.races_lost == 1
+        assert hedged.model.hedges.tokens == 10_000 - TOKENS
+
+
+async def test_the_first_replica_may_win_and_the_hedge_is_aborted() -> None:
+    async with fleet() as hedged:
+        first, other = hedged.engines
+        asking = await hedged.race()
+        first.faults.hold = False
+        assert (await asking).rows == rows(first)
+        await until(lambda: len(other.left) == 1)
+        await until(hedged.is_idle)
+        assert hedged.counts() == {"lost": 1}
+        assert [replica.health.races_lost for replica in hedged.replicas] == [0, 0]
+
+
+async def test_an_answer_in_time_has_no_hedge() -> None:
+    async with fleet(seconds=5) as hedged:
+        await hedged.score()
+        assert (hedged.engines[1].scores, hedged.counts()) == ([], {})
+        assert hedged.model.hedges.tokens == pytest.approx(10_000 + 0.02 * TOKENS), "it has earned a part of its tokens"
+
+
+async def test_the_error_of_a_hedge_fails_nothing() -> None:
+    async with fleet() as hedged:
+        first, other = hedged.engines
+        asking = await hedged.race()
+        let_fail(other.faults)
+        await until(lambda: hedged.replicas[1].health.failures)
+        first.faults.hold = False
+        assert (await asking).rows == rows(first)
+        assert hedged.counts() == {"failed": 1}
+        assert hedged.replicas[0].health.failures == 0
+        await until(hedged.is_idle)
+
+
+async def test_a_hedge_answers_for_a_first_replica_that_fails() -> None:
+    async with fleet() as hedged:
+        first, other = hedged.engines
+        asking = await hedged.race()
+        let_fail(first.faults)
+        await until(lambda: not hedged.replicas[0].in_flight)
+        assert not asking.done()
+        other.faults.hold = False
+        assert (await asking).rows == rows(other)
+        assert hedged.counts() == {"won": 1}
+        assert [replica.health.failures for replica in hedged.replicas] == [1, 0]
+        assert len(other.scores) == 1, "it was not sent again"
+        await until(hedged.is_idle)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+async def test_both_may_fail(count: int, order: list[int]) -> None:
+    """Then it is sent to a replica that had neither; without one the error of the first is the answer."""
+    async with fleet(count) as hedged:
+        for replica in hedged.replicas[2:]:
+            replica.tokens = 1  # so that the hedge goes to the second
+        asking = await hedged.race()
+        for place in order:
+            let_fail(hedged.engines[place].faults, garbage=place == 1)
+            await until(lambda place=place: not hedged.engines[place].running)
+        if count == 2:
+            with pytest.raises(EngineLost, match="broke"):
+                await asking
+        else:
+            hedged.engines[2].faults.hold = False
+            assert (await asking).rows == rows(hedged.engines[2])
+        assert [len(engine.scores) for engine in hedged.engines] == [1] * count
+        assert hedged.counts() == {"failed": 1}
+        assert hedged.model.hedges.running == 0
+
+
+async def test_a_caller_that_leaves_ends_both() -> None:
+    async with fleet() as hedged:
+        asking = await hedged.race()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(hedged.is_idle)
+        assert [len(engine.left) for engine in hedged.engines] == [1, 1]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_a_caller_that_leaves_when_the_hedge_wins(turns: int) -> None:
+    """It is cancelled just before or after the hedge's answer cancels its wait."""
+    async with fleet() as hedged:
+        hedged.engines[0].faults.hold = True
+        loop = asyncio.get_running_loop()
+
+        def leave(turns: int) -> None:
+            if turns:
+                loop.call_soon(leave, turns - 1)
+            else:
+                asking.cancel()
+
+        async def ask(client: EngineClient) -> wire.Scored:
+            answer = await client.score(MESSAGE)
+            leave(turns)
+            return answer
+
+        first = hedged.replicas[0]
+        calling = hedged.dispatcher.call(
+            hedged.model, lambda client: client.score(MESSAGE), tokens=TOKENS, preferred=first, hedge=Hedge(SIZE, ask)
+        )
+        asking = asyncio.create_task(calling)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(hedged.is_idle)
+
+
+async def test_a_client_that_leaves_the_gateway_ends_both(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedging, "REFRESH_SECONDS", 0)
+    engines = [FakeEngine(), FakeEngine()]
+    client = start(*engines)
+    body = {"query": [1], "label_token_ids": [1]}
+    for place in range(3 * pace.MIN_ANSWERS):
+        assert client.post("/v1/score", json={**body, "items": [[place + 5] * 200]}).status_code == 200
+    for engine in engines:
+        engine.faults.hold = True
+    async with httpx.AsyncClient(base_url=client.base_url) as asking:
+        lone = asyncio.create_task(asking.post("/v1/score", json={**body, "items": [[3] * 200]}))
+        twin = asyncio.create_task(asking.post("/v1/score", json={**body, "items": [[3] * 200], "stream": True}))
+        await until(lambda: all(engine.running for engine in engines), 5)
+        assert [len(engine.running) for engine in engines] == [1, 1], "the twin waits for the answer of the first"
+        for task in (lone, twin):
+            task.cancel()
+        await asyncio.gather(lone, twin, return_exceptions=True)
+    await until(lambda: not any(engine.running for engine in engines))
+    for engine in engines:
+        engine.faults.hold = False
+    wait_until(lambda: metric(client, 'yardstick_hedges_total{model="fake",result="lost"}') >= 1)
+    assert metric(client, 'yardstick_hedge_tokens_total{model="fake"}') >= 201
+    assert client.post("/v1/score", json={**body, "items": [[3] * 200]}).status_code == 200
+
+
+async def test_a_blocked_gateway_sends_no_hedge() -> None:
+    """The answer arrives while the event loop is blocked, and is read before a hedge is sent."""
+    async with fleet(seconds=0.2) as hedged:
+        hedged.engines[0].faults.delay = 0.1
+        asking = asyncio.create_task(hedged.score())
+        await until(lambda: bool(hedged.engines[0].scores))
+        time.sleep(0.5)  # noqa: ASYNC251  this is the test
+        await asking
+        assert hedged.counts() == {}
+
+
+async def test_items_are_kept_where_they_belong_only() -> None:
+    """The hedge of items leaves none in the other replica's cache, and pins none."""
+    async with fleet() as hedged:
+        for engine in hedged.engines:
+            engine.prefixes = PrefixCache()
+        fan_out = FanOut(hedged.dispatcher, hedged.telemetry, split_tokens=4096)
+        prompts = Prompts([], [[7, place] * 10 for place in range(12)], wire.Labels([4, 5]), suffix=[9, 9], pin_seconds=60)
+        for replica in hedged.replicas:
+            for _ in range(pace.MIN_ANSWERS):
+                for tokens in (22, 32, 64, 128, 256):
+                    replica.pace.add(1 << 5 | tokens.bit_length(), 0.01)
+        hedged.engines[0].faults.hold = True
+        found: dict[int, list[float]] = {}
+
+        def take(places: list[int], scored: wire.Scored) -> None:
+            assert not found.keys() & set(places), "each answer counts once"
+            found.update(zip(places, scored.rows, strict=True))
+
+        lease = Lease("k", "l", Limits(), None)
+        await asyncio.wait_for(fan_out.run(hedged.model, prompts, prompts.branches, take, lease), 10)
+        other = hedged.engines[1]
+        assert [found[place] for place in range(12)] == [row(other, [*item, 9, 9]) for item in prompts.branches]
+        own, hedge = sorted(other.item_scores, key=lambda message: not message.caller.keep_prefix)
+        assert (own.pin_seconds, hedge.pin_seconds, hedge.caller.keep_prefix) == (60, None, False)
+        kept = [item for item in prompts.branches if other.prefixes.match_and_insert(wire.Caller(), item) == len(item)]
+        assert 0 < len(kept) == len(own.lengths) // 4 < 12, "none of the hedge's items was kept"
+        assert lease.begun.requests == 1
+        assert (lease.begun.items, lease.begun.tokens) == (12, 12 * 22), "a hedge is not charged"

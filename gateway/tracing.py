@@ -89,7 +89,7 @@ class Trace:
         """End the request, and return its spans."""
         stages, self.spans = self.spans or [], None
         first = self.first
-        first.name = f"{method} {route}"
+        first.name = method if route == "none" else f"{method} {route}"
         first.attributes |= _attributes(context, method, route)
         if self._left_out:
             first.attributes["yardstick.spans_left_out"] = self._left_out
@@ -125,9 +125,7 @@ class Tracer:
         if (given := headers.get(b"traceparent")) is not None:
             parent = read_context(given.decode("latin-1"), headers.get(b"tracestate", b"").decode("latin-1"))
         trace_id = new_trace_id() if parent is None else parent.trace_id
-        if not self._sampler.samples(trace_id, parent):
-            return None
-        trace = Trace(trace_id, parent)
+        trace = Trace(trace_id, parent) if self._sampler.samples(trace_id, parent) else None
         _current.set(trace)
         return trace
 
@@ -175,7 +173,7 @@ def _attributes(context: RequestContext, method: str, route: str) -> dict[str, V
     account = context.account
     given: dict[str, Value | None] = {
         "http.request.method": method,
-        "http.route": route,
+        "http.route": None if route == "none" else route,
         "http.response.status_code": context.status,
         "gen_ai.operation.name": OPERATIONS.get(route, route.rpartition("/")[2]) if account.model else None,
         "gen_ai.provider.name": "yardstick" if account.model else None,

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_SPANS = 4096
 """Most spans in the queue, about a kilobyte each."""
 BATCH_SPANS = 128
-"""Spans of one request to the collector. Encoding them takes the interpreter 4 ms, in which the event loop may have to wait."""
+"""Spans of one message to the collector. Encoding them takes the interpreter 4 ms, in which the event loop may have to wait."""
 DELAY_SECONDS = 1.0
 """Longest time that a span waits for others before it is sent."""
 CLOSE_SECONDS = 2.0

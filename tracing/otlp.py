@@ -1,7 +1,7 @@
 """Sends spans to a collector with OpenTelemetry's exporter: OTLP over HTTP, in protobuf.
 
-The SDK's own spans take 15 µs each where the request runs. Here the exporter's thread makes the SDK's objects, from spans that were
-recorded before.
+A span of the SDK takes 17 µs where the request runs, one of :mod:`tracing.spans` 1.3 µs. So the exporter's thread makes the SDK's
+objects, when the request has ended.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ def test_a_silent_collector_delays_nobody_and_spans_beyond_the_queue_are_dropped
     exporter.close(0.2)
     assert 0.15 < time.perf_counter() - began < 2
     assert exporter.dropped == 400
+    collector.status = 400
     collector.open.set()
     wait_until(lambda: not any(thread.name == "traces" for thread in threading.enumerate()))
     assert exporter.dropped == 400, "spans of the batch on its way are counted once"

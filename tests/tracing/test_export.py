@@ -140,7 +140,7 @@ def test_the_variables_of_opentelemetry(
     variables = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20s3cret",
-        "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
         "OTEL_SERVICE_NAME": "theirs",
         "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
     }
@@ -154,6 +154,7 @@ def test_the_variables_of_opentelemetry(
         refused.put(request())
         wait_until(lambda: refused.dropped)
     assert collector.headers[0]["authorization"] == "Bearer s3cret"
+    assert collector.headers[0]["content-encoding"] == "gzip"
     assert "s3cret" not in caplog.text
     (span,) = collector.spans
     assert span.service == "theirs"

@@ -224,6 +224,41 @@ def test_a_retry_is_a_second_attempt(start: Start, collector: Collector, monkeyp
     assert one.attributes["server.port"] != two.attributes["server.port"]
 
 
+def test_a_stream_that_continues_elsewhere_has_two_attempts(
+    start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    engines = [FakeEngine(faults=Faults(break_after=2)), FakeEngine(faults=Faults(break_after=2))]
+    client = start(*engines, tracing_endpoint=collector.url)
+    trace_id, headers = parent()
+    with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 5}, headers=headers) as answer:
+        for _ in answer.iter_lines():
+            for engine in engines:
+                engine.faults.break_after = None if engine.generates == [] else 2
+    attempts = [span for span in collector.trace(trace_id, 6) if span.name == "gateway.attempt"]
+    assert [span.attributes["yardstick.attempt"] for span in attempts] == [1, 2]
+    assert [span.failed for span in attempts] == [True, False]
+    assert [span.events for span in attempts] == [["first_token"]] * 2
+
+
+def test_a_request_that_waits_for_the_results_of_another(client: httpx.Client, engine: FakeEngine, collector: Collector) -> None:
+    engine.faults.hold = True
+    trace_id, headers = parent()
+    body = SCORE | {"query": "shared"}
+    computing = threading.Thread(target=client.post, args=["/v1/score"], kwargs={"json": body})
+    computing.start()
+    wait_until(lambda: engine.running)
+    waiting = threading.Thread(target=client.post, args=["/v1/score"], kwargs={"json": body, "headers": headers})
+    waiting.start()
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 3)  # with that of the metrics
+    engine.faults.hold = False
+    for thread in (computing, waiting):
+        thread.join()
+    spans = names(collector.trace(trace_id, 6))
+    assert "gateway.shared" in spans
+    assert "gateway.attempt" not in spans
+
+
 def test_a_client_that_leaves(client: httpx.Client, engine: FakeEngine, collector: Collector) -> None:
     engine.faults.hold = True
     trace_id, headers = parent()

@@ -205,37 +205,42 @@ def test_a_broken_stream_is_a_failed_span(client: httpx.Client, engine: FakeEngi
     assert (attempt.failed, attempt.events) == (True, ["first_token"])
 
 
-def test_a_retry_is_a_second_attempt(start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def breaking(start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> tuple[FakeEngine, httpx.Client]:
+    """An engine that tests break, and a gateway before it and a sound one."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
-    engines = [FakeEngine(faults=Faults(break_after=0)), FakeEngine(faults=Faults(break_after=0))]
-    client = start(*engines, tracing_endpoint=collector.url)
-    engines[1].faults = Faults()
-    for _ in range(20):  # until the broken one is chosen first
+    engine = FakeEngine()
+    return engine, start(engine, FakeEngine(), tracing_endpoint=collector.url)
+
+
+def attempts_of(client: httpx.Client, collector: Collector, path: str, body: dict[str, Any]) -> list[Received]:
+    """Attempts of the first request that meets the broken engine first."""
+    for _ in range(20):
         trace_id, headers = parent()
-        client.post("/v1/score", json=SCORE | {"query": trace_id}, headers=headers).raise_for_status()
-        attempts = [span for span in collector.trace(trace_id, 6) if span.name == "gateway.attempt"]
-        if len(attempts) == 2:
-            break
-    one, two = attempts
+        client.post(path, json=body | {"cache_salt": trace_id}, headers=headers).raise_for_status()
+        attempts = [span for span in collector.trace(trace_id, 5) if span.name == "gateway.attempt"]
+        if len(attempts) > 1:
+            return attempts
+    raise AssertionError("the sound engine was chosen 20 times")
+
+
+def test_a_retry_is_a_second_attempt(breaking: tuple[FakeEngine, httpx.Client], collector: Collector) -> None:
+    engine, client = breaking
+    engine.faults.break_after = 0
+    one, two = attempts_of(client, collector, "/v1/score", SCORE)
     assert (one.attributes["yardstick.attempt"], two.attributes["yardstick.attempt"]) == (1, 2)
-    assert one.failed
-    assert one.attributes["error.type"] == "engine_lost"
+    assert (one.failed, one.attributes["error.type"]) == (True, "engine_lost")
     assert not two.failed
+    assert one.attributes["server.port"] == int(engine.url.rpartition(":")[2])
     assert one.attributes["server.port"] != two.attributes["server.port"]
 
 
 def test_a_stream_that_continues_elsewhere_has_two_attempts(
-    start: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    breaking: tuple[FakeEngine, httpx.Client], collector: Collector
 ) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
-    engines = [FakeEngine(faults=Faults(break_after=2)), FakeEngine(faults=Faults(break_after=2))]
-    client = start(*engines, tracing_endpoint=collector.url)
-    trace_id, headers = parent()
-    with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True, "max_tokens": 5}, headers=headers) as answer:
-        for _ in answer.iter_lines():
-            for engine in engines:
-                engine.faults.break_after = None if engine.generates == [] else 2
-    attempts = [span for span in collector.trace(trace_id, 6) if span.name == "gateway.attempt"]
+    engine, client = breaking
+    engine.faults.break_after = 2
+    attempts = attempts_of(client, collector, "/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 5})
     assert [span.attributes["yardstick.attempt"] for span in attempts] == [1, 2]
     assert [span.failed for span in attempts] == [True, False]
     assert [span.events for span in attempts] == [["first_token"]] * 2

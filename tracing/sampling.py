@@ -30,10 +30,6 @@ class Sampler(NamedTuple):
         return trace_id & _BITS < round(self.ratio * (_BITS + 1))
 
 
-FOLLOWER = Sampler(0.0)
-"""Traces a request only if its sender does."""
-
-
 def sampler_of(ratio: float | None, environment: Mapping[str, str]) -> Sampler:
     """Return the sampler for ``ratio``; None: for the variables of OpenTelemetry, by default of all traces."""
     if ratio is not None:

@@ -13,7 +13,6 @@ from engine import wire
 from engine.serving import channel
 from tracing.context import read_context
 from tracing.export import Exporter
-from tracing.sampling import FOLLOWER
 from tracing.spans import Span
 
 
@@ -30,7 +29,7 @@ class Tracing:
     ) -> AsyncGenerator[wire.Reply]:
         """Return ``replies``; of a request whose HTTP ``headers`` say that it is traced, they are recorded as they pass."""
         context = read_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
-        if context is None or not FOLLOWER.samples(context.trace_id, context):
+        if context is None or not context.sampled:
             return replies
         name = "engine.generate" if isinstance(header, channel.GenerateHeader) else "engine.score"
         span = Span(name, context.trace_id, context.span_id, "server", remote_parent=True, state=context.state)

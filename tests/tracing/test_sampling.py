@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tracing.context import TraceContext, new_trace_id
-from tracing.sampling import FOLLOWER, Sampler, sampler_of
+from tracing.sampling import Sampler, sampler_of
 
 SAMPLED, NOT_SAMPLED = TraceContext(1, 1, sampled=True), TraceContext(1, 1, sampled=False)
 
@@ -26,14 +26,10 @@ def test_servers_with_one_ratio_choose_the_same_traces() -> None:
     assert all(more.samples(each, None) for each in ids if few.samples(each, None))
 
 
-@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.0), FOLLOWER])
+@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.0)])
 def test_the_sender_of_a_context_decides(sampler: Sampler) -> None:
     assert sampler.samples(1, SAMPLED)
     assert not sampler.samples(1, NOT_SAMPLED)
-
-
-def test_engines_begin_no_trace() -> None:
-    assert not any(FOLLOWER.samples(new_trace_id(), None) for _ in range(1000))
 
 
 @pytest.mark.parametrize(

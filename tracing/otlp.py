@@ -6,6 +6,7 @@ objects, when the request has ended.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +29,7 @@ _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": Sp
 def sender(endpoint: str | None, service: str | None, default_service: str) -> Send:
     """Return a function that sends spans to ``endpoint``, the collector's URL without :data:`PATH`. What is None, and all else, is
     read from OpenTelemetry's variables."""
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # one line for each lost batch, none for each retry
     exporter = OTLPSpanExporter(endpoint=None if endpoint is None else endpoint.removesuffix("/").removesuffix(PATH) + PATH)
     resource = _resource(service, default_service)
     scope = InstrumentationScope("yardstick", _version())

@@ -18,6 +18,8 @@ from engine import options
 from engine.serving.app import create_app, create_health_app
 from engine.serving.bearer import BearerTokenError, BearerTokens
 from engine.serving.loop_client import LoopClient
+from engine.settings import ServerSettings
+from tracing.export import Exporter, TracingError, check_endpoint, open_exporter
 
 FLUSH_SECONDS = 2
 """Time for the last bytes to be sent, once every request has its last word."""
@@ -31,9 +33,10 @@ def main() -> int:
         token = BearerTokens(Path(server.token_file)) if server.token_file else None
         listener = _listen(server.host, server.port, "--port")
         health = _listen(server.host, server.health_port, "--health-port") if server.health_port else None
-    except (BearerTokenError, OSError) as error:
+        exporter = _exporter(server)
+    except (BearerTokenError, OSError, TracingError) as error:
         return _fail(str(error))
-    return asyncio.run(_serve(create_app(settings, token), listener, health, server.grace_seconds))
+    return asyncio.run(_serve(create_app(settings, token, exporter), listener, health, server.grace_seconds))
 
 
 async def _serve(app: Litestar, listener: socket.socket, health: socket.socket | None, grace_seconds: float) -> int:
@@ -41,7 +44,7 @@ async def _serve(app: Litestar, listener: socket.socket, health: socket.socket |
     client: LoopClient = app.state.client
     servers = [(_Server(_config(app)), listener)]
     if health is not None:
-        servers.append((_Server(_config(create_health_app(client))), health))
+        servers.append((_Server(_config(create_health_app(client, app.state.tracing))), health))
     serving = asyncio.create_task(_serve_all(servers))
     told, ended = asyncio.create_task(_told_to_end()), asyncio.create_task(client.ended.wait())
     await asyncio.wait({serving, told, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -80,6 +83,16 @@ async def _told_to_end() -> None:
     await told.wait()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
+
+
+def _exporter(server: ServerSettings) -> Exporter | None:
+    """The exporter of traces; None if tracing is off. Raises :class:`TracingError`."""
+    if server.tracing_endpoint is not None:
+        try:
+            check_endpoint(server.tracing_endpoint)
+        except TracingError as error:
+            raise TracingError(f"--tracing-endpoint is not the URL of a collector; {error}") from None
+    return open_exporter(server.tracing_endpoint, server.tracing_service, default_service="yardstick-engine")
 
 
 def _listen(host: str, port: int, flag: str) -> socket.socket:

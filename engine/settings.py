@@ -123,5 +123,10 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A second port with ``/livez``, ``/readyz`` and ``/metrics`` only, for probes and Prometheus."""
     token_file: Annotated[str | None, unset("none")] = None
     """File of bearer tokens, one a line. Gateways must send one of them. The file is read again when it changes."""
+    tracing_endpoint: Annotated[str | None, unset("``OTEL_EXPORTER_OTLP_ENDPOINT``, or none")] = None
+    """Collector of traces: the URL of its OTLP/HTTP port, such as ``http://collector:4318``. The engine traces the requests that
+    its gateways trace."""
+    tracing_service: Annotated[str | None, unset("``OTEL_SERVICE_NAME``, or ``yardstick-engine``")] = None
+    """Name of the engine in traces."""
     grace_seconds: Annotated[float, Meta(ge=0, lt=MOST_SECONDS)] = 30.0
     """Time that running requests have to end after SIGTERM. New requests are refused at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,7 +74,10 @@ from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.job_queue import Capacity
 from gateway.text.workers import Workers, default_workers
+from gateway.tracing import Tracer
 from gateway.watchdog import Watchdog
+from tracing.export import Exporter, TracingError, open_exporter
+from tracing.sampling import sampler_of
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +137,15 @@ def create_app(
     origins = Origins(settings.cors_origins)
 
     access_log = _access_log(settings, log, telemetry)
+    exporter = _exporter(settings, telemetry)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
         watchdog.start(after=START_SECONDS)
         workers.start()
         pool.start()
+        if exporter:
+            exporter.start()
         if keys:
             keys.start(telemetry)
         if share:
@@ -154,6 +161,8 @@ def create_app(
             if share:
                 await share.stop()
             await connections.close()
+            if exporter:
+                await asyncio.to_thread(exporter.close)
 
     v1 = Router(
         path="",
@@ -178,6 +187,7 @@ def create_app(
         telemetry,
         lifecycle,
         log=access_log,
+        tracer=Tracer(sampler_of(settings.tracing_ratio, os.environ), exporter) if exporter else None,
         protocol=protocol_factory(settings, telemetry, access_log),
         check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
         route_handlers=[
@@ -245,6 +255,17 @@ def _access_log(settings: Settings, log: LineWriter | None, telemetry: Telemetry
     return None if settings.access_log == "off" else AccessLog(log, settings.access_log, probes=settings.access_log_probes)
 
 
+def _exporter(settings: Settings, telemetry: Telemetry) -> Exporter | None:
+    """Return the exporter of traces; None if tracing is off. Raises :class:`SettingsError`."""
+    try:
+        exporter = open_exporter(settings.tracing_endpoint, settings.tracing_service, default_service="yardstick-gateway")
+    except TracingError as error:
+        raise SettingsError(f"YARDSTICK_TRACING_ENDPOINT: {error}") from None
+    if exporter is not None:
+        telemetry.watch_traces(lambda: exporter.dropped)
+    return exporter
+
+
 class Gateway(Litestar):
     """The ASGI application. Every request gets a :class:`RequestContext`, including one that matches no route."""
 
@@ -254,17 +275,19 @@ class Gateway(Litestar):
         lifecycle: Lifecycle,
         *,
         log: AccessLog | None,
+        tracer: Tracer | None,
         protocol: Callable[..., asyncio.Protocol],
         check: Callable[[HTTPScope], GatewayError | None],
         **options: Any,
     ) -> None:
         """``protocol``: protocol factory for ``uvicorn.Config(http=…)``. ``check``: returns the error for a request that is
-        refused. ``log``: None means that requests are not logged."""
+        refused. ``log`` and ``tracer``: None means that requests are not logged, and not traced."""
         super().__init__(**options)
         self.protocol = protocol
         self.telemetry = telemetry
         self._lifecycle = lifecycle
         self._log = log
+        self._tracer = tracer
         self._check = check
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -276,7 +299,7 @@ class Gateway(Litestar):
         app = super().__call__ if refusal is None else answer_refusal(refusal)
         if scope["method"] == "HEAD":  # the server omits the body, because its own copy of the scope says HEAD
             scope = scope | {"method": "GET"}
-        await answer_request(app, self.telemetry, self._lifecycle, self._log, scope, receive, send)
+        await answer_request(app, self.telemetry, self._lifecycle, self._log, self._tracer, scope, receive, send)
 
 
 def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:

@@ -79,6 +79,17 @@ class DroppedLinesCollector(Collector):
         yield CounterMetricFamily("yardstick_log_lines_dropped", help, value=self._dropped())
 
 
+class DroppedSpansCollector(Collector):
+    """The number of dropped spans."""
+
+    def __init__(self, dropped: Callable[[], int]) -> None:
+        self._dropped = dropped
+
+    def collect(self) -> Iterator[Metric]:
+        help = "Spans that were dropped because the collector of traces is away, too slow, or refused them."
+        yield CounterMetricFamily("yardstick_spans_dropped", help, value=self._dropped())
+
+
 class ReplicasCollector(Collector):
     """Metrics of all replicas and known models; a removed replica has no series, a model without replicas has."""
 

@@ -20,6 +20,7 @@ from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
 from gateway.telemetry import Telemetry
 from gateway.time_limits import TimeLimits
+from gateway.tracing import Tracer
 
 if TYPE_CHECKING:
     from gateway.auth import ApiKey
@@ -111,10 +112,18 @@ class RequestContext:
 
 
 async def answer_request(
-    app: ASGIApp, telemetry: Telemetry, lifecycle: Lifecycle, log: AccessLog | None, scope: Scope, receive: Receive, send: Send
+    app: ASGIApp,
+    telemetry: Telemetry,
+    lifecycle: Lifecycle,
+    log: AccessLog | None,
+    tracer: Tracer | None,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
 ) -> None:
-    """Run ``app`` for one HTTP request, add ``x-request-id`` to its response, count it and log it."""
+    """Run ``app`` for one HTTP request, add ``x-request-id`` to its response, count it, log it and trace it."""
     given = Incoming.of(scope).headers.get(b"x-request-id", b"")
+    trace = None if tracer is None else tracer.begin(scope["path"], Incoming.of(scope).headers)
     context = RequestContext(given if _SANE_ID.fullmatch(given) else new_id().encode(), lifecycle=lifecycle)
     scope[_KEY] = context  # type: ignore[literal-required]
 
@@ -148,11 +157,14 @@ async def answer_request(
             call()
         now = time.perf_counter()
         route = scope.get("path_template", "none")
-        telemetry.answered(route, context.status, (context.first_byte or now) - context.began, now - context.began)
+        exemplar = None if trace is None else trace.exemplar
+        telemetry.answered(route, context.status, (context.first_byte or now) - context.began, now - context.began, exemplar)
         if context.broke:
             telemetry.broke(context.error or context.outcome)
         if log is not None:
             log.ended(context, route, now - context.began)
+        if tracer is not None and trace is not None:
+            tracer.exporter.put(trace.end(context, scope["method"], route))  # type: ignore[typeddict-item]
 
 
 async def _answer(error: GatewayError, send: Send) -> None:

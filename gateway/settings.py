@@ -12,7 +12,16 @@ from gateway.catalogues.store import StoreBounds
 from gateway.logs.access import Format
 from gateway.model_settings import read_aliases, read_fallbacks, read_formats, read_presets
 from gateway.responses.store import Bounds
-from gateway.settings_checks import PREFIX, SettingsError, check_engine, check_origin, check_redis_url, invalid, is_loopback
+from gateway.settings_checks import (
+    PREFIX,
+    SettingsError,
+    check_engine,
+    check_origin,
+    check_redis_url,
+    check_tracing_endpoint,
+    invalid,
+    is_loopback,
+)
 from gateway.tools.formats import Formats
 
 __all__ = ["PREFIX", "CacheIsolation", "Settings", "SettingsError", "is_loopback", "load_settings"]
@@ -200,6 +209,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Models that take the generations of others: ``MODEL=FALLBACK``, separated by commas in the environment. Completions, chat
     completions and responses for a model without a ready engine go to its fallback, if the API key may use it; the header
     ``x-yardstick-fallback`` names it."""
+    tracing_endpoint: str | None = None
+    """Collector of traces: the URL of its OTLP/HTTP port, such as ``http://collector:4318``. None: the variables of OpenTelemetry
+    (``OTEL_EXPORTER_OTLP_ENDPOINT``) name it, or requests are not traced."""
+    tracing_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """Part of the requests without a trace context that is traced; the sender of a context decides itself. None:
+    ``OTEL_TRACES_SAMPLER``, or all."""
+    tracing_service: str | None = None
+    """Name of the gateway in traces. None: ``OTEL_SERVICE_NAME``, or ``yardstick-gateway``."""
     console: bool = True
     """Whether to serve the web console at ``/``."""
     parse_special_tokens_in_messages: bool = False
@@ -212,6 +229,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             check_engine(entry)
         if self.redis_url is not None:
             check_redis_url(self.redis_url)
+        if self.tracing_endpoint is not None:
+            check_tracing_endpoint(self.tracing_endpoint)
         for name, file in (("redis_password_file", self.redis_password_file), ("redis_ca_file", self.redis_ca_file)):
             if file is not None and not file.is_file():
                 raise invalid(name, f"there is no file {str(file)!r}", "name one that can be read")

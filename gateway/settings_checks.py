@@ -6,6 +6,7 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from gateway.pool.discovery.address import parse_address
+from tracing.export import TracingError, check_endpoint
 
 PREFIX = "YARDSTICK_"
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
@@ -73,3 +74,11 @@ def check_redis_url(url: str) -> None:
     database = parts.path.strip("/")
     if database and (parts.scheme.endswith("+cluster") or not database.isascii() or not database.isdigit()):
         raise invalid("redis_url", f"{database!r} is not a database here", f"{likeness}; clusters have only one")
+
+
+def check_tracing_endpoint(endpoint: str) -> None:
+    """Check the URL of a collector. Raises :class:`SettingsError`, whose message does not contain the URL."""
+    try:
+        check_endpoint(endpoint)
+    except TracingError as error:
+        raise invalid("tracing_endpoint", "it is not the URL of a collector", str(error)) from None

@@ -7,9 +7,11 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from gateway.collectors import (
     DroppedLinesCollector,
+    DroppedSpansCollector,
     KeyFileCollector,
     KeySample,
     ModelSample,
@@ -30,6 +32,8 @@ LOOKUP_SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 """Upper bounds of the buckets for cache lookups, which take at most 0.05 s by default."""
 
 
+_END = b"# EOF\n"
+"""Last line of a document in OpenMetrics."""
 SUB_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
@@ -192,12 +196,14 @@ class Telemetry:
         queue = Gauge("yardstick_text_queue", "Requests that wait for a text worker.", registry=self._registry)
         queue.set_function(read)
 
-    def answered(self, route: str, status: int, first_seconds: float, seconds: float) -> None:
-        """Record a finished request to ``route`` (a template, not a path)."""
+    def answered(
+        self, route: str, status: int, first_seconds: float, seconds: float, exemplar: dict[str, str] | None = None
+    ) -> None:
+        """Record a finished request to ``route`` (a template, not a path). ``exemplar``: labels that lead to its trace."""
         requests, first, whole = self._answered(route, status)
         requests.inc()
-        first.observe(first_seconds)
-        whole.observe(seconds)
+        first.observe(first_seconds, exemplar)
+        whole.observe(seconds, exemplar)
 
     def broke(self, code: str) -> None:
         """Count a stream that ended with an error event of this code after its beginning."""
@@ -271,6 +277,10 @@ class Telemetry:
         """Report the log lines ``dropped`` so far whenever the metrics are read."""
         self._registry.register(DroppedLinesCollector(dropped))
 
+    def watch_traces(self, dropped: Callable[[], int]) -> None:
+        """Report the spans ``dropped`` so far whenever the metrics are read."""
+        self._registry.register(DroppedSpansCollector(dropped))
+
     def watch_replicas(self, read: Callable[[], Iterable[ReplicaSample]], models: Callable[[], Iterable[ModelSample]]) -> None:
         """Report the replicas and models that these functions return whenever the metrics are read. Series of removed replicas
         disappear."""
@@ -310,10 +320,14 @@ class Telemetry:
         """Report the state of the key file that ``read`` returns whenever the metrics are read."""
         self._registry.register(KeyFileCollector(read))
 
-    def exposition(self) -> Iterator[bytes]:
-        """Yield all metrics in Prometheus's text format, one by one, because all together take some milliseconds."""
+    def exposition(self, *, open_metrics: bool = False) -> Iterator[bytes]:
+        """Yield all metrics, one by one, because all together take some milliseconds: as OpenMetrics 1.0, which has exemplars, or
+        in Prometheus's text format."""
+        encode = openmetrics.generate_latest if open_metrics else generate_latest
         for metric in self._registry.collect():
-            yield generate_latest(SingleMetric(metric))
+            yield encode(SingleMetric(metric)).removesuffix(_END)
+        if open_metrics:
+            yield _END
 
     def _count(self, account: Account) -> None:
         prompt, cached = self._prompts(account.model)

@@ -33,7 +33,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_the_files_that_the_architecture_page_names_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = re.findall(r"`((?:gateway|engine|kernels|benchmarks|tests|loadgen)/[\w/.]*)`", text)
+    named = re.findall(r"`((?:gateway|engine|kernels|benchmarks|tests|loadgen|tracing)/[\w/.]*)`", text)
     assert len(named) > 40
     assert [path for path in named if not (ROOT / path).exists()] == []
 

@@ -40,7 +40,7 @@ def test_they_say_what_they_are(path: str) -> None:
 def test_the_gateways_has_no_engine_but_the_contract() -> None:
     text = (ROOT / "gateway" / "Dockerfile").read_text()
     assert re.findall(r"^COPY (engine\S*.*) /opt", text, flags=re.M) == ["engine/__init__.py", "engine/wire"]
-    assert "optional-dependencies" not in text
+    assert re.findall(r"\['optional-dependencies'\]\['(\w+)'\]", text) == ["tracing"]
 
 
 def test_only_sources_go_into_the_context() -> None:
@@ -48,14 +48,14 @@ def test_only_sources_go_into_the_context() -> None:
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*"
     kept = {line[1:] for line in rules if line.startswith("!")}
-    assert kept == {"gateway", "engine", "kernels", "loadgen", "pyproject.toml", "constraints.txt", "wheels"}
+    assert kept == {"gateway", "engine", "kernels", "loadgen", "tracing", "pyproject.toml", "constraints.txt", "wheels"}
 
 
 def test_benchmarks_examples_and_tests_are_not_in_the_wheel() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     shipped = {name for name in packages if any(fnmatch(name, pattern) for pattern in setuptools["packages"]["find"]["include"])}
-    assert shipped == {"gateway", "engine", "kernels", "loadgen"}
+    assert shipped == {"gateway", "engine", "kernels", "loadgen", "tracing"}
     assert setuptools["package-data"] == {
         "engine.demo": ["models/**/*"],
         "gateway.console": ["*.html", "*.css", "*.js", "*.svg"],

@@ -17,7 +17,9 @@ from engine import wire
 from engine.serving import channel, metrics
 from engine.serving.bearer import BearerTokens
 from engine.serving.loop_client import LOADING, LoopClient
+from engine.serving.tracing import Tracing
 from engine.settings import EngineSettings
+from tracing.export import Exporter
 
 MSGPACK = "application/msgpack"
 FRAMES = "application/x-msgpack-frames"
@@ -26,17 +28,21 @@ T = TypeVar("T")
 Incoming = Request[Any, Any, Any]
 
 
-def create_app(settings: EngineSettings, token: BearerTokens | None = None) -> Litestar:
-    """The one composition root of the pod's server. ``token`` None: every caller is welcome."""
+def create_app(settings: EngineSettings, token: BearerTokens | None = None, exporter: Exporter | None = None) -> Litestar:
+    """The one composition root of the pod's server. ``token`` None: every caller is welcome. ``exporter``: of traces, if on."""
     client = LoopClient(settings)
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
         await client.start()
+        if exporter is not None:
+            exporter.start()
         try:
             yield
         finally:
             await client.close()
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)
 
     app = Litestar(
         route_handlers=[
@@ -51,13 +57,14 @@ def create_app(settings: EngineSettings, token: BearerTokens | None = None) -> L
     )
     app.state.client = client
     app.state.token = token
+    app.state.tracing = None if exporter is None else Tracing(settings.name, exporter)
     return app
 
 
-def create_health_app(client: LoopClient) -> Litestar:
+def create_health_app(client: LoopClient, tracing: Tracing | None = None) -> Litestar:
     """Health and metrics alone, for a port that probes and Prometheus may reach where the wire may not be reached."""
     app = Litestar(route_handlers=[livez, readyz, metrics_page], openapi_config=None)
-    app.state.client = client
+    app.state.client, app.state.tracing = client, tracing
     return app
 
 
@@ -67,7 +74,7 @@ async def score(request: Incoming) -> Response[bytes]:
     header = await _read(request, _SCORING, "Score")
     if isinstance(header, wire.Failed):
         return _answer(header)
-    async with aclosing(_client(request).ask(header, await request.body())) as replies:
+    async with aclosing(await _ask(request, header)) as replies:
         return _answer(await _unless_gone(request, anext(replies), header.id))
 
 
@@ -77,7 +84,7 @@ async def generate(request: Incoming) -> Response[bytes] | Stream:
     header = await _read(request, _GENERATE, "Generate")
     if isinstance(header, wire.Failed):
         return _answer(header)
-    replies = _client(request).ask(header, await request.body())
+    replies = await _ask(request, header)
     first = await _unless_gone(request, anext(replies), header.id)
     if isinstance(first, wire.Failed):
         await replies.aclose()
@@ -133,7 +140,16 @@ async def readyz(request: Incoming) -> Response[str]:
 async def metrics_page(request: Incoming) -> str:
     """Prometheus text."""
     client = _client(request)
-    return metrics.render(client.stats, client.pulse.silent_seconds if client.pulse else None)
+    tracing: Tracing | None = request.app.state.tracing
+    dropped = None if tracing is None else tracing.exporter.dropped
+    return metrics.render(client.stats, client.pulse.silent_seconds if client.pulse else None, dropped)
+
+
+async def _ask(request: Incoming, header: channel.Header) -> AsyncGenerator[wire.Reply]:
+    """Send the request's message to the loop; returns the replies."""
+    replies = _client(request).ask(header, await request.body())
+    tracing: Tracing | None = request.app.state.tracing
+    return replies if tracing is None else tracing.followed(header, request.headers, replies)
 
 
 def _client(request: Incoming) -> LoopClient:

@@ -89,11 +89,25 @@ class _Silence(Collector):
         yield GaugeMetricFamily("yardstick_engine_last_step_seconds", text, value=self._seconds)
 
 
-def render(stats: wire.Stats | None, silent_seconds: float | None = None) -> str:
-    """Prometheus text. ``stats`` None: before the first step. ``silent_seconds`` None: before the model is loaded."""
+class _DroppedSpans(Collector):
+    """The number of dropped spans."""
+
+    def __init__(self, dropped: int) -> None:
+        self._dropped = dropped
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Spans that were dropped because the collector of traces is away, too slow, or refused them."
+        yield CounterMetricFamily("yardstick_engine_spans_dropped", text, value=self._dropped)
+
+
+def render(stats: wire.Stats | None, silent_seconds: float | None = None, dropped_spans: int | None = None) -> str:
+    """Prometheus text. ``stats`` None: before the first step. ``silent_seconds`` None: before the model is loaded.
+    ``dropped_spans`` None: requests are not traced."""
     registry = CollectorRegistry()
     if stats is not None:
         registry.register(StatsCollector(stats))
     if silent_seconds is not None:
         registry.register(_Silence(silent_seconds))
+    if dropped_spans is not None:
+        registry.register(_DroppedSpans(dropped_spans))
     return generate_latest(registry).decode()

@@ -15,8 +15,9 @@ HTTP face of an engine pod (every body is msgpack unless said otherwise):
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack (:func:`pack_frame`, :class:`FrameReader`).
 The body of a failed call is a :class:`Failed` under the HTTP status that :data:`STATUS_OF_CODE` gives its code.
-Closing the connection of ``/score`` or ``/generate`` aborts the request. An engine that was given tokens asks every path but the
-last two rows for ``Authorization: Bearer TOKEN``.
+Closing the connection of ``/score`` or ``/generate`` aborts the request. Their headers ``traceparent`` and
+``tracestate`` are the context of the caller's trace (https://www.w3.org/TR/trace-context/). An engine that was given tokens asks
+every path but the last two rows for ``Authorization: Bearer TOKEN``.
 
 Every accepted request ends with exactly one terminal message: ``Scored``, ``Failed``, or for a generation one ``Delta`` with
 ``finish`` set for each of its ``n`` sequences.

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 
 from gateway.cache.base import Row
+from gateway.tracing import stage
 
 Flight = asyncio.Future[Mapping[bytes, Row]]
 """A future with the results of all keys that were begun together. Keys whose computation failed or was abandoned are missing from
@@ -29,7 +30,8 @@ class Flights:
     async def wait(flights: Mapping[bytes, Flight]) -> dict[bytes, Row]:
         """Wait for ``flights`` and return their results; failed keys are missing. Cancelling the wait does not affect them."""
         if flights:
-            await asyncio.wait(set(flights.values()))
+            with stage("gateway.shared"):
+                await asyncio.wait(set(flights.values()))
         return {key: result for key, flight in flights.items() if (result := flight.result().get(key)) is not None}
 
     def begin(self, keys: Iterable[bytes]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from gateway.cache.base import ResultCache, Row
 from gateway.telemetry import Telemetry
+from gateway.tracing import stage
 
 
 class MeteredCache:
@@ -19,8 +20,11 @@ class MeteredCache:
     async def get_many(self, keys: Sequence[bytes]) -> list[Row | None]:
         """Look up ``keys`` and count hits, misses and the time."""
         began = time.perf_counter()
-        results = await self._cache.get_many(keys)
-        misses = results.count(None)
+        with stage("gateway.cache") as lookup:
+            results = await self._cache.get_many(keys)
+            misses = results.count(None)
+            if lookup is not None:
+                lookup.attributes |= {"yardstick.cache.hits": len(results) - misses, "yardstick.cache.misses": misses}
         self._telemetry.looked_up(len(results) - misses, misses, time.perf_counter() - began)
         return results
 

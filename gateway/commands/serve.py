@@ -108,7 +108,10 @@ def gateway_settings(options: ServeOptions, environment: Mapping[str, str]) -> S
 @contextmanager
 def children(options: ServeOptions, settings: Settings, models: _Models) -> Iterator[Supervisor]:
     """Start both programs, and end both in every case."""
-    engine = Child("engine", _engine_arguments(options, models, urlsplit(settings.engines[0]).port or 0))
+    arguments = _engine_arguments(options, models, urlsplit(settings.engines[0]).port or 0)
+    if settings.tracing_endpoint is not None:
+        arguments += ["--tracing-endpoint", settings.tracing_endpoint]
+    engine = Child("engine", arguments)
     gateway = Child("gateway", _gateway_arguments(settings))
     with supervised(engine, gateway, settings) as supervisor:
         yield supervisor

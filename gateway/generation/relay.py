@@ -55,7 +55,10 @@ class Relay:
             return
         except GatewayError as error:
             self._dispatcher.check_retry(error, self._model, attempts)
-        runs = [self._resumed(index, Attempts(attempts.wait_seconds, list(attempts.replicas))) for index in list(self._open)]
+        runs = [
+            self._resumed(index, Attempts(attempts.wait_seconds, list(attempts.replicas), number=attempts.number))
+            for index in list(self._open)
+        ]
         async with aclosing(merged(runs)) as batches:
             async for batch in batches:
                 yield batch

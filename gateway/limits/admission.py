@@ -14,6 +14,7 @@ from gateway.errors import Overloaded
 from gateway.limits.fair import FairRoom
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
+from gateway.tracing import stage
 
 
 class Admission(ASGIMiddleware):
@@ -41,7 +42,9 @@ class Admission(ASGIMiddleware):
         hold = self._bodies.hold(tenant, weight)
         try:
             if scope["method"] in ("POST", "PUT"):  # type: ignore[typeddict-item]
-                receive = _replay(await self._bodies.read(scope, receive, hold), receive)
+                with stage("gateway.receive"):
+                    body = await self._bodies.read(scope, receive, hold)
+                receive = _replay(body, receive)
             if not self._requests.take(tenant, weight=weight):
                 self._telemetry.rejected("in_flight")
                 raise Overloaded("The server has too many requests in progress; try again soon.", retry_after=1)

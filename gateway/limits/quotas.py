@@ -12,6 +12,7 @@ from gateway.errors import RateLimited
 from gateway.ids import new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, used
 from gateway.telemetry import Telemetry
+from gateway.tracing import stage
 
 
 class Quotas:
@@ -32,7 +33,8 @@ class Quotas:
         if key is None or not key.limits.any:
             return None
         lease = Lease(key.id, new_id(), key.limits, Cost(1, tokens, items))
-        verdict = await self._limiter.take(lease)
+        with stage("gateway.quota"):
+            verdict = await self._limiter.take(lease)
         context.headers += _headers(verdict)
         if verdict.denied is not None:
             self._telemetry.limited(key.name, verdict.denied)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -22,6 +23,7 @@ from gateway.ids import new_id
 from gateway.pool.faults import lost, silent, unreachable, unreadable
 from gateway.pool.stream import Take
 from gateway.pool.streams import EngineStreams, Exchange, Target
+from tracing.context import TraceContext
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +136,13 @@ class EngineClient:
         self._probe_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=PROBE_SECONDS)
         self._score_target = Target(URL(f"{url}/score"))
         self._generate_target = Target(URL(f"{url}/generate"))
+        self._trace = b""
+
+    def traced(self, context: TraceContext) -> EngineClient:
+        """Return a client of the same pod that sends ``context`` with each message."""
+        client = copy.copy(self)
+        client._trace = "".join(f"{name}: {value}\r\n" for name, value in context.headers.items()).encode("ascii")
+        return client
 
     async def ready(self) -> Readiness | None:
         """Return whether the pod takes requests, and its model; None if the pod does not answer."""
@@ -188,6 +197,7 @@ class EngineClient:
             target,
             {**self._headers, "content-type": "application/msgpack"},
             body,
+            more=self._trace,
             connect_seconds=self._connect_seconds,
             silence_seconds=self._engine_seconds,
             framed=framed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,11 +13,13 @@ import msgspec
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.ids import new_id
-from gateway.pool.hedging import Ask, Hedge, Hedger, Race
+from gateway.pool.hedging import Ask, Hedge, Hedger
+from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import Take
 from gateway.pool.waiting import WaitingRoom
 from gateway.telemetry import Telemetry
+from gateway.tracing import Stage, attempt, stage
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ class Attempts:
     """Replicas that must not get the request again."""
     sent: bool = False
     """Whether the request was sent to any replica."""
+    number: int = 0
+    """Number of replicas that were chosen so far."""
 
     def progressed(self, replica: Replica) -> None:
         """Record an answer of ``replica`` and forget the other replicas, which may recover before ``replica`` fails."""
@@ -87,11 +91,14 @@ class Dispatcher:
             replica = await self._choose(model, tokens, affinity, attempts, caller, preferred)
             try:
                 if self._hedger is not None and hedge is not None:
-                    race = Race(self._hedger, model, replica, hedge, tokens=tokens, affinity=affinity, tried=attempts.replicas)
+                    tried = attempts.replicas
+                    race = Race(
+                        self._hedger, model, replica, hedge, tokens=tokens, affinity=affinity, tried=tried, number=attempts.number
+                    )
                     hedge = None
                     return await race.run(ask)
-                with replica.busy(tokens), replica.wait():
-                    answer = await ask(replica.client)
+                with self._attempt(replica, model, attempts, tokens) as span, replica.busy(tokens), replica.wait():
+                    answer = await ask(replica.client if span is None else replica.client.traced(span.context))
             except GatewayError as error:
                 self._judge(error, replica, model)
                 self.check_retry(error, model, attempts)
@@ -110,8 +117,9 @@ class Dispatcher:
             replica = await self._choose(model, tokens, None, attempts, generate.caller)
             started, attempts.sent = False, True
             try:
-                with replica.busy(tokens):
-                    async with aclosing(replica.client.generate(generate, take)) as batches:
+                with self._attempt(replica, model, attempts, tokens) as span, replica.busy(tokens):
+                    client = replica.client if span is None else replica.client.traced(span.context)
+                    async with aclosing(client.generate(generate, take)) as batches:
                         wait = replica.wait()
                         while True:
                             with wait:  # covers only this wait and not the processing of the batch
@@ -120,6 +128,8 @@ class Dispatcher:
                                 return
                             if not started:
                                 started = True
+                                if span is not None:
+                                    span.event("first_token")
                                 replica.health.succeeded()
                                 attempts.progressed(replica)
                             yield batch
@@ -158,6 +168,7 @@ class Dispatcher:
             await self._wait(model, attempts, caller)
         replica = model.choose(tokens, affinity, attempts.replicas, preferred)
         attempts.replicas.append(replica)
+        attempts.number += 1
         return replica
 
     async def _wait(self, model: ServedModel, attempts: Attempts, caller: wire.Caller) -> None:
@@ -165,9 +176,15 @@ class Dispatcher:
             return
         began = time.monotonic()
         try:
-            await self._room.wait(lambda: model.wait_ready(attempts.wait_seconds), caller)
+            with stage("gateway.wait"):
+                await self._room.wait(lambda: model.wait_ready(attempts.wait_seconds), caller)
         finally:
             attempts.wait_seconds -= time.monotonic() - began
+
+    def _attempt(
+        self, replica: Replica, model: ServedModel, attempts: Attempts, tokens: int
+    ) -> AbstractContextManager[Stage | None]:
+        return attempt(replica.client.url, model.name, attempts.number, tokens)
 
     def _judge(self, error: GatewayError, replica: Replica, model: ServedModel) -> None:
         """Update the health of ``replica``. An unreachable pod is not chosen again before the pool has seen it ready."""

@@ -52,13 +52,14 @@ class EngineStreams:
         headers: Mapping[str, str],
         body: bytes,
         *,
+        more: bytes = b"",
         connect_seconds: float,
         silence_seconds: float,
         framed: bool = True,
     ) -> Exchange:
         """Send a request. Leaving the block before the end of the answer aborts it. ``framed``: see :meth:`EngineStream.send`.
-        Raises :class:`NotReady`."""
-        request = b"%b%d\r\n\r\n%b" % (target.head(headers), len(body), body)
+        ``more``: further lines of the head, which differ from request to request. Raises :class:`NotReady`."""
+        request = b"%b%d\r\n%b\r\n%b" % (target.head(headers), len(body), more, body)
         return Exchange(self, target, request, connect_seconds, silence_seconds, framed=framed)
 
     async def take(self, target: Target, connect_seconds: float) -> EngineStream:

@@ -26,6 +26,7 @@ from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from gateway.streams import DONE, Outlet, Streams, sse, while_connected
 from gateway.telemetry import Telemetry
+from gateway.tracing import finished
 
 _encoder = msgspec.json.Encoder()
 
@@ -142,6 +143,7 @@ class Generator:
             account.cached_tokens = sum(generation.cached_tokens for generation in generations)
             account.completion_tokens = sum(generation.completion_tokens for generation in generations)
             account.queue_seconds = max(generation.queue_seconds for generation in generations)
+            finished(sequence.finish for generation in generations for sequence in generation.sequences)
             self.telemetry.generated(account)
             for generation in generations:
                 if calls := generation.tool_calls:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
-from litestar import Response, get
+from litestar import Request, Response, get
 from litestar.handlers import HTTPRouteHandler
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from gateway.breathing import Breath
+from gateway.edge.cycle import Incoming
 from gateway.errors import NotReady
 from gateway.keyring import KeyRing
 from gateway.lifecycle import Lifecycle
@@ -52,14 +55,16 @@ def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecy
         return Version(version=number)
 
     @get("/metrics", media_type="text/plain", tags=["operation"])
-    async def metrics() -> Response[bytes]:
-        """Report the metrics in Prometheus's text format."""
+    async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
+        """Report the metrics in Prometheus's text format, or as OpenMetrics, which has exemplars, if `Accept` asks for it."""
+        open_metrics = b"application/openmetrics-text" in Incoming.of(request.scope).headers.get(b"accept", b"")
         breath = Breath()
         parts: list[bytes] = []
-        for part in telemetry.exposition():
+        for part in telemetry.exposition(open_metrics=open_metrics):
             parts.append(part)
             if breath.due:
                 await breath.take()
-        return Response(b"".join(parts), media_type=CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8"))
+        kind = openmetrics.CONTENT_TYPE_LATEST if open_metrics else CONTENT_TYPE_LATEST
+        return Response(b"".join(parts), media_type=kind.removesuffix("; charset=utf-8"))
 
     return [livez, readyz, health, show_version, metrics]

@@ -33,6 +33,7 @@ from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.endpoints import ENDPOINTS, NAMES
 from gateway.text.workers import BULK, Workers
 from gateway.tools.formats import Formats
+from gateway.tracing import stage
 
 INLINE_BYTES = 32 << 10
 """Largest body that is decoded on the event loop, which takes at most 0.3 ms."""
@@ -90,7 +91,8 @@ class Reader:
     async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
         async with while_connected(request.scope), AsyncExitStack() as held:
             long = _Long(self, request, name, body, held)
-            await long.decode()
+            with stage("gateway.decode"):
+                await long.decode()
             yield long
 
     async def read_whole(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared:
@@ -175,12 +177,13 @@ class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
         return None
 
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
-        if self.endpoint.is_light(self.fields):
-            return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
-        characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
-        job = Whole(NAMES[self.endpoint.kind], self.reader.order(served, earlier))
-        size = max(len(self.body), characters) + len(earlier)
-        return await self.reader.read_whole(self.request, [self.body, *_sliced(earlier)], size, job)
+        with stage("gateway.read"):
+            if self.endpoint.is_light(self.fields):
+                return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
+            characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
+            job = Whole(NAMES[self.endpoint.kind], self.reader.order(served, earlier))
+            size = max(len(self.body), characters) + len(earlier)
+            return await self.reader.read_whole(self.request, [self.body, *_sliced(earlier)], size, job)
 
 
 @dataclass(slots=True)
@@ -213,12 +216,13 @@ class _Long(Reading[T]):
 
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
         order = self.reader.order(served, earlier)
-        try:
-            return await self.reader.prepared(self.channel, order, _sliced(earlier))
-        except NotReady:
-            return await self.reader.prepared(
-                await self._new_worker(), Whole(self.name, order), [self.body.content, *_sliced(earlier)]
-            )
+        with stage("gateway.read"):
+            try:
+                return await self.reader.prepared(self.channel, order, _sliced(earlier))
+            except NotReady:
+                return await self.reader.prepared(
+                    await self._new_worker(), Whole(self.name, order), [self.body.content, *_sliced(earlier)]
+                )
 
     async def _new_worker(self) -> Channel:
         """Replace the worker by a new one."""

@@ -215,6 +215,17 @@ replicas: {{ ternary $known.replicas (max (int .replicas) (int .autoscaling.minR
 {{ ternary .Values.redis.existingSecretKey "password" (ne .Values.redis.existingSecret "") }}
 {{- end }}
 
+{{/* Headers for the collector of traces, as an environment variable */}}
+{{- define "yardstick.tracingHeaders" -}}
+{{- if and .Values.tracing.endpoint .Values.tracing.headersSecret -}}
+- name: OTEL_EXPORTER_OTLP_HEADERS
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.tracing.headersSecret }}
+      key: {{ .Values.tracing.headersSecretKey }}
+{{- end }}
+{{- end }}
+
 {{/* Security context of every container */}}
 {{- define "yardstick.containerSecurity" -}}
 allowPrivilegeEscalation: false

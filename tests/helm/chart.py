@@ -94,6 +94,7 @@ EVERYTHING: Values = {
         },
     },
     "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}]},
+    "tracing": {"endpoint": "http://collector.observability:4318", "ratio": 0.1, "headersSecret": "collector"},
     "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}]},
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},

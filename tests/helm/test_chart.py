@@ -356,9 +356,10 @@ def metric_names() -> set[str]:
     telemetry.watch_replicas(lambda: [ReplicaSample("http://engine", "model", "ready", 0, 0)], lambda: [ModelSample("model", 1, 0)])
     telemetry.watch_keys(lambda: KeySample(1, 0.0, False))
     telemetry.watch_log(lambda: 0)
+    telemetry.watch_traces(lambda: 0)
     telemetry.watch_text_queue(lambda: 0)
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
-    text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0)
+    text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
     return {name + suffix for name, kind in families for suffix in suffixes[kind]}

@@ -8,6 +8,7 @@ from typing import Any
 import helm_python
 import pytest
 
+from gateway.settings import load_settings
 from tests.helm.chart import EVERYTHING, Manifest, Values, manifests, one, render
 
 ZERO: Values = {"engine": {"model": "org/ranker-2.0", "autoscaling": {"enabled": True, "minReplicas": 0}}}
@@ -106,8 +107,8 @@ def test_links_of_alerts_resolve_or_are_absent():
     assert "runbook_url" in str(manifests(EVERYTHING))
 
 
-def egress(values: Values) -> list[dict[str, Any]]:
-    rules: list[dict[str, Any]] = one(manifests(values), "NetworkPolicy", "yardstick")["spec"]["egress"]
+def egress(values: Values, policy: str = "yardstick") -> list[dict[str, Any]]:
+    rules: list[dict[str, Any]] = one(manifests(values), "NetworkPolicy", policy)["spec"]["egress"]
     return rules
 
 
@@ -143,3 +144,38 @@ def test_gateways_may_connect_to_another_redis(url: str, rule: dict[str, Any]):
 )
 def test_gateways_may_connect_to_other_engines(entry: str, rule: dict[str, Any]):
     assert rule in egress({"gateway": {"engines": [entry]}})
+
+
+TRACING: Values = {"tracing": {"endpoint": "http://10.0.0.9:4318", "ratio": 0.1, "headersSecret": "collector"}}
+
+
+def test_gateways_and_engines_send_traces():
+    found = manifests(TRACING)
+    gateway = one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["containers"][0]
+    engine = one(found, "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]["containers"][0]
+    variables = {each["name"]: each.get("value") for each in gateway["env"]}
+    settings = load_settings({name: value for name, value in variables.items() if "TRACING" in name}, {"engines": ["http://a"]})
+    assert (settings.tracing_endpoint, settings.tracing_ratio) == ("http://10.0.0.9:4318", 0.1)
+    assert "--tracing-endpoint=http://10.0.0.9:4318" in engine["args"]
+    headers = {"secretKeyRef": {"name": "collector", "key": "headers"}}
+    for container in (gateway, engine):
+        assert {"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": headers} in container["env"]
+
+
+@pytest.mark.parametrize("policy", ["yardstick", "yardstick-engine"])
+def test_gateways_and_engines_may_connect_to_the_collector(policy: str):
+    rule = {"to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}], "ports": [{"port": 4318, "protocol": "TCP"}]}
+    assert rule in egress(TRACING, policy)
+    assert rule not in egress(TRACING, "yardstick-test")
+    assert {"ports": [{"port": 4318, "protocol": "TCP"}]} in egress({"tracing": {"endpoint": "http://collector:4318"}}, policy)
+
+
+def test_traces_are_off_by_default():
+    assert "tracing" not in str(manifests({})).lower()
+    assert "OTEL" not in str(manifests({"tracing": {"headersSecret": "collector"}}))
+
+
+@pytest.mark.parametrize("tracing", [{"endpoint": "collector:4318"}, {"endpoint": "http://me:secret@collector"}, {"ratio": 2}])
+def test_what_cannot_be_traced_is_refused(tracing: Values):
+    with pytest.raises(helm_python.HelmValuesError):
+        render({"tracing": tracing})

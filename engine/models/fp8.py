@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.models import conversion
+from engine.models.conversion import ConvertedLinear
 from engine.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm
 from engine.models.errors import ModelError
 from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
@@ -31,21 +33,19 @@ Codes = tuple[Tensor, Tensor]
 """Rows in FP8: codes [rows, size] e4m3, scales [rows, 1] float32."""
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer of codes, which are uninitialised until :meth:`fill`; its bias is that of the layer it is made like."""
+class QuantizedLinear(ConvertedLinear):
+    """A linear layer of codes, which are uninitialised until :meth:`fill`."""
 
     weight: Tensor
     scales: Tensor
 
     def __init__(self, like: Linear) -> None:
-        super().__init__()
+        super().__init__(like)
         self.register_buffer("weight", torch.empty_like(like.weight, dtype=FP8))  # [out, in]
         self.register_buffer("scales", torch.empty((len(like.weight), 1)))
-        self.bias = like.bias
         self.dtype = like.weight.dtype
 
     def fill(self, weight: Tensor) -> None:
-        """weight: [out, in], in any dtype."""
         codes, scales = quantize_rows(weight)
         self.weight.copy_(codes)
         self.scales.copy_(scales)
@@ -92,20 +92,12 @@ PARTS: dict[str, Callable[[Any], nn.Module]] = {
 
 
 def convert(layer: DecoderLayer) -> None:
-    """Give a layer its parts in FP8, uninitialised, in place of those it has; these go, and their memory with them."""
-    for name, part in PARTS.items():
-        layer.set_submodule(name, part(layer.get_submodule(name)))
+    """Give a layer its parts in FP8, uninitialised, in place of those it has."""
+    conversion.convert(layer, PARTS)
     layer.mlp.gate = silu_mul_quantized
 
 
-@torch.no_grad()
-def fill(layer: DecoderLayer, source: DecoderLayer) -> None:
-    """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
-    for name, parameter in layer.named_parameters():  # norms and biases
-        parameter.copy_(source.get_parameter(name))
-    for name, part in layer.named_modules():
-        if isinstance(part, QuantizedLinear):
-            part.fill(source.get_parameter(f"{name}.weight"))
+fill = conversion.fill
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Attend, Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.loader import fill, read_checked
+from engine.models.quantization import pack_head
 
 LOCAL = "127.0.0.1"
 
@@ -72,6 +73,7 @@ def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = N
     with torch.device("meta"):
         whole = Decoder(decoder.whole)
     fill(decoder, read_checked(directory, whole), quantize, decoder.rank)
+    pack_head(decoder, quantize)
     decoder.eval()
 
 

@@ -186,6 +186,8 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype) if own_head else None
         classes = len(config.classes)
         self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
+        self.packed_head: Tensor | None = None
+        """:attr:`head_weight` from :func:`kernels.linear.pack`; None where it multiplies as it is."""
         self.register_buffer("inverse_frequencies", config.rope.inverse_frequencies(config.head_dim), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
@@ -205,7 +207,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, vocab]"""
-        return linear(hidden, self.head_weight)
+        return linear(hidden, self.head_operand)
 
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, classes], float32, as is the product."""
@@ -217,6 +219,11 @@ class Decoder(nn.Module):
         """[vocab, hidden]; the embedding's own weight where they are tied. Only of a model with a language-model head."""
         assert self.config.lm_head
         return self.embed.weight if self.head is None else self.head.weight
+
+    @property
+    def head_operand(self) -> Tensor:
+        """The weight that :func:`kernels.linear.linear` makes logits with, and nothing else reads: packed on a CPU in float32."""
+        return self.head_weight if self.packed_head is None else self.packed_head
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Hugging Face tensor name -> the part of a parameter that it fills, detached and writable."""

@@ -43,7 +43,7 @@ class LabelReadout(Readout):
 
     def queue(self, step: StepTensors, download: Download) -> None:
         labels = self._label_copy.tensor.view(len(self._labels), -1)
-        self.numbers = download.add(label_logprobs(step.hidden[self], self.context.decoder.head_weight, labels))
+        self.numbers = download.add(label_logprobs(step.hidden[self], self.context.decoder.head_operand, labels))
 
     def read(self, result: StepResult) -> None:
         rows = zip(self.branches, self.numbers.tensor.tolist(), self._labels, strict=True)

@@ -1,7 +1,7 @@
 """Scoring and decoding on a CPU in float32, beside the engine of another checkout: ``python -m benchmarks against CHECKOUT``.
 
-Each checkout has a process with the same weights, threads and variables. They compute the same requests in turn, the first of a round
-alternating, and must agree. Figures are medians of the rounds; ratios are the other's time divided by ours, medians of the rounds'
+Each checkout has a process with the same weights, threads and variables. They compute the same requests in turn, in alternating
+order, and must agree. Figures are medians of the rounds; ratios are the other's time divided by ours, medians of the rounds'
 ratios. The last line is JSON.
 """
 

@@ -191,7 +191,7 @@ class ReferenceAttention(AttentionBackend):
 
 
 def tiles(queries: int, width: int, before: int) -> list[Tile]:
-    """Equal tiles of ``queries`` queries with ``width`` slots, at most ``before`` of which are in front of the first query's own."""
+    """Equal tiles of ``queries`` queries. width: slots of the whole context; before: those in front of the first query's own."""
     count = -(-queries // TILE_QUERIES)
     ends = [queries * (place + 1) // count for place in range(count)]
     return [Tile(begin, end, min(width, before + end)) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -1,8 +1,8 @@
 """Computes workloads with the engine of the checkout it is started in (see :mod:`benchmarks.engine.against`).
 
 Arguments: model directory, threads. Prints ``{"ready": true}`` when the model is loaded. Each line of standard input has the name
-of a workload and a seed; each answer is a line with the seconds of wall and CPU time, and the scores or tokens. It imports only what
-every version of the engine has.
+of a workload and a seed; each answer is a line with the seconds of wall and CPU time, and the scores or tokens. It imports only
+what every version of the engine has.
 """
 
 from __future__ import annotations

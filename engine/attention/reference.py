@@ -90,7 +90,7 @@ class ReferenceAttention(AttentionBackend):
 
         def attend(layer: int, heads: Heads) -> Tensor:
             q = self.write(layer, heads, out_cache_loc)
-            out = torch.empty_like(q)
+            out = q.new_empty(q.shape)
             for group in groups:
                 self._attend(layer, q, group, out)
             return out

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.engine import machine
 from benchmarks.engine.against_process import WORKLOADS
+from benchmarks.engine.line_process import LineProcess
 from benchmarks.engine.records import Records
 from benchmarks.engine.subject import SHAPES, subject
 from engine.serving.environment import with_defaults
@@ -38,42 +38,10 @@ Times = dict[str, dict[str, list[float]]]
 """Checkout, clock, and seconds of each round."""
 
 
-class Checkout:
-    """The engine of a checkout, in a process of its own."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        file = Path(__file__).with_name("against_process.py")
-        self._process = subprocess.Popen(  # noqa: S603 - our own code
-            [sys.executable, str(file), str(model), str(torch.get_num_threads())],
-            cwd=folder,
-            env=with_defaults(os.environ) | {"PYTHONPATH": str(folder)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def ready(self) -> None:
-        """Wait until the model is loaded."""
-        self._read()
-
-    def run(self, workload: str, seed: int) -> dict[str, Any]:
-        """Compute a workload; returns its seconds by clock, and what came of it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([workload, seed]) + "\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()  # closes the pipes
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a checkout's engine ended with exit code {self._process.wait()}")
-        return json.loads(line)  # type: ignore[no-any-return]
+def start(checkout: Path, model: Path) -> LineProcess:
+    """The engine of a checkout, which prints a line when the model is loaded."""
+    command = [sys.executable, str(Path(__file__).with_name("against_process.py")), str(model), str(torch.get_num_threads())]
+    return LineProcess(command, checkout, with_defaults(os.environ) | {"PYTHONPATH": str(checkout)})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,11 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     records, times = Records(), {}
     with subject(options.shape, options.model, "float32") as measured, ExitStack() as stack:
-        checkouts = {OURS: Checkout(HERE, measured.directory), THEIRS: Checkout(options.checkout.resolve(), measured.directory)}
+        folders = {OURS: HERE, THEIRS: options.checkout.resolve()}
+        checkouts = {name: start(folder, measured.directory.resolve()) for name, folder in folders.items()}
         for checkout in checkouts.values():
             stack.callback(checkout.close)
         for checkout in checkouts.values():
-            checkout.ready()
+            checkout.read()
         for name in options.workloads.split(","):
             times[name] = measure(checkouts, name, options.rounds, records)
     summary = {
@@ -110,12 +79,12 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def measure(checkouts: Mapping[str, Checkout], workload: str, rounds: int, records: Records) -> Times:
+def measure(checkouts: Mapping[str, LineProcess], workload: str, rounds: int, records: Records) -> Times:
     """Run a workload ``rounds`` times in each checkout, after a round that is not counted."""
     times: Times = {name: {clock: [] for clock in CLOCKS} for name in checkouts}
     for place in records.progress(range(rounds + 1), workload):
         order = sorted(checkouts, reverse=bool(place % 2))
-        answers = {name: checkouts[name].run(workload, place) for name in order}
+        answers = {name: checkouts[name].ask([workload, place]) for name in order}
         check_agreement(workload, *(answers[name]["found"] for name in checkouts))
         for name, answer in answers.items() if place else ():
             for clock in CLOCKS:

@@ -26,7 +26,7 @@ from engine.demo import MODELS
 from engine.models.config import ModelConfig, load_config
 from kernels.linear import linear, pack, packed_linear
 
-ROWS = (8, 32, 128, 1920)
+ROWS = (1, 8, 32, 128, 1920)
 """Decoding steps, and a score request of the standard workload."""
 REPEATED_SECONDS = 0.02
 """A round repeats a product for this long."""

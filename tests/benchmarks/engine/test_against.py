@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import against
+from benchmarks.engine.line_process import ProcessEnded
 from tests.checkpoints import make_checkpoint
 
 
@@ -40,7 +41,7 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_checkout_without_an_engine_is_an_error(tmp_path: Path) -> None:
-    checkout = against.Checkout(tmp_path, tmp_path)
-    with pytest.raises(SystemExit, match="exit code 1"):
-        checkout.ready()
-    checkout.close()
+    process = against.start(tmp_path, tmp_path)
+    with pytest.raises(ProcessEnded, match="exit code 1"):
+        process.read()
+    process.close()

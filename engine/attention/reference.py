@@ -129,7 +129,8 @@ class ReferenceAttention(AttentionBackend):
             some = slice(begin * self._fold, end * self._fold)
             seen_keys, seen_values, mask = keys[:, :, :width], values[:, :, :width], group.mask[:, :, some, :width]
             found = scaled_dot_product_attention(folded[:, :, some], seen_keys, seen_values, attn_mask=mask)
-            result.view(apart)[:, begin:end] = found.unflatten(2, (-1, self._fold)).transpose(1, 2)
+            parts = found.view(group.pieces, kv_heads, end - begin, self._fold, head_dim)
+            result.view(apart)[:, begin:end] = parts.transpose(1, 2)
         if (value_scales := self.kv.value_scales(layer)) is not None:
             result.view(apart).mul_(value_scales[:, None, None].to(result.dtype))
         if group.span is None:

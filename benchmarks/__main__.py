@@ -28,6 +28,7 @@ BENCHMARKS = {
     "gpu": Benchmark("benchmarks.engine.cli:gpu", "everything that needs a GPU machine, in two calls of 8 minutes"),
     "budget": Benchmark("benchmarks.engine.budget:main", "the predicted time of each kernel on an H200, for docs/gpu-budget.md"),
     "peers": Benchmark("benchmarks.engine.peers:main", "scoring on a CPU, beside OpenVINO and ONNX Runtime"),
+    "against": Benchmark("benchmarks.engine.against:main", "scoring and decoding on a CPU, beside another checkout's engine"),
     "products": Benchmark("benchmarks.engine.products:main", "float32 matrix products on a CPU with each library"),
     "spinning": Benchmark("benchmarks.engine.spinning:main", "idle threads of the engine: spin or sleep, with and without company"),
     "host": Benchmark(

@@ -60,10 +60,12 @@ def qk_norm_rope_write_reference(
 ) -> Tensor:
     """:func:`qk_norm_rope_write` in plain PyTorch."""
     kv_heads = keys.shape[1]
-    q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    heads = qkv.shape[1] - 2 * kv_heads
+    qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
     if q_weight is not None and k_weight is not None:
-        q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
-    q, k = rope(q, cos, sin), rope(k, cos, sin)
+        weights = torch.cat([q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)])
+        qk = rms_norm_reference(qk, weights, eps)
+    q, k = torch.split(rope(qk, cos, sin), [heads, kv_heads], dim=1)
     if scales is None:
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)

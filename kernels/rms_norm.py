@@ -22,13 +22,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """:func:`rms_norm` in plain PyTorch. On a CPU, 0.28 ms for [1920, 512] in float32; PyTorch's own takes 0.37."""
-    if weight.dtype != x.dtype:
-        return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-    if x.is_cuda or x.dtype != torch.float32 or needs_gradient(x, weight):
+    """:func:`rms_norm` in plain PyTorch. weight: [size], or [heads, size] with one for each head.
+
+    On a CPU, 0.28 ms for [1920, 512] in float32; PyTorch's own takes 0.37.
+    """
+    plain = weight.dim() == 1 and weight.dtype == x.dtype
+    if plain and (x.is_cuda or x.dtype != torch.float32 or needs_gradient(x, weight)):
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x * norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return (x * norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -34,9 +34,9 @@ def describe() -> dict[str, str | int | float]:
     return found | (_gpu() if torch.cuda.is_available() else {})
 
 
-def commit() -> str:
-    """Return the commit of this checkout, with a mark if files differ from it."""
-    return _said("git", "describe", "--always", "--dirty", "--exclude=*")
+def commit(checkout: Path = Path(__file__).parent) -> str:
+    """Return the commit of a checkout, this one by default, with a mark if files differ from it."""
+    return _said("git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*")
 
 
 def _gpu() -> dict[str, str | int | float]:
@@ -49,7 +49,7 @@ def _said(*command: str) -> str:
     program = shutil.which(command[0])
     if program is None:
         return "unknown"
-    result = subprocess.run([program, *command[1:]], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)  # noqa: S603
+    result = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False)  # noqa: S603
     return result.stdout.strip() if result.returncode == 0 else "unknown"
 
 

@@ -57,7 +57,7 @@ class Head:
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
         """Run the step once."""
-        return label_logprobs(self._hidden, self._decoder.head_weight, self._labels)
+        return label_logprobs(self._hidden, self._decoder.head_operand, self._labels)
 
 
 def compare(engine: Engine, decoder: Decoder, peer: Scorer, vocab_size: int, repeats: int, records: Records) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.engine import machine
 from benchmarks.engine.engines import Engine, Scorer, Scores, Transformers, seconds
+from benchmarks.engine.line_process import LineProcess, ProcessEnded
 from benchmarks.engine.records import Records
 from benchmarks.engine.subject import SHAPES, subject
 from benchmarks.engine.workload import Workload
@@ -41,7 +41,7 @@ TOLERANCE = 1e-3
 
 
 class PeerError(RuntimeError):
-    """A runtime ended; the message has its last output."""
+    """A runtime cannot be started."""
 
 
 class Peer:
@@ -49,38 +49,25 @@ class Peer:
 
     def __init__(self, runtime: str, python: Path, checkpoint: Path, form: str) -> None:
         file = Path(__file__).with_name("peer_process.py")
-        command = [str(python), str(file), runtime, str(checkpoint), form, str(torch.get_num_threads())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        self._process = LineProcess([str(python), str(file), runtime, str(checkpoint), form, str(torch.get_num_threads())])
         self.taken = 0.0
         """Seconds of the last request, without its way here."""
         try:
-            self.version: str = self._read()["ready"]
-        except PeerError:
+            self.version: str = self._process.read()["ready"]
+        except ProcessEnded as error:
             self.close()
-            raise
+            raise PeerError(str(error)) from None
 
     def score(self, message: wire.Score) -> Scores:
         """Score all prompts of a request as one batch."""
         assert isinstance(message.readout, wire.Labels)
-        assert self._process.stdin is not None
-        prompts = [message.prefix + branch for branch in message.branches]
-        self._process.stdin.write(json.dumps([prompts, message.readout.tokens]) + "\n")
-        self._process.stdin.flush()
-        answer = self._read()
+        answer = self._process.ask([[message.prefix + branch for branch in message.branches], message.readout.tokens])
         self.taken = answer["seconds"]
         return answer["rows"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.communicate()  # closes the pipes
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise PeerError(f"it ended with exit code {self._process.wait()}")
-        return json.loads(line)  # type: ignore[no-any-return]
+        self._process.close()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,8 +26,10 @@ from engine.demo import MODELS
 from engine.models.config import ModelConfig, load_config
 from kernels.linear import linear, pack, packed_linear
 
-ROWS = (8, 32, 128, 1920)
+ROWS = (1, 8, 32, 128, 1920)
 """Decoding steps, and a score request of the standard workload."""
+HEAD, HEAD_ROWS = "head", 32
+"""The model's head, and the most rows that it is measured with: a score request needs one for each item."""
 REPEATED_SECONDS = 0.02
 """A round repeats a product for this long."""
 BASE, OURS = "oneDNN", "oneDNN, packed"
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     with torch.inference_mode():
         for name, size, out in matrices(config):
             for rows in map(int, options.rows.split(",")):
+                if name == HEAD and rows > HEAD_ROWS:
+                    continue
                 where = f"{rows} × {size} × {out}"
                 products[f"{name}, {where}"] = found = measure(rows, size, out, options.rounds)
                 for library in found if not table.rows else ():
@@ -69,12 +73,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
-    """Name, input and output size of each projection of a layer."""
+    """Name, input and output size of each projection of a layer, and of the head."""
     hidden, inner, attended = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     yield "qkv_proj", hidden, attended + 2 * config.num_kv_heads * config.head_dim
     yield "o_proj", attended, hidden
     yield "gate_up_proj", hidden, 2 * inner
     yield "down_proj", inner, hidden
+    yield HEAD, hidden, config.vocab_size
 
 
 def measure(rows: int, size: int, out: int, rounds: int) -> dict[str, float]:

@@ -1,15 +1,17 @@
 """Attention in plain PyTorch: the reference for other backends, and what serves on a CPU.
 
-Runs are cut into pieces of at most :data:`MAX_QUERIES` queries, each with the part of the context that its last query sees, so
-that little above the causal diagonal is computed. Pieces of similar shape are padded into one call of
-``scaled_dot_product_attention``. The query heads that share a key head are folded into the query axis, so that keys and values
-are never repeated.
+Runs are cut into pieces of at most :data:`MAX_QUERIES` queries, each with the part of the context that its last query sees. Pieces
+of similar shape are padded into one group, whose keys and values are gathered once. ``scaled_dot_product_attention`` is called for
+a tile of at most :data:`TILE_QUERIES` queries of each piece with the keys that the tile sees, so that little above the causal
+diagonal is computed. The query heads that share a key head are folded into the query axis, so that keys and values are never
+repeated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,8 @@ from kernels.soft_cap import NO_CAP, soft_cap
 Longs = npt.NDArray[np.int64]
 
 MAX_QUERIES = 256
+TILE_QUERIES = 64
+"""For items of 180 tokens behind a query of 120, tiles save an eighth of attention's time."""
 MAX_WASTE = 1.25
 """A group's padded area may be this many times what its pieces need."""
 MAX_AREA = 1 << 22
@@ -45,12 +49,22 @@ class Piece:
     context: Ints
 
 
+class Tile(NamedTuple):
+    """Queries ``begin`` to ``end`` of each piece of a group, and the number of slots that they see at most."""
+
+    begin: int
+    end: int
+    width: int
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Pieces computed in one call, as tensors."""
+    """Pieces computed together, as tensors."""
 
     queries: Tensor
     """[pieces · longest] token index; padding repeats a piece's first token."""
+    span: slice | None
+    """``queries`` as a slice; None where they are no consecutive tokens."""
     real: Tensor | None
     """Places in ``queries`` that are no padding; None where all are real."""
     rows: Tensor
@@ -58,7 +72,8 @@ class Group:
     slots: Tensor
     """[pieces · longest context]"""
     mask: Tensor
-    """[pieces or 1, 1, group · longest, longest context], 0 or -inf"""
+    """[pieces or 1, 1, longest · fold, longest context], 0 or -inf"""
+    tiles: list[Tile]
     pieces: int
 
 
@@ -77,7 +92,7 @@ class ReferenceAttention(AttentionBackend):
 
         def attend(layer: int, heads: Heads) -> Tensor:
             q = self.write(layer, heads, out_cache_loc)
-            out = torch.empty_like(q)
+            out = q.new_empty(q.shape)
             for group in groups[self.specs[layer].window]:
                 self._attend(layer, q, group, out)
             return out
@@ -111,14 +126,20 @@ class ReferenceAttention(AttentionBackend):
             for read, new in zip((keys, values), own, strict=True):
                 read[:, -longest:] = new.index_select(0, group.queries).view(shape[0], longest, kv_heads, head_dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        rows = q.index_select(0, group.queries).view(group.pieces, -1, kv_heads, self._fold, head_dim)
-        folded = rows.permute(0, 2, 3, 1, 4).reshape(group.pieces, kv_heads, -1, head_dim)
-        result = _attention(folded, keys, values, group.mask, self.specs[layer])
-        result = result.view(group.pieces, kv_heads, self._fold, -1, head_dim).permute(0, 3, 1, 2, 4)
+        rows = q.index_select(0, group.queries) if group.span is None else q[group.span]
+        result = torch.empty_like(rows) if group.span is None else out[group.span]
+        apart = (group.pieces, -1, kv_heads, self._fold, head_dim)  # [pieces, longest, kv_heads, fold, head_dim]
+        folded = rows.view(apart).transpose(1, 2).reshape(group.pieces, kv_heads, -1, head_dim)
+        for begin, end, width in group.tiles:
+            some = slice(begin * self._fold, end * self._fold)
+            seen_keys, seen_values, mask = keys[:, :, :width], values[:, :, :width], group.mask[:, :, some, :width]
+            found = _attention(folded[:, :, some], seen_keys, seen_values, mask, self.specs[layer])
+            parts = found.view(group.pieces, kv_heads, end - begin, self._fold, head_dim)
+            result.view(apart)[:, begin:end] = parts.transpose(1, 2)
         if (value_scales := self.kv.value_scales(layer)) is not None:
-            result = result * value_scales[:, None, None].to(result.dtype)
-        flat = result.reshape(-1, *q.shape[1:])  # [pieces · longest, heads, head_dim]
-        out.index_copy_(0, group.rows, flat if group.real is None else flat.index_select(0, group.real))
+            result.view(apart).mul_(value_scales[:, None, None].to(result.dtype))
+        if group.span is None:
+            out.index_copy_(0, group.rows, result if group.real is None else result.index_select(0, group.real))
 
     def _read(self, cache: Tensor, slots: Tensor) -> Tensor:
         """[slots, kv_heads, head_dim], in the model's dtype; codes without their scales."""
@@ -140,13 +161,16 @@ class ReferenceAttention(AttentionBackend):
         counts = np.array([piece.queries for piece in pieces])
         widths = np.array([len(piece.context) for piece in pieces])
         places = np.flatnonzero(np.arange(longest) < counts[:, None])
-        padded = len(places) < queries.size
+        padded, flat = len(places) < queries.size, queries.reshape(-1)
+        consecutive = bool((np.diff(flat) == 1).all())
         return Group(
-            queries=self._there(queries.reshape(-1)),
+            queries=self._there(flat),
+            span=slice(int(flat[0]), int(flat[0]) + len(flat)) if consecutive else None,
             real=self._there(places) if padded else None,
-            rows=self._there(queries.reshape(-1)[places]),
+            rows=self._there(flat[places]),
             slots=self._there(slots.reshape(-1)),
             mask=self._branch_mask(widths, longest, width) if own else self._mask(counts, widths, longest, width, window),
+            tiles=[Tile(0, longest, width)] if own else tiles(longest, width, int((widths - counts).max())),
             pieces=len(pieces),
         )
 
@@ -174,7 +198,14 @@ class ReferenceAttention(AttentionBackend):
     def _folded(self, hidden: Tensor) -> Tensor:
         """hidden: [pieces or 1, longest, width] bool. -> as :class:`Group` has it."""
         mask = torch.zeros(hidden.shape, dtype=self.kv.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        return mask[:, None].repeat(1, 1, self._fold, 1)
+        return mask[:, None].repeat_interleave(self._fold, 2)
+
+
+def tiles(queries: int, width: int, before: int) -> list[Tile]:
+    """Equal tiles of ``queries`` queries. width: slots of the whole context; before: those in front of the first query's own."""
+    count = -(-queries // TILE_QUERIES)
+    ends = [queries * (place + 1) // count for place in range(count)]
+    return [Tile(begin, end, min(width, before + end)) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:

@@ -22,6 +22,7 @@ from engine.models.config import ExpertConfig, ModelConfig
 from engine.models.decoder import MLP, Attend, Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.loader import fill, read_checked
+from engine.models.quantization import pack_head
 from engine.models.registry import family_of
 
 LOCAL = "127.0.0.1"
@@ -92,6 +93,7 @@ def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = N
     with torch.device("meta"):
         whole = Decoder(decoder.whole)
     fill(decoder, read_checked(directory, whole), quantize, decoder.rank)
+    pack_head(decoder, quantize)
     decoder.eval()
 
 

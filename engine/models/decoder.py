@@ -195,6 +195,8 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype) if own_head else None
         classes = len(config.classes)
         self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
+        self.packed_head: Tensor | None = None
+        """:attr:`head_weight` from :func:`kernels.linear.pack`; None where it multiplies as it is."""
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         self._ropes = list(dict.fromkeys(ropes))
         self._rope_of = [self._ropes.index(rope) for rope in ropes]
@@ -221,7 +223,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, vocab]"""
-        return soft_cap(linear(self.head_input(hidden), self.head_weight), self.config.logit_cap)
+        return soft_cap(linear(self.head_input(hidden), self.head_operand), self.config.logit_cap)
 
     def head_input(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> the rows whose products with the head are uncapped logits."""
@@ -237,6 +239,11 @@ class Decoder(nn.Module):
         """[vocab, hidden]; the embedding's own weight where they are tied. Only of a model with a language-model head."""
         assert self.config.lm_head
         return self.embed.weight if self.head is None else self.head.weight
+
+    @property
+    def head_operand(self) -> Tensor:
+        """The weight that :func:`kernels.linear.linear` makes logits with, and nothing else reads: packed on a CPU in float32."""
+        return self.head_weight if self.packed_head is None else self.packed_head
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Hugging Face tensor name -> the part of a parameter that it fills, detached and writable."""

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models import conversion
+from engine.models.conversion import ConvertedLinear
+from engine.models.decoder import MLP, Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.experts import refuse_experts
 from engine.models.modules import Linear, RMSNorm, Sum
@@ -34,21 +36,19 @@ Codes = tuple[Tensor, Tensor]
 """Rows in FP8: codes [rows, size] e4m3, scales [rows, 1] float32."""
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer of codes, which are uninitialised until :meth:`fill`; its bias is that of the layer it is made like."""
+class QuantizedLinear(ConvertedLinear):
+    """A linear layer of codes, which are uninitialised until :meth:`fill`."""
 
     weight: Tensor
     scales: Tensor
 
     def __init__(self, like: Linear) -> None:
-        super().__init__()
+        super().__init__(like)
         self.register_buffer("weight", torch.empty_like(like.weight, dtype=FP8))  # [out, in]
         self.register_buffer("scales", torch.empty((len(like.weight), 1)))
-        self.bias = like.bias
         self.dtype = like.weight.dtype
 
     def fill(self, weight: Tensor) -> None:
-        """weight: [out, in], in any dtype."""
         codes, scales = quantize_rows(weight)
         self.weight.copy_(codes)
         self.scales.copy_(scales)
@@ -99,24 +99,17 @@ BEFORE = {"attention.qkv_proj": "input_norm", "mlp.gate_up_proj": "post_attentio
 
 
 def convert(layer: DecoderLayer) -> None:
-    """Give a layer its parts in FP8, uninitialised, in place of those it has; these go, and their memory with them."""
-    for name, part in PARTS.items():
-        given = layer.get_submodule(name)
-        if isinstance(given, Linear) and isinstance(layer.get_submodule(BEFORE.get(name, name)), Sum):
-            part = QuantizingLinear
-        if not isinstance(given, Sum):
-            layer.set_submodule(name, part(given))
+    """Give a layer its parts in FP8, uninitialised, in place of those it has."""
+    parts = {name: part for name, part in PARTS.items() if not isinstance(layer.get_submodule(name), Sum)}
+    for name, norm in BEFORE.items():
+        if norm not in parts:
+            parts[name] = QuantizingLinear
+    conversion.convert(layer, parts)
+    assert isinstance(layer.mlp, MLP)
     layer.mlp.gate = gelu_mul_quantized if layer.mlp.gelu else silu_mul_quantized
 
 
-@torch.no_grad()
-def fill(layer: DecoderLayer, source: DecoderLayer) -> None:
-    """Quantise the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
-    for name, parameter in layer.named_parameters():  # norms and biases
-        parameter.copy_(source.get_parameter(name))
-    for name, part in layer.named_modules():
-        if isinstance(part, QuantizedLinear):
-            part.fill(source.get_parameter(f"{name}.weight"))
+fill = conversion.fill
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

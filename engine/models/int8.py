@@ -12,23 +12,23 @@ import logging
 import torch
 from torch import Tensor
 
-from engine.models import packed
+from engine.models import conversion
+from engine.models.conversion import PROJECTIONS, ConvertedLinear
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.errors import ModelError
 from engine.models.experts import refuse_experts
-from engine.models.packed import PROJECTIONS, PackedLinear
 from kernels.int8 import INSTRUCTIONS, MOST_COLUMNS, PackedWeight, instructions, int8_linear, pack
 
 logger = logging.getLogger(__name__)
 
 
-class Int8Linear(PackedLinear):
+class Int8Linear(ConvertedLinear):
     """A linear layer of codes."""
 
     weight: PackedWeight
 
-    def pack(self, weight: Tensor) -> PackedWeight:
-        return pack(weight)
+    def fill(self, weight: Tensor) -> None:
+        self.weight = pack(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
@@ -37,10 +37,10 @@ class Int8Linear(PackedLinear):
 
 def convert(layer: DecoderLayer) -> None:
     """Give a layer its quantised projections, without weights, in place of those it has."""
-    packed.convert(layer, Int8Linear)
+    conversion.convert(layer, dict.fromkeys(PROJECTIONS, Int8Linear))
 
 
-fill = packed.fill
+fill = conversion.fill
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.kv_scales import bounded, kv_bounds
 from engine.models.modules import RMSNorm
 from engine.models.pooling import load_pooling
-from engine.models.quantization import FORMATS
+from engine.models.quantization import FORMATS, pack_head
 from engine.models.source import locate
 
 EMBEDDING, HEAD = checkpoint.BODY_PREFIX + checkpoint.EMBEDDING, "lm_head.weight"
@@ -38,6 +38,7 @@ def load_model(model: str | Path, dtype: torch.dtype = torch.float32, quantize: 
     directory = locate(model)
     decoder = Decoder(load_config(directory), dtype)
     fill(decoder, read_checked(directory, decoder), quantize)
+    pack_head(decoder, quantize)
     return decoder.eval()
 
 

@@ -6,36 +6,25 @@ Products equal those of plain weights, to rounding, but oneDNN need not rearrang
 from __future__ import annotations
 
 import platform
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine.models import conversion
+from engine.models.conversion import PROJECTIONS, ConvertedLinear
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import Experts
-from engine.models.modules import Linear
 from kernels.linear import pack, packed_linear
 
-PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-"""Parts of a layer that are converted."""
 
+class PackedLinear(ConvertedLinear):
+    """A linear layer of a packed weight."""
 
-class PackedLinear(nn.Module):
-    """A linear layer of a packed weight, which is missing until :meth:`fill`; its bias is that of the layer it is made like."""
-
-    def __init__(self, like: Linear) -> None:
-        super().__init__()
-        self.bias = like.bias
-        self.weight: Any = None
-        """What :meth:`pack` returns."""
+    weight: Tensor
+    """A result of :func:`kernels.linear.pack`."""
 
     def fill(self, weight: Tensor) -> None:
-        """weight: [out, in]."""
-        self.weight = self.pack(weight)
-
-    def pack(self, weight: Tensor) -> Any:
-        """The layout that :meth:`forward` multiplies with."""
-        return pack(weight)
+        self.weight = pack(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
@@ -57,21 +46,10 @@ def check_shapes(decoder: Decoder) -> None:
     """All shapes can be packed."""
 
 
-def convert(layer: DecoderLayer, part: type[PackedLinear] = PackedLinear) -> None:
-    """Give a layer projections of the kind ``part``, without weights, in place of those it has."""
-    for name in PROJECTIONS:
-        if name.startswith("mlp.") and isinstance(layer.mlp, Experts):
-            continue
-        projection = layer.get_submodule(name)
-        assert isinstance(projection, Linear)
-        layer.set_submodule(name, part(projection))
+def convert(layer: DecoderLayer) -> None:
+    """Give a layer packed projections, without weights, in place of those it has. Experts stay as they are."""
+    names = [name for name in PROJECTIONS if not (name.startswith("mlp.") and isinstance(layer.mlp, Experts))]
+    conversion.convert(layer, dict.fromkeys(names, PackedLinear))
 
 
-@torch.no_grad()
-def fill(layer: DecoderLayer, source: DecoderLayer) -> None:
-    """Pack the weights of ``source`` into ``layer``, which was converted and otherwise like it."""
-    for name, parameter in layer.named_parameters():  # norms and biases
-        parameter.copy_(source.get_parameter(name))
-    for name, part in layer.named_modules():
-        if isinstance(part, PackedLinear):
-            part.fill(source.get_parameter(f"{name}.weight"))
+fill = conversion.fill

@@ -45,7 +45,7 @@ class LabelReadout(Readout):
         labels = self._label_copy.tensor.view(len(self._labels), -1)
         decoder = self.context.decoder
         hidden = decoder.head_input(step.hidden[self])
-        self.numbers = download.add(label_logprobs(hidden, decoder.head_weight, labels, decoder.config.logit_cap))
+        self.numbers = download.add(label_logprobs(hidden, decoder.head_operand, labels, decoder.config.logit_cap))
 
     def read(self, result: StepResult) -> None:
         rows = zip(self.branches, self.numbers.tensor.tolist(), self._labels, strict=True)

@@ -14,6 +14,7 @@ from engine import wire
 from engine.build import build_loop
 from engine.models import int8
 from engine.models.config import load_config
+from engine.models.conversion import PROJECTIONS
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
 from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
@@ -79,7 +80,7 @@ def test_every_projection_multiplies_rounded_operands(model: Path) -> None:
 def test_everything_but_the_layers_matrices_stays(model: Path) -> None:
     state, before = load_model(model, quantize="int8").state_dict(), load_model(model).state_dict()
     gone = before.keys() - state.keys()
-    assert gone == {f"layers.{index}.{name}.weight" for index in range(3) for name in int8.PROJECTIONS}
+    assert gone == {f"layers.{index}.{name}.weight" for index in range(3) for name in PROJECTIONS}
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
 
 

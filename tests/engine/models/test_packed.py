@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models import packed
+from engine.models.conversion import PROJECTIONS, ConvertedLinear
 from engine.models.decoder import Decoder
+from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import load_model
 from engine.models.quantization import format_of
+from kernels.label_logprobs import label_logprobs
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal_of
 
@@ -34,14 +36,13 @@ def logits(decoder: Decoder, count: int) -> Tensor:
 @pytest.mark.parametrize("count", [1, 60])
 def test_the_numbers_are_those_of_plain_weights(model: Path, count: int) -> None:
     decoder, plain = load_model(model, quantize="packed"), load_model(model)
-    parts = [decoder.layers[2].get_submodule(name) for name in packed.PROJECTIONS]
-    assert all(isinstance(part, packed.PackedLinear) for part in parts)
+    assert all(isinstance(decoder.layers[2].get_submodule(name), ConvertedLinear) for name in PROJECTIONS)
     torch.testing.assert_close(logits(decoder, count), logits(plain, count), rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_layers_matrices_are_packed(model: Path) -> None:
     state, before = load_model(model, quantize="packed").state_dict(), load_model(model).state_dict()
-    assert before.keys() - state.keys() == {f"layers.{index}.{name}.weight" for index in range(3) for name in packed.PROJECTIONS}
+    assert before.keys() - state.keys() == {f"layers.{index}.{name}.weight" for index in range(3) for name in PROJECTIONS}
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
 
 
@@ -53,3 +54,22 @@ def test_a_cpu_packs_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert format_of(None, torch.device("cuda", 0), torch.float32) is None
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert format_of(None, CPU, torch.float32) is None
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
+@pytest.mark.parametrize("form", ["packed", "int8"])
+def test_the_head_is_packed_beside_the_plain_one(model: Path, form: str) -> None:
+    decoder, plain = load_model(model, quantize=form), load_model(model)
+    hidden = torch.randn(7, decoder.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    labels = torch.tensor([[1, 5, 319]]).expand(7, -1)
+    with torch.no_grad():
+        assert decoder.head_operand.layout == torch._mkldnn  # type: ignore[attr-defined]
+        torch.testing.assert_close(decoder.logits(hidden), plain.logits(hidden), rtol=1e-4, atol=1e-5)
+        found, expected = (label_logprobs(hidden, each.head_operand, labels) for each in (decoder, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
+def test_a_length_model_keeps_no_packed_head(model: Path, tmp_path: Path) -> None:
+    save_lenvm(LenVM(load_model(model).config), tmp_path)
+    assert load_lenvm(tmp_path, quantize="packed").decoder.packed_head is None

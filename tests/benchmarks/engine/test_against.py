@@ -1,0 +1,47 @@
+"""The engine beside that of another checkout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine import against
+from benchmarks.engine.line_process import ProcessEnded
+from tests.checkpoints import make_checkpoint
+
+
+def test_ratios_are_paired_and_above_one_where_the_other_is_slower() -> None:
+    clocks = {"wall": [1.0, 2.0, 4.0], "cpu": [1.0, 1.0, 1.0]}
+    found = against.summary_of({"here": clocks, "there": {"wall": [2.0, 2.0, 4.4], "cpu": [3.0, 3.0, 3.0]}})
+    assert found["wall"] == {"here_ms": 2000, "there_ms": 2000, "ratio": pytest.approx(1.1), "least": 1.0, "most": 2.0}
+    assert found["cpu"]["ratio"] == 3
+
+
+def test_scores_that_differ_are_an_error() -> None:
+    against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.0001]])
+    against.check_agreement("decode 1", [[5, 6]], [[5, 7]])
+    with pytest.raises(AssertionError, match="the scores differ"):
+        against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.1]])
+    with pytest.raises(AssertionError, match="differ in length"):
+        against.check_agreement("decode 1", [[5, 6]], [[5]])
+
+
+@pytest.mark.slow
+def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    arguments = ["--model", str(model), "--rounds", "2", "--workloads", "score,decode 8", "--out", str(tmp_path / "out")]
+    assert against.main([str(against.HERE), *arguments]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["there"] == summary["machine"]["commit"]
+    assert all(clock["ratio"] > 0 for workload in summary["workloads"].values() for clock in workload.values())
+    assert summary["workloads"].keys() == {"score", "decode 8"}
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
+
+
+def test_a_checkout_without_an_engine_is_an_error(tmp_path: Path) -> None:
+    process = against.start(tmp_path, tmp_path)
+    with pytest.raises(ProcessEnded, match="exit code 1"):
+        process.read()
+    process.close()

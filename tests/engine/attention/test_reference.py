@@ -1,0 +1,68 @@
+"""The reference against attention of one query at a time: groups that are padded or not, cut into tiles or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention import reference
+from engine.attention.reference import ReferenceAttention, Tile, tiles
+from engine.batch import ExtendSegment
+from engine.core import Request
+from engine.ints import EMPTY, Ints, as_ints
+from engine.kvcache.kv import KVCache
+from engine.models.decoder import Heads
+
+HEADS, KV_HEADS, HEAD_DIM, SLOTS = 6, 2, 16, 400
+
+
+def segment(context: Ints, new: int) -> ExtendSegment:
+    return ExtendSegment(Request(id="r", prefix=EMPTY), None, np.zeros(new, np.int32), context)
+
+
+def step(lengths: list[int]) -> list[ExtendSegment]:
+    """A query of 24 tokens, items of these lengths behind it, and a token that is decoded behind 30 others."""
+    slots = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
+    query, rest = slots[:24], slots[24:]
+    segments = [segment(query, len(query))]
+    for length in lengths:
+        segments.append(segment(as_ints([query, rest[:length]]), length))
+        rest = rest[length:]
+    return [*segments, segment(rest[:31], 1)]
+
+
+def one_at_a_time(q: Tensor, kv: KVCache, segments: list[ExtendSegment]) -> Tensor:
+    rows = []
+    for each in segments:
+        before = len(each.context) - len(each.tokens)
+        for place in range(len(each.tokens)):
+            slots = torch.from_numpy(each.context[: before + place + 1]).long()
+            keys, values = (cache[0, slots].repeat_interleave(HEADS // KV_HEADS, 1) for cache in (kv.keys, kv.values))
+            weights = (torch.einsum("hd,shd->hs", q[len(rows)], keys) * HEAD_DIM**-0.5).softmax(1)
+            rows.append(torch.einsum("hs,shd->hd", weights, values))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("tile", [4, 7, 64])
+@pytest.mark.parametrize("lengths", [[20, 20, 20], [20, 17, 19], [9], [40, 3, 40, 1]], ids=str)
+def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "TILE_QUERIES", tile)
+    torch.manual_seed(0)
+    kv = KVCache(layers=1, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
+    kv.keys.normal_()
+    kv.values.normal_()
+    segments = step(lengths)
+    tokens = sum(len(each.tokens) for each in segments)
+    qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    cos, sin = torch.ones(tokens, HEAD_DIM // 2), torch.zeros(tokens, HEAD_DIM // 2)
+    found = ReferenceAttention(kv, HEADS).plan(segments).attend(0, Heads(qkv, KV_HEADS, None, None, 0.0, cos, sin))
+    torch.testing.assert_close(found, one_at_a_time(qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
+
+
+def test_tiles() -> None:
+    assert tiles(180, 300, 120) == [Tile(0, 60, 180), Tile(60, 120, 240), Tile(120, 180, 300)]
+    assert tiles(64, 64, 0) == [Tile(0, 64, 64)]
+    assert tiles(65, 70, 40) == [Tile(0, 32, 70), Tile(32, 65, 70)]  # of pieces of different lengths
+    assert tiles(1, 9, 8) == [Tile(0, 1, 9)]

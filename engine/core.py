@@ -21,7 +21,7 @@ from engine.ints import IntBuffer, Ints, ints
 from engine.length_guidance import GuidedSection
 
 if TYPE_CHECKING:
-    from engine.item_group import ItemGroup
+    from engine.item_group import ItemBlock, ItemGroup
     from engine.kvcache.prefix_cache import Node
     from engine.structured.constraint import Constraint
 
@@ -162,9 +162,9 @@ class Request:
     arrival: int = field(default_factory=lambda: next(_arrivals))
     node: Node | None = None
     """Node of the prefix cache up to which this request holds its prefix; None while the request waits."""
-    is_item: bool = False
-    """Whether its prefix is an item, which later requests probably score too. Such a request ends after few steps and takes no
-    running place."""
+    group: ItemGroup | None = None
+    """The items of which this request computes one or some, which later requests probably score too. Such a request ends after few
+    steps and takes no running place."""
     on_lenvm: bool = False
     """Whether the length model computes this request, in the length model's slots."""
     prefix_slots: IntBuffer = field(default_factory=IntBuffer)
@@ -185,13 +185,13 @@ class Request:
         return None
 
     @property
-    def message_id(self) -> str:
-        """Id of the message that asks for it."""
-        return self.id
+    def first(self) -> Request:
+        """The request that starts when the turn of this one comes. Only the requests of an :class:`ItemGroup` are not itself."""
+        return self
 
     @property
     def awaits_result(self) -> bool:
-        """Whether pending steps compute all that is left of it."""
+        """Whether pending steps compute all that is left of it. It is not preempted then, because it ends soon."""
         return False
 
     @property
@@ -201,7 +201,7 @@ class Request:
 
     @property
     def main_request(self) -> Request:
-        """The request that came from the caller: this one, or the owner of an :class:`AuxRequest`."""
+        """The request that runs: this one, the owner of an :class:`AuxRequest`, or the block of an item."""
         return self
 
     @property
@@ -244,13 +244,12 @@ class ScoreRequest(Request):
     targets: list[Ints] = field(default_factory=list)
     """[branch] tokens of the message's branch, where the readout is :class:`engine.wire.Likelihood`: row i of the request's branch
     predicts target i. Empty for other readouts."""
-    group: ItemGroup | None = None
-    """Set on the request of one item of :class:`engine.wire.ScoreItems`."""
     index: int = 0
     """Place of this item in its group."""
+    block: ItemBlock | None = None
+    """Set on an item that is computed with others."""
 
     def __post_init__(self) -> None:
-        self.is_item = self.group is not None
         self.on_lenvm = isinstance(self.readout, wire.LengthValue)
 
     @classmethod
@@ -287,8 +286,8 @@ class ScoreRequest(Request):
         return type(self.readout)
 
     @property
-    def message_id(self) -> str:
-        return self.id if self.group is None else self.group.id
+    def main_request(self) -> Request:
+        return self if self.block is None else self.block
 
     @property
     def awaits_result(self) -> bool:

@@ -28,6 +28,14 @@ class IntBuffer:
         self.size = len(self._data)
         """Number of values. Read only."""
 
+    @classmethod
+    def over(cls, values: Ints) -> IntBuffer:
+        """Return a buffer of ``values``, not copied."""
+        buffer = cls.__new__(cls)
+        buffer._data = values
+        buffer.size = len(values)
+        return buffer
+
     def __len__(self) -> int:
         return self.size
 

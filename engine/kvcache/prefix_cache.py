@@ -112,6 +112,22 @@ class PrefixCache:
                 node = node if length == len(node.tokens) else None
         return matched
 
+    def find(self, salt: str | None, tokens: Ints) -> tuple[Node, list[Ints]] | None:
+        """Return the node with which ``tokens``, at least one, end in the tree of ``salt``, and the slots of its path. None where
+        no node ends there. Changes nothing."""
+        node: Node | None = None if salt is None else self._roots.get(salt)
+        found: list[Ints] = []
+        matched, size = 0, tokens.size
+        while node is not None and matched < size:
+            node = node.children.get(int(tokens[matched]))
+            if node is not None:
+                end = matched + node.tokens.size
+                if end > size or tokens[matched:end].tobytes() != node.tokens.tobytes():
+                    return None
+                found.append(node.slots)
+                matched = end
+        return None if node is None else (node, found)
+
     def match_prefix(self, node: Node, tokens: Ints) -> tuple[Node, Ints]:
         """Move a reference on ``node`` down along ``tokens`` as far as the tree has them.
 

@@ -37,6 +37,7 @@ from engine import wire
 from engine.batch import Batch, CandidatePass
 from engine.core import Branch, Request
 from engine.generation import GenerateRequest
+from engine.item_group import ItemBlock, ItemGroup
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.admission import Admission
@@ -86,8 +87,6 @@ class Scheduler:
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
-        self._items = 0
-        """Requests that are items and have not ended."""
         self._expiring: list[tuple[float, int, Request]] = []
         self._wait_estimator = WaitEstimator(clock)
         self._admission = Admission(budget.max_running_requests, self._queue, self._allocator, self._composer, self._wait_estimator)
@@ -110,7 +109,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
-        self._items += request.is_item
         self._queue.join(request)
         self._wait_estimator.enter(request)
         if request.expires is not None:
@@ -137,13 +135,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that are not admitted."""
-        return len(self._requests) - len(self._running)
-
-    @property
-    def waiting_items(self) -> int:
-        """Number of requests that are not admitted and are items."""
-        return self._items - self._allocator.items_running
+        """Number of requests of which something is not admitted."""
+        return self._queue.waiting
 
     @property
     def tenants(self) -> int:
@@ -242,6 +235,13 @@ class Scheduler:
         if not request.branches:
             self.remove(request)
 
+    def finish_items(self, part: Request) -> None:
+        """End a request of a group of items, or a block of it, whose results are there. The group itself is removed by
+        :meth:`remove`."""
+        assert part.group is not None
+        self._stop(part)
+        del part.group.parts[part.arrival]
+
     def release_unused(self, candidate_pass: CandidatePass) -> None:
         """Free the slots of a pass that was not computed, because the draw was decided without the length model."""
         self._allocator.release_unused(candidate_pass)
@@ -249,19 +249,29 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request and free everything that it holds. Results of its branches are no longer wanted."""
         del self._requests[request.id]
-        for branch in request.branches:
-            branch.done = True
-        self._items -= request.is_item
-        self._wait_estimator.leave(request, begun=False)
-        ran = self._allocator.let_go(request)
-        self._queue.leave(request, waiting=not ran)
+        self._wait_estimator.leave(request)
+        if isinstance(request, ItemGroup):
+            for part in request.parts.values():
+                self._stop(part)
+            waiting = len(request.waiting) > 0
+        else:
+            waiting = not self._stop(request)
+        self._queue.leave(request, waiting=waiting)
+
+    def _stop(self, request: Request) -> bool:
+        """Free everything that a request holds. Results of its branches are no longer wanted. Return whether it ran."""
+        for part in request.items if isinstance(request, ItemBlock) else (request,):
+            for branch in part.branches:
+                branch.done = True
+        return self._allocator.let_go(request)
 
     def fail(self, batch: Batch) -> list[Request]:
         """Remove the requests of a failed step, and clear the prefix caches, which may have slots that the step did not fill.
 
         Returns the removed requests; some requests of the batch may have ended since.
         """
-        affected = dict.fromkeys(segment.request.main_request for segment in (*batch.segments, *batch.lenvm_segments))
+        segments = (*batch.segments, *batch.lenvm_segments)
+        affected = dict.fromkeys(segment.request.group or segment.request.main_request for segment in segments)
         failed = [request for request in affected if self._requests.get(request.id) is request]
         for request in failed:
             self.remove(request)
@@ -292,7 +302,7 @@ class Scheduler:
     def _go_on(self, batch: Batch, request: Request) -> None:
         """Compute a running request, unless it was preempted or is in the step already: its decoding branches, and other tokens
         within the share of its tenant."""
-        if request.step == self._allocator.step or request.id not in self._running:
+        if request.step == self._allocator.step or request.arrival not in self._running:
             return
         flow, reserve = self._queue.of(request), request.reserve
         flow.room += reserve

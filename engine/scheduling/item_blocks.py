@@ -1,0 +1,100 @@
+"""Composes the queries of many cached items at once.
+
+In a step of a catalogue, hundreds of items are cached, and each needs the few tokens of its query. Composed one by one they took
+more time of the host than the step takes on a GPU. The result is that of :class:`~engine.scheduling.composer.StepComposer`, which
+composes all other items: those that are not cached, and those whose query does not fit the step.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.batch import Batch, ExtendSegment
+from engine.core import ScoreRequest
+from engine.ints import EMPTY, IntBuffer, Ints
+from engine.item_group import ItemBlock, ItemGroup
+from engine.kvcache.prefix_cache import Node
+from engine.scheduling.allocation import Allocator
+
+
+class Found(NamedTuple):
+    """A cached item."""
+
+    index: int
+    node: Node
+    slots: list[Ints]
+    """Slots of the nodes on its path."""
+
+
+def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocator) -> ItemBlock | None:
+    """Add the queries of cached items of ``group`` to the step, as many as fit into ``room`` tokens. Return None, and change
+    nothing, if there are none.
+
+    Among the first waiting items, as many are looked up as would fit if all were cached.
+    """
+    count = group.query.size
+    found = _hold_cached(group, room // count, allocator)
+    cache = allocator.kv_pool(group).cache
+    while found and not allocator.has_room(group.on_lenvm, len(found) * count):
+        cache.release(found.pop().node, used=False)
+    if not found:
+        return None
+    slots = allocator.allocate(len(found) * count, group, None, may_preempt=False)
+    items = _items(group, found, slots)
+    block = ItemBlock(
+        id=group.id,
+        prefix=EMPTY,
+        caller=group.caller,
+        size=sum(item.size for item in items),
+        group=group,
+        on_lenvm=group.on_lenvm,
+        step=allocator.step,
+        items=items,
+        slots=slots,
+    )
+    segments = []
+    for item in items:
+        item.block = block
+        (branch,) = item.branches
+        segments.append(ExtendSegment(item, branch, branch.tokens.view, branch.context.view))
+    batch.extend(segments, slots.size, on_lenvm=group.on_lenvm)
+    return block
+
+
+def _hold_cached(group: ItemGroup, most: int, allocator: Allocator) -> list[Found]:
+    """Hold the prefixes of up to ``most`` of the first waiting items that are cached whole, within what is left to items."""
+    cache, salt = allocator.kv_pool(group).cache, group.salt
+    found: list[Found] = []
+    left, held = allocator.left_to_items(group), cache.held_item_tokens
+    for index in group.waiting[:most]:
+        prefix = group.prefixes[index]
+        cached = cache.find(salt, prefix) if prefix.size else None
+        if cached is None:
+            continue
+        if prefix.size + (len(found) + 1) * group.query.size > left + held - cache.held_item_tokens:
+            break
+        cache.hold(cached[0])
+        found.append(Found(index, *cached))
+    return found
+
+
+def _items(group: ItemGroup, found: list[Found], slots: Ints) -> list[ScoreRequest]:
+    """Return the requests of the items, with ``slots`` for their branches."""
+    count = group.query.size
+    own = slots.reshape(-1, count)
+    contexts = np.concatenate([part for each, row in zip(found, own, strict=True) for part in (*each.slots, row)])
+    ends = np.cumsum([group.prefixes[each.index].size + count for each in found]).tolist()
+    items = []
+    for each, (begin, end) in zip(found, pairwise([0, *ends]), strict=True):
+        item = group.request(each.index)
+        prefix = contexts[begin : end - count]
+        item.node, item.prefix_slots = each.node, IntBuffer.over(prefix)
+        item.branches[0].context = IntBuffer.over(contexts[begin:end])
+        if not item.begun:
+            item.cached_tokens = prefix.size
+        item.begun, item.computed_tokens = True, item.computed_tokens + count
+        items.append(item)
+    return items

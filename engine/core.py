@@ -80,7 +80,7 @@ class Branch:
     """On a branch of an :class:`AuxRequest`: the branch on the main model."""
 
     def __post_init__(self) -> None:
-        self.given = len(self.tokens)
+        self.given = self.tokens.size
 
     def await_draw(self) -> None:
         """Add the token that a pending step draws."""
@@ -138,7 +138,8 @@ class Branch:
         return self.partial.values
 
 
-_arrivals = itertools.count()
+next_arrival = itertools.count().__next__
+"""Return the number of a new request, in the order of arrival."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ class Request:
     """Time of the first step that computes a part of it, on the same clock."""
     expires: float | None = None
     """Deadline on the monotonic clock."""
-    arrival: int = field(default_factory=lambda: next(_arrivals))
+    arrival: int = field(default_factory=next_arrival)
     node: Node | None = None
     """Node of the prefix cache up to which this request holds its prefix; None while the request waits."""
     group: ItemGroup | None = None
@@ -234,6 +235,10 @@ class Request:
         return not self.begun
 
 
+class RawLabels(wire.Labels, frozen=True):
+    """Stands for :class:`engine.wire.Labels` with ``raw`` as the kind of a request: it has a readout of its own."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class ScoreRequest(Request):
     """A request with one result at the end of each branch and no draws."""
@@ -283,7 +288,8 @@ class ScoreRequest(Request):
 
     @property
     def kind(self) -> type[msgspec.Struct]:
-        return type(self.readout)
+        readout = self.readout
+        return RawLabels if type(readout) is wire.Labels and readout.raw else type(readout)
 
     @property
     def main_request(self) -> Request:

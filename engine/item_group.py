@@ -7,14 +7,19 @@ and whose branch is the query. The group collects the rows of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine import wire
-from engine.core import Branch, Request, ScoreRequest
+from engine.core import Branch, Request, ScoreRequest, next_arrival
 from engine.ints import EMPTY, IntBuffer, Ints, ints
+
+if TYPE_CHECKING:
+    from engine.kvcache.prefix_cache import Node
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -71,18 +76,16 @@ class ItemGroup(Request):
     @property
     def first(self) -> ScoreRequest:
         """The request of the first waiting item."""
-        return self.request(self.waiting[0])
+        index = self.waiting[0]
+        request = self._requests.get(index)
+        if request is None:
+            request = self._requests[index] = self._request(index, next_arrival(), None, IntBuffer(), IntBuffer())
+        return request
 
     @property
     def droppable(self) -> bool:
         return bool(self.waiting) or any(part.droppable for part in self.parts.values())
 
-    def request(self, index: int) -> ScoreRequest:
-        """Return the request of a waiting item."""
-        request = self._requests.get(index)
-        if request is None:
-            request = self._requests[index] = self._make(index)
-        return request
 
     def start(self, part: Request) -> None:
         """Note that ``part`` runs: the first waiting item, or a block."""
@@ -92,8 +95,6 @@ class ItemGroup(Request):
         if isinstance(part, ItemBlock):
             started = {item.index for item in part.items}
             self.waiting = [index for index in self.waiting if index not in started]
-            for index in started:
-                self._requests.pop(index, None)
         else:
             del self._requests[self.waiting.pop(0)]
 
@@ -104,13 +105,27 @@ class ItemGroup(Request):
         self.waiting.insert(0, request.index)
         self._requests[request.index] = request
 
-    def take(self, request: ScoreRequest, row: list[float]) -> None:
-        """Take the row of one item, whose request holds its prefix still."""
-        self.rows[request.index] = row
-        self.left -= 1
-        self.cached_tokens += request.cached_tokens
-        self.cached_items += 0 < len(request.prefix) <= request.cached_tokens
-        self.computed_tokens += request.computed_tokens
+    def cached(self, index: int, node: Node, context: Ints) -> ScoreRequest:
+        """Return the request of a waiting item for a block. ``node``: up to which it holds its prefix; ``context``: slots of prefix
+        and branch."""
+        count = self.query.size
+        prefix = IntBuffer.over(context[:-count])
+        request = self._request(index, self.arrival, node, prefix, IntBuffer.over(context))
+        earlier = self._requests.pop(index, None)
+        request.cached_tokens, request.computed_tokens = prefix.size, count
+        if earlier is not None:  # it was preempted
+            request.computed_tokens += earlier.computed_tokens
+            request.cached_tokens = earlier.cached_tokens if earlier.begun else prefix.size
+        return request
+
+    def take(self, done: Sequence[tuple[ScoreRequest, list[float]]]) -> None:
+        """Take the rows of items."""
+        self.left -= len(done)
+        for request, row in done:
+            self.rows[request.index] = row
+            self.cached_tokens += request.cached_tokens
+            self.cached_items += 0 < request.prefix.size <= request.cached_tokens
+            self.computed_tokens += request.computed_tokens
 
     @property
     def answer(self) -> wire.Scored:
@@ -118,7 +133,7 @@ class ItemGroup(Request):
         tokens, items = (self.cached_tokens, self.computed_tokens), (self.cached_items, self.pinned_items)
         return wire.Scored(self.id, self.rows, *tokens, self.queue_seconds, *items)
 
-    def _make(self, index: int) -> ScoreRequest:
+    def _request(self, index: int, arrival: int, node: Node | None, prefix_slots: IntBuffer, context: IntBuffer) -> ScoreRequest:
         item, query, readout, targets = self.items[index], self.query, self.message.readout, []
         if isinstance(readout, wire.Likelihood):
             targets = [query.view]
@@ -137,8 +152,11 @@ class ItemGroup(Request):
             targets=targets,
             group=self,
             index=index,
+            arrival=arrival,
+            node=node,
+            prefix_slots=prefix_slots,
         )
-        request.branches = [Branch(request, 0, query)]
+        request.branches = [Branch(request, 0, query, context)]
         return request
 
 

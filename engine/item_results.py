@@ -23,9 +23,8 @@ class ItemResults:
         if group.message.pin_seconds is not None:
             for request, _ in done:
                 self._pin(group, request, group.message.pin_seconds)
-        for request, row in done:
-            group.take(request, row)
-        for part in dict.fromkeys(request.main_request for request, _ in done):
+        group.take(done)
+        for part in dict.fromkeys(request.block or request for request, _ in done):
             self._scheduler.finish_items(part)
         if group.left:
             return []

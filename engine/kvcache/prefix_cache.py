@@ -171,12 +171,17 @@ class PrefixCache:
         if step is not self.root:
             step.references += 1
 
-    def release(self, node: Node, above: Node | None = None, *, used: bool = True) -> None:
-        """Drop one reference on each node of the path down to ``node``: from the root, or from below ``above``.
+    def release(self, *nodes: Node, above: Node | None = None, used: bool = True) -> None:
+        """Drop one reference on each node of the path down to each of ``nodes``: from the root, or from below ``above``.
 
         ``used``: whether this counts as a use. Slots of a private tree are free at once.
         """
         now = next(self._clock)
+        for node in nodes:
+            self._release(node, above, now, used=used)
+        self._evictor.tidy(self._leaves, self._count)
+
+    def _release(self, node: Node, above: Node | None, now: int, *, used: bool) -> None:
         step = node
         while step is not above and (parent := step.parent) is not None:
             assert step.references > 0
@@ -187,10 +192,10 @@ class PrefixCache:
             if step.references == 0:
                 self.evictable += len(step.tokens)
                 self.held_item_tokens -= len(step.tokens) if step.item else 0
-                if step.shared:
-                    self._offer(step)
-                else:
+                if not step.shared:
                     self._remove(step)
+                elif not step.children:
+                    self._evictor.offer(step)
             step = parent
         if above is None and step is not self.root:
             assert step.references > 0
@@ -252,12 +257,6 @@ class PrefixCache:
         self._count += 1
         return upper
 
-    def _offer(self, node: Node) -> None:
-        if node.children:
-            return
-        self._evictor.offer(node)
-        self._evictor.tidy(self._leaves, self._count)
-
     def _leaves(self) -> Iterator[Node]:
         return (leaf for leaf in self.nodes() if leaf.shared and leaf.evictable)
 
@@ -272,8 +271,8 @@ class PrefixCache:
         self._count -= 1
         if parent.parent is None:
             self._drop_if_empty(parent)
-        elif parent.references == 0:
-            self._offer(parent)
+        elif not (parent.references or parent.children):
+            self._evictor.offer(parent)
 
     def _add_tokens(self, node: Node, count: int) -> None:
         """Count tokens of a node that enters the tree; a negative number leaves it."""

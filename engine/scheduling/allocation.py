@@ -153,9 +153,7 @@ class Allocator:
         pool, cache = self.kv_pool(block)
         self.count_taken(block, -block.slots.size, block.items[0].branches[0])
         pool.free(block.slots)
-        for item in block.items:
-            assert item.node is not None
-            cache.release(item.node)
+        cache.release(*(item.node for item in block.items if item.node is not None))
 
     def free(self, branch: Branch) -> None:
         """Free the slots of a branch, which is then computed again or ends."""

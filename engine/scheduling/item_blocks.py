@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.batch import Batch, ExtendSegment
 from engine.core import ScoreRequest
-from engine.ints import EMPTY, IntBuffer, Ints
+from engine.ints import EMPTY, Ints
 from engine.item_group import ItemBlock, ItemGroup
 from engine.kvcache.prefix_cache import Node
 from engine.scheduling.allocation import Allocator
@@ -43,7 +43,7 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
     if not found:
         return None
     slots = allocator.allocate(len(found) * count, group, None, may_preempt=False)
-    items = _items(group, found, slots)
+    items = _requests(group, found, slots)
     block = ItemBlock(
         id=group.id,
         prefix=EMPTY,
@@ -58,7 +58,7 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
     segments = []
     for item in items:
         item.block = block
-        (branch,) = item.branches
+        branch = item.branches[0]
         segments.append(ExtendSegment(item, branch, branch.tokens.view, branch.context.view))
     batch.extend(segments, slots.size, on_lenvm=group.on_lenvm)
     return block
@@ -81,20 +81,11 @@ def _hold_cached(group: ItemGroup, most: int, allocator: Allocator) -> list[Foun
     return found
 
 
-def _items(group: ItemGroup, found: list[Found], slots: Ints) -> list[ScoreRequest]:
+def _requests(group: ItemGroup, found: list[Found], slots: Ints) -> list[ScoreRequest]:
     """Return the requests of the items, with ``slots`` for their branches."""
     count = group.query.size
     own = slots.reshape(-1, count)
     contexts = np.concatenate([part for each, row in zip(found, own, strict=True) for part in (*each.slots, row)])
     ends = np.cumsum([group.prefixes[each.index].size + count for each in found]).tolist()
-    items = []
-    for each, (begin, end) in zip(found, pairwise([0, *ends]), strict=True):
-        item = group.request(each.index)
-        prefix = contexts[begin : end - count]
-        item.node, item.prefix_slots = each.node, IntBuffer.over(prefix)
-        item.branches[0].context = IntBuffer.over(contexts[begin:end])
-        if not item.begun:
-            item.cached_tokens = prefix.size
-        item.begun, item.computed_tokens = True, item.computed_tokens + count
-        items.append(item)
-    return items
+    places = zip(found, pairwise([0, *ends]), strict=True)
+    return [group.cached(each.index, each.node, contexts[begin:end]) for each, (begin, end) in places]

@@ -128,9 +128,7 @@ class Branch:
         return self.tokens.from_(self.given)
 
     def partial_before(self, start: int) -> npt.NDArray[np.float32] | None:
-        """Return the values for the tokens before ``start``; None if ``start`` is 0. A preempted branch begins again at 0, and the
-        new values replace the earlier ones.
-        """
+        """Return the values for the tokens before ``start``; None if ``start`` is 0, where a preempted branch begins again."""
         if start == 0:
             return None
         assert self.partial is not None
@@ -164,10 +162,9 @@ class Request:
     node: Node | None = None
     """Node of the prefix cache up to which this request holds its prefix; None while the request waits."""
     group: ItemGroup | None = None
-    """The items of which this request computes one or some, which later requests probably score too. Such a request ends after few
-    steps and takes no running place."""
+    """The items of which this request computes one or some. Such a request ends after few steps and takes no running place."""
     on_lenvm: bool = False
-    """Whether the length model computes this request, in the length model's slots."""
+    """Whether the length model computes it, in the length model's slots."""
     prefix_slots: IntBuffer = field(default_factory=IntBuffer)
     cached_tokens: int = 0
     computed_tokens: int = 0
@@ -175,9 +172,7 @@ class Request:
     step: int = 0
     """Number of the last step that computes a part of it; 0 before the first."""
     taken: int = 0
-    """Slots that the request took from the pool and holds: those of its branches, and of prefix tokens that it computed
-    itself.
-    """
+    """Slots that it took from the pool and holds: those of its branches, and of prefix tokens that it computed itself."""
 
     @property
     def kind(self) -> type[msgspec.Struct] | None:
@@ -187,12 +182,12 @@ class Request:
 
     @property
     def first(self) -> Request:
-        """The request that starts when the turn of this one comes. Only the requests of an :class:`ItemGroup` are not itself."""
+        """The request that starts when the turn of this one comes."""
         return self
 
     @property
     def awaits_result(self) -> bool:
-        """Whether pending steps compute all that is left of it. It is not preempted then, because it ends soon."""
+        """Whether pending steps compute all that is left of it. Then it is not preempted."""
         return False
 
     @property
@@ -236,7 +231,7 @@ class Request:
 
 
 class RawLabels(wire.Labels, frozen=True):
-    """Stands for :class:`engine.wire.Labels` with ``raw`` as the kind of a request: it has a readout of its own."""
+    """The kind of a request for :class:`engine.wire.Labels` with ``raw``."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ class Admission:
         if block is not None:
             self._start(flow, block)
             spent = block.slots.size
-            self._allocator.count_taken(block, spent, block.items[0].branches[0])
+            self._allocator.count_taken(block, spent, block.branches[0])
             flow.spent += spent
             flow.room -= spent
             self._note_begun(block)

@@ -130,28 +130,30 @@ class Allocator:
                 part.cached_tokens = 0
         self._queue.wait(request)
 
-    def let_go(self, request: Request) -> bool:
-        """Free all slots and the running place; return whether it had one."""
+    def let_go(self, request: Request) -> None:
+        """Free all slots, and the running place if it has one."""
         if isinstance(request, ItemBlock):
             self._free_block(request)
-        for part in request.with_aux:
-            for branch in part.branches:
-                self.free(branch)
-            if part.node is not None:
-                self.kv_pool(part).cache.release(part.node)
-                part.node = None
-            part.prefix_slots.clear()
-            if part.taken:
-                self.count_taken(part, -part.taken)
-        if self.running.pop(request.arrival, None) is None:
-            return False
-        self.items_running -= request.group is not None
-        self._queue.stop(request)
-        return True
+        else:
+            for part in request.with_aux:
+                self._free(part)
+        if self.running.pop(request.arrival, None) is not None:
+            self.items_running -= request.group is not None
+            self._queue.stop(request)
+
+    def _free(self, part: Request) -> None:
+        for branch in part.branches:
+            self.free(branch)
+        if part.node is not None:
+            self.kv_pool(part).cache.release(part.node)
+            part.node = None
+        part.prefix_slots.clear()
+        if part.taken:
+            self.count_taken(part, -part.taken)
 
     def _free_block(self, block: ItemBlock) -> None:
         pool, cache = self.kv_pool(block)
-        self.count_taken(block, -block.slots.size, block.items[0].branches[0])
+        self.count_taken(block, -block.slots.size, block.branches[0])
         pool.free(block.slots)
         cache.release(*(item.node for item in block.items if item.node is not None))
 

@@ -134,12 +134,11 @@ class FairQueue:
             flow.reserved = 0
             self._make_ready(flow)
 
-    def leave(self, request: Request, *, waiting: bool) -> None:
-        """Remove a request that has ended and does not run. ``waiting``: whether it is among the waiting."""
+    def leave(self, request: Request) -> None:
+        """Remove a request that has ended and does not run."""
         flow = self.of(request)
-        if waiting:
-            place = bisect_left(flow.waiting, (rank(request), request.arrival))
-            assert flow.waiting[place][2] is request
+        place = bisect_left(flow.waiting, (rank(request), request.arrival))
+        if place < len(flow.waiting) and flow.waiting[place][2] is request:
             del flow.waiting[place]
             self.waiting -= 1
             flow.waiting_tokens -= request.size

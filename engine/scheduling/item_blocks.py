@@ -53,12 +53,12 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
         on_lenvm=group.on_lenvm,
         step=allocator.step,
         items=items,
+        branches=[item.branches[0] for item in items],
         slots=slots,
     )
     segments = []
-    for item in items:
+    for item, branch in zip(items, block.branches, strict=True):
         item.block = block
-        branch = item.branches[0]
         segments.append(ExtendSegment(item, branch, branch.tokens.view, branch.context.view))
     batch.extend(segments, slots.size, on_lenvm=group.on_lenvm)
     return block

@@ -37,7 +37,7 @@ from engine import wire
 from engine.batch import Batch, CandidatePass
 from engine.core import Branch, Request
 from engine.generation import GenerateRequest
-from engine.item_group import ItemBlock, ItemGroup
+from engine.item_group import ItemGroup
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.admission import Admission
@@ -208,10 +208,7 @@ class Scheduler:
         return self._allocator.reserved(self.pool)
 
     def pin(self, request: Request, seconds: float) -> bool:
-        """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin.
-
-        Returns whether it is pinned now.
-        """
+        """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin. Return whether it is pinned."""
         node, pins = request.node, self._allocator.kv_pool(request).cache.pins
         if node is None or node.parent is None or not node.shared:
             return False
@@ -236,8 +233,7 @@ class Scheduler:
             self.remove(request)
 
     def finish_items(self, part: Request) -> None:
-        """End a request of a group of items, or a block of it, whose results are there. The group itself is removed by
-        :meth:`remove`."""
+        """End a request of a group of items, or a block of it, whose results are there."""
         assert part.group is not None
         self._stop(part)
         del part.group.parts[part.arrival]
@@ -250,28 +246,22 @@ class Scheduler:
         """Remove a request and free everything that it holds. Results of its branches are no longer wanted."""
         del self._requests[request.id]
         self._wait_estimator.leave(request)
-        if isinstance(request, ItemGroup):
-            for part in request.parts.values():
-                self._stop(part)
-            waiting = len(request.waiting) > 0
-        else:
-            waiting = not self._stop(request)
-        self._queue.leave(request, waiting=waiting)
+        for part in request.parts.values() if isinstance(request, ItemGroup) else [request]:
+            self._stop(part)
+        self._queue.leave(request)
 
-    def _stop(self, request: Request) -> bool:
-        """Free everything that a request holds. Results of its branches are no longer wanted. Return whether it ran."""
-        for part in request.items if isinstance(request, ItemBlock) else (request,):
-            for branch in part.branches:
-                branch.done = True
-        return self._allocator.let_go(request)
+    def _stop(self, request: Request) -> None:
+        for branch in request.branches:
+            branch.done = True
+        self._allocator.let_go(request)
 
     def fail(self, batch: Batch) -> list[Request]:
         """Remove the requests of a failed step, and clear the prefix caches, which may have slots that the step did not fill.
 
         Returns the removed requests; some requests of the batch may have ended since.
         """
-        segments = (*batch.segments, *batch.lenvm_segments)
-        affected = dict.fromkeys(segment.request.group or segment.request.main_request for segment in segments)
+        requests = [segment.request for segment in (*batch.segments, *batch.lenvm_segments)]
+        affected = dict.fromkeys(request.group or request.main_request for request in requests)
         failed = [request for request in affected if self._requests.get(request.id) is request]
         for request in failed:
             self.remove(request)

@@ -33,7 +33,7 @@ class IntBuffer:
         """Return a buffer of ``values``, not copied."""
         buffer = cls.__new__(cls)
         buffer._data = values
-        buffer.size = len(values)
+        buffer.size = values.size
         return buffer
 
     def __len__(self) -> int:

@@ -86,7 +86,6 @@ class ItemGroup(Request):
     def droppable(self) -> bool:
         return bool(self.waiting) or any(part.droppable for part in self.parts.values())
 
-
     def start(self, part: Request) -> None:
         """Note that ``part`` runs: the first waiting item, or a block."""
         self.begun = True

@@ -190,8 +190,9 @@ class PrefixCache:
                 step.used = now
                 self._evictor.use(step)
             if step.references == 0:
-                self.evictable += len(step.tokens)
-                self.held_item_tokens -= len(step.tokens) if step.item else 0
+                size = step.tokens.size
+                self.evictable += size
+                self.held_item_tokens -= size if step.item else 0
                 if not step.shared:
                     self._remove(step)
                 elif not step.children:
@@ -241,8 +242,9 @@ class PrefixCache:
 
     def _hold(self, node: Node) -> None:
         if node.references == 0:
-            self.evictable -= len(node.tokens)
-            self.held_item_tokens += len(node.tokens) if node.item else 0
+            size = node.tokens.size
+            self.evictable -= size
+            self.held_item_tokens += size if node.item else 0
         node.references += 1
 
     def _split(self, node: Node, length: int) -> Node:

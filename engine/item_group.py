@@ -30,7 +30,7 @@ class ItemGroup(Request):
     prefixes: list[Ints]
     """[item]"""
     query: IntBuffer
-    """Tokens behind each prefix: its branch. Likelihoods and means have other branches: :meth:`_branch`."""
+    """The message's query. It is the branch of each item, except for likelihoods and means: see :meth:`ScoreRequest.of`."""
     items: list[Ints]
     """[item] all its tokens."""
     waiting: list[int] = field(default_factory=list)
@@ -125,6 +125,15 @@ class ItemGroup(Request):
             self.cached_tokens += request.cached_tokens
             self.cached_items += 0 < request.prefix.size <= request.cached_tokens
             self.computed_tokens += request.computed_tokens
+
+    def end(self, part: Request) -> None:
+        """Forget a part whose rows are there. References to and from its branches go, so that it leaves no garbage to collect."""
+        del self.parts[part.arrival]
+        if isinstance(part, ItemBlock):
+            for item in part.items:
+                item.branches.clear()
+            part.items = []
+        part.branches.clear()
 
     @property
     def answer(self) -> wire.Scored:

@@ -236,7 +236,7 @@ class Scheduler:
         """End a request of a group of items, or a block of it, whose results are there."""
         assert part.group is not None
         self._stop(part)
-        del part.group.parts[part.arrival]
+        part.group.end(part)
 
     def release_unused(self, candidate_pass: CandidatePass) -> None:
         """Free the slots of a pass that was not computed, because the draw was decided without the length model."""

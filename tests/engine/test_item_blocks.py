@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from engine import wire
 from engine.batch import Batch
-from engine.core import Branch
+from engine.core import Branch, Request
 from engine.counters import Counters
 from engine.item_group import ItemBlock, ItemGroup
 from engine.item_results import ItemResults
@@ -164,6 +165,20 @@ def test_a_block_is_composed_as_its_items_one_by_one(monkeypatch: pytest.MonkeyP
 
     known = catalogue(11)
     assert steps(alone=False) == steps(alone=True)
+
+
+def test_nothing_is_left_to_the_garbage_collector() -> None:
+    scheduler, contents = make(slots=400, tokens=30), SlotContents()
+    warm(scheduler, catalogue(9), contents)
+    gc.collect()
+    gc.disable()
+    try:
+        scheduler.add(items("a", [*catalogue(9), *catalogue(10)], [7, 8]))
+        drain(scheduler, contents=contents)
+        left = [found for found in gc.get_objects() if isinstance(found, Request | Branch)]
+    finally:
+        gc.enable()
+    assert left == []
 
 
 def test_a_cached_item_costs_the_host_few_calls() -> None:

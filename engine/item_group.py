@@ -86,8 +86,8 @@ class ItemGroup(Request):
     def droppable(self) -> bool:
         return bool(self.waiting) or any(part.droppable for part in self.parts.values())
 
-    def start(self, part: Request) -> None:
-        """Note that ``part`` runs: the first waiting item, or a block."""
+    def start(self, part: Request) -> bool:
+        """Note that ``part`` runs: the first waiting item, or a block. Return whether other items wait."""
         self.begun = True
         self.size -= part.size
         self.parts[part.arrival] = part
@@ -96,6 +96,7 @@ class ItemGroup(Request):
             self.waiting = [index for index in self.waiting if index not in started]
         else:
             del self._requests[self.waiting.pop(0)]
+        return len(self.waiting) > 0
 
     def take_back(self, request: ScoreRequest) -> None:
         """Let an item that was preempted wait in front of the others."""

@@ -102,11 +102,12 @@ class FairQueue:
 
     def wait(self, request: Request) -> None:
         """Put a request among the waiting of its flow. An item that was preempted waits in its group."""
-        flow, waiting = self.of(request), request
-        if isinstance(request, ScoreRequest) and request.group is not None:
-            waiting = request.group
-            waiting.take_back(request)
-        if waiting is request or len(waiting.waiting) == 1:
+        flow, group = self.of(request), request.group
+        if group is not None:
+            assert isinstance(request, ScoreRequest)
+            group.take_back(request)
+        if group is None or len(group.waiting) == 1:
+            waiting = group or request
             insort(flow.waiting, (rank(waiting), waiting.arrival, waiting))
             self.waiting += 1
         flow.waiting_tokens += request.size
@@ -116,9 +117,7 @@ class FairQueue:
         """Move the first waiting request of a flow, or a ``block`` of it, to the running ones."""
         waiting = flow.waiting[0][2]
         request = waiting.first if block is None else block
-        if isinstance(waiting, ItemGroup):
-            waiting.start(request)
-        if waiting is request or not waiting.waiting:
+        if not (isinstance(waiting, ItemGroup) and waiting.start(request)):
             del flow.waiting[0]
             self.waiting -= 1
         flow.waiting_tokens -= request.size

@@ -23,7 +23,8 @@ from engine.scheduling.allocation import Allocator
 class Found(NamedTuple):
     """A cached item."""
 
-    index: int
+    place: int
+    """In its group."""
     node: Node
     slots: list[Ints]
     """Slots of the nodes on its path."""
@@ -86,6 +87,6 @@ def _requests(group: ItemGroup, found: list[Found], slots: Ints) -> list[ScoreRe
     count = group.query.size
     own = slots.reshape(-1, count)
     contexts = np.concatenate([part for each, row in zip(found, own, strict=True) for part in (*each.slots, row)])
-    ends = np.cumsum([group.prefixes[each.index].size + count for each in found]).tolist()
+    ends = np.cumsum([group.prefixes[each.place].size + count for each in found]).tolist()
     places = zip(found, pairwise([0, *ends]), strict=True)
-    return [group.cached(each.index, each.node, contexts[begin:end]) for each, (begin, end) in places]
+    return [group.cached(each.place, each.node, contexts[begin:end]) for each, (begin, end) in places]

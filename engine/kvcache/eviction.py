@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.kvcache.frequency import FrequencySketch
@@ -34,35 +34,45 @@ FEW_NODES = 64
 
 
 class Queue:
-    """Nodes that may be evicted, that with the lowest count and then the least recently used first. Entries gone stale are
-    skipped."""
+    """Nodes that may be evicted, that with the lowest count and then the least recently used first.
 
-    def __init__(self, count: Callable[[Node], int] = lambda _: 0, *, protected: bool = False) -> None:
-        """``count``: how often a node was used lately. ``protected``: whether the nodes are protected; a node that changes this
-        leaves the queue."""
+    A node stays in the queue while it is used again; its entry is corrected when it becomes the first. Counts must not fall.
+    """
+
+    def __init__(self, count: Callable[[Node], int] = lambda _: 0) -> None:
+        """``count``: how often a node was used lately."""
         self._count = count
-        self._protected = protected
-        self.heap: list[tuple[int, int, int, Node]] = []
-        """Read only."""
+        self._heap: list[tuple[int, int, int, Node]] = []
         self._ties = itertools.count()
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     def push(self, node: Node) -> None:
-        """Add ``node`` with its present count and time of use."""
-        heapq.heappush(self.heap, self._entry(node))
+        """Add ``node``, which leaves the queue that it was in."""
+        if node.queue is not self:
+            node.queue = self
+            heapq.heappush(self._heap, self._entry(node))
 
     def first(self) -> Node | None:
         """Return the first node that is evictable, or None."""
-        while self.heap:
-            _, used, _, node = self.heap[0]
-            if node.evictable and node.used == used and node.protected == self._protected:
+        while self._heap:
+            count, used, _, node = self._heap[0]
+            if node.queue is not self or not node.evictable:
+                heapq.heappop(self._heap)
+                if node.queue is self:
+                    node.queue = None
+            elif node.used == used and self._count(node) == count:
                 return node
-            heapq.heappop(self.heap)
+            else:
+                heapq.heapreplace(self._heap, self._entry(node))
         return None
 
-    def rebuild(self, nodes: Iterable[Node]) -> None:
-        """Hold exactly ``nodes``, without stale entries."""
-        self.heap = [self._entry(node) for node in nodes]
-        heapq.heapify(self.heap)
+    def rebuild(self) -> None:
+        """Correct all entries, also after counts fell, and drop those of nodes that have left."""
+        nodes = dict.fromkeys(node for *_, node in self._heap if node.queue is self and node.parent is not None)
+        self._heap = [self._entry(node) for node in nodes]
+        heapq.heapify(self._heap)
 
     def _entry(self, node: Node) -> tuple[int, int, int, Node]:
         return self._count(node), node.used, next(self._ties), node
@@ -78,7 +88,7 @@ class Evictor:
         """Tokens that may be protected."""
         self._sketch = FrequencySketch(min(slots, MAX_KEYS))
         self._others, self._probation = Queue(), Queue()
-        self._protected = Queue(lambda node: self._sketch.count(node.key), protected=True)
+        self._protected = Queue(lambda node: self._sketch.count(node.key))
         self._other_tokens = 0
         self._protected_tokens = 0
 
@@ -98,7 +108,9 @@ class Evictor:
 
     def offer(self, node: Node) -> None:
         """Note that ``node`` can be evicted."""
-        self._queue(node).push(node)
+        queue = self._queue(node)
+        if node.queue is not queue:
+            queue.push(node)
 
     def victim(self) -> Node | None:
         """Return the node to evict next; None if there is none."""
@@ -107,18 +119,13 @@ class Evictor:
             return item or other
         return other if self._other_tokens > self._reserved and other.used < item.used else item
 
-    def tidy(self, nodes: Callable[[], Iterable[Node]], count: int) -> None:
-        """Let old uses fade, and drop stale entries if they are many. ``nodes``: all evictable nodes; ``count``: number of nodes of
-        the cache."""
-        queues = (self._others, self._probation, self._protected)
-        stale = len(self._others.heap) + len(self._probation.heap) + len(self._protected.heap) > 2 * count + FEW_NODES
-        if not (self._sketch.age(SAMPLE * max(count, FEW_NODES)) or stale):
-            return
-        members: dict[Queue, list[Node]] = {queue: [] for queue in queues}
-        for node in nodes():
-            members[self._queue(node)].append(node)
-        for queue in queues:
-            queue.rebuild(members[queue])
+    def tidy(self, count: int) -> None:
+        """Let old uses fade, and drop entries of nodes that have left if they are many. ``count``: number of nodes of the cache."""
+        queues = self._others, self._probation, self._protected
+        many = len(self._others) + len(self._probation) + len(self._protected) > 2 * count + FEW_NODES
+        if self._sketch.age(SAMPLE * max(count, FEW_NODES)) or many:
+            for queue in queues:
+                queue.rebuild()
 
     def _queue(self, node: Node) -> Queue:
         if not node.item:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.ints import EMPTY, Ints, as_ints
-from engine.kvcache.eviction import Evictor
+from engine.kvcache.eviction import Evictor, Queue
 from engine.kvcache.pins import Pins
 from engine.kvcache.slots import SlotPool
 
@@ -28,7 +28,7 @@ _KEY_MASK = (1 << 64) - 1
 class Node:
     """Consecutive tokens below a prefix, and their slots."""
 
-    __slots__ = ("children", "item", "key", "parent", "protected", "references", "shared", "slots", "tokens", "used")
+    __slots__ = ("children", "item", "key", "parent", "protected", "queue", "references", "shared", "slots", "tokens", "used")
 
     def __init__(self, tokens: Ints, slots: Ints, parent: Node | None, *, shared: bool, item: bool = False) -> None:
         """``shared``: whether it is in the tree of a salt, not in that of one request. ``item``: whether it belongs to an item of
@@ -42,7 +42,9 @@ class Node:
         self.used = 0
         self.item = item
         self.protected = False
-        """Set by :class:`engine.kvcache.eviction.Evictor`."""
+        """Set by :class:`engine.kvcache.eviction.Evictor`, like :attr:`queue`."""
+        self.queue: Queue | None = None
+        """The queue of eviction that it is in."""
         self.key: int = hash((parent.key, self.tokens.tobytes())) & _KEY_MASK if item and parent is not None else 0
         """On an item: a hash of the path, by which its uses are counted also while it is not cached."""
 
@@ -179,7 +181,7 @@ class PrefixCache:
         now = next(self._clock)
         for node in nodes:
             self._release(node, above, now, used=used)
-        self._evictor.tidy(self._leaves, self._count)
+        self._evictor.tidy(self._count)
 
     def _release(self, node: Node, above: Node | None, now: int, *, used: bool) -> None:
         step = node
@@ -258,9 +260,6 @@ class PrefixCache:
         upper.children[int(node.tokens[0])] = node
         self._count += 1
         return upper
-
-    def _leaves(self) -> Iterator[Node]:
-        return (leaf for leaf in self.nodes() if leaf.shared and leaf.evictable)
 
     def _remove(self, node: Node) -> None:
         parent = node.parent

@@ -249,9 +249,6 @@ class ScoreRequest(Request):
     block: ItemBlock | None = None
     """Set on an item that is computed with others."""
 
-    def __post_init__(self) -> None:
-        self.on_lenvm = isinstance(self.readout, wire.LengthValue)
-
     @classmethod
     def of(cls, message: wire.Score, now: float, *, mean_pooling: bool = False) -> ScoreRequest:
         """``now``: the monotonic clock, seconds; ``mean_pooling``: whether an embedding is the mean over the whole prompt.
@@ -274,6 +271,7 @@ class ScoreRequest(Request):
             received=now,
             priority=message.priority,
             expires=None if message.deadline is None else now + message.deadline,
+            on_lenvm=isinstance(message.readout, wire.LengthValue),
             readout=message.readout,
             rows=[[] for _ in given],
             targets=targets,

@@ -29,11 +29,11 @@ class IntBuffer:
         """Number of values. Read only."""
 
     @classmethod
-    def over(cls, values: Ints) -> IntBuffer:
-        """Return a buffer of ``values``, not copied."""
+    def over(cls, values: Ints, size: int) -> IntBuffer:
+        """Return a buffer of the first ``size`` of ``values``, not copied."""
         buffer = cls.__new__(cls)
         buffer._data = values
-        buffer.size = values.size
+        buffer.size = size
         return buffer
 
     def __len__(self) -> int:

@@ -66,7 +66,7 @@ class ItemGroup(Request):
             on_lenvm=isinstance(readout, wire.LengthValue),
             message=message,
             prefixes=prefixes,
-            query=IntBuffer.over(query),
+            query=IntBuffer.over(query, len(query)),
             items=items,
             waiting=list(range(len(items))),
             rows=[[] for _ in items],
@@ -108,14 +108,13 @@ class ItemGroup(Request):
     def cached(self, index: int, node: Node, context: Ints) -> ScoreRequest:
         """Return the request of a waiting item for a block. ``node``: up to which it holds its prefix; ``context``: slots of prefix
         and branch."""
-        count = self.query.size
-        prefix = IntBuffer.over(context[:-count])
-        request = self._request(index, self.arrival, node, prefix, IntBuffer.over(context))
-        earlier = self._requests.pop(index, None)
-        request.cached_tokens, request.computed_tokens = prefix.size, count
-        if earlier is not None:  # it was preempted
+        count, size = self.query.size, context.size
+        request = self._request(index, self.arrival, node, IntBuffer.over(context, size - count), IntBuffer.over(context, size))
+        request.cached_tokens, request.computed_tokens = size - count, count
+        earlier = self._requests.pop(index, None) if self._requests else None
+        if earlier is not None and earlier.begun:  # it was preempted
+            request.cached_tokens = earlier.cached_tokens
             request.computed_tokens += earlier.computed_tokens
-            request.cached_tokens = earlier.cached_tokens if earlier.begun else prefix.size
         return request
 
     def take(self, done: Sequence[tuple[ScoreRequest, list[float]]]) -> None:
@@ -161,11 +160,12 @@ class ItemGroup(Request):
             targets=targets,
             group=self,
             index=index,
+            on_lenvm=self.on_lenvm,
             arrival=arrival,
             node=node,
             prefix_slots=prefix_slots,
         )
-        request.branches = [Branch(request, 0, query, context)]
+        request.branches.append(Branch(request, 0, query, context))
         return request
 
 

@@ -7,27 +7,19 @@ composes all other items: those that are not cached, and those whose query does 
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 
 from engine.batch import Batch, ExtendSegment
-from engine.core import ScoreRequest
 from engine.ints import EMPTY, Ints
 from engine.item_group import ItemBlock, ItemGroup
 from engine.kvcache.prefix_cache import Node
 from engine.scheduling.allocation import Allocator
 
-
-class Found(NamedTuple):
-    """A cached item."""
-
-    place: int
-    """In its group."""
-    node: Node
-    slots: list[Ints]
-    """Slots of the nodes on its path."""
+Found = tuple[int, Node, list[Ints]]
+"""A cached item: its place in the group, the node with which it ends, and the slots of the nodes on its path."""
 
 
 def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocator) -> ItemBlock | None:
@@ -40,16 +32,17 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
     found = _hold_cached(group, room // count, allocator)
     cache = allocator.kv_pool(group).cache
     while found and not allocator.has_room(group.on_lenvm, len(found) * count):
-        cache.release(found.pop().node, used=False)
+        cache.release(found.pop()[1], used=False)
     if not found:
         return None
     slots = allocator.allocate(len(found) * count, group, None, may_preempt=False)
-    items = _requests(group, found, slots)
+    contexts = _contexts(found, slots.reshape(-1, count))
+    items = [group.cached(place, node, context) for (place, node, _), context in zip(found, contexts, strict=True)]
     block = ItemBlock(
         id=group.id,
         prefix=EMPTY,
         caller=group.caller,
-        size=sum(item.size for item in items),
+        size=sum([item.size for item in items]),
         group=group,
         on_lenvm=group.on_lenvm,
         step=allocator.step,
@@ -58,9 +51,9 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
         slots=slots,
     )
     segments = []
-    for item, branch in zip(items, block.branches, strict=True):
+    for item, branch, context in zip(items, block.branches, contexts, strict=True):
         item.block = block
-        segments.append(ExtendSegment(item, branch, branch.tokens.view, branch.context.view))
+        segments.append(ExtendSegment(item, branch, branch.tokens.view, context))
     batch.extend(segments, slots.size, on_lenvm=group.on_lenvm)
     return block
 
@@ -78,15 +71,14 @@ def _hold_cached(group: ItemGroup, most: int, allocator: Allocator) -> list[Foun
         if prefix.size + (len(found) + 1) * group.query.size > left + held - cache.held_item_tokens:
             break
         cache.hold(cached[0])
-        found.append(Found(index, *cached))
+        found.append((index, *cached))
     return found
 
 
-def _requests(group: ItemGroup, found: list[Found], slots: Ints) -> list[ScoreRequest]:
-    """Return the requests of the items, with ``slots`` for their branches."""
-    count = group.query.size
-    own = slots.reshape(-1, count)
-    contexts = np.concatenate([part for each, row in zip(found, own, strict=True) for part in (*each.slots, row)])
-    ends = np.cumsum([group.prefixes[each.place].size + count for each in found]).tolist()
-    places = zip(found, pairwise([0, *ends]), strict=True)
-    return [group.cached(each.place, each.node, contexts[begin:end]) for each, (begin, end) in places]
+def _contexts(found: list[Found], own: Sequence[Ints]) -> list[Ints]:
+    """Return the slots of each item's path and, behind them, its ``own``."""
+    parts = [[*slots, row] for (_, _, slots), row in zip(found, own, strict=True)]
+    lengths = [sum([part.size for part in each]) for each in parts]
+    slots = np.concatenate(list(chain.from_iterable(parts)))
+    ends = list(accumulate(lengths))
+    return [slots[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -36,7 +36,7 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
     if not found:
         return None
     slots = allocator.allocate(len(found) * count, group, None, may_preempt=False)
-    contexts = _contexts(found, slots.reshape(-1, count))
+    contexts = _contexts(found, list(slots.reshape(-1, count)))
     items = [group.cached(place, node, context) for (place, node, _), context in zip(found, contexts, strict=True)]
     block = ItemBlock(
         id=group.id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,6 +80,15 @@ class Batch:
         else:
             self.segments.append(segment)
             self.tokens += count
+
+    def extend(self, segments: Iterable[ExtendSegment], tokens: int, *, on_lenvm: bool) -> None:
+        """Add segments of one model, which have so many ``tokens`` together."""
+        self.load += tokens
+        if on_lenvm:
+            self.lenvm_segments.extend(segments)
+        else:
+            self.segments.extend(segments)
+            self.tokens += tokens
 
     def add_candidate_pass(self, branch: Branch, candidate_pass: CandidatePass, candidates: int) -> None:
         """Let ``branch`` draw among ``candidates`` tokens at most."""

@@ -21,7 +21,7 @@ from engine.ints import IntBuffer, Ints, ints
 from engine.length_guidance import GuidedSection
 
 if TYPE_CHECKING:
-    from engine.item_group import ItemGroup
+    from engine.item_group import ItemBlock, ItemGroup
     from engine.kvcache.prefix_cache import Node
     from engine.structured.constraint import Constraint
 
@@ -80,7 +80,7 @@ class Branch:
     """On a branch of an :class:`AuxRequest`: the branch on the main model."""
 
     def __post_init__(self) -> None:
-        self.given = len(self.tokens)
+        self.given = self.tokens.size
 
     def await_draw(self) -> None:
         """Add the token that a pending step draws."""
@@ -128,9 +128,7 @@ class Branch:
         return self.tokens.from_(self.given)
 
     def partial_before(self, start: int) -> npt.NDArray[np.float32] | None:
-        """Return the values for the tokens before ``start``; None if ``start`` is 0. A preempted branch begins again at 0, and the
-        new values replace the earlier ones.
-        """
+        """Return the values for the tokens before ``start``; None if ``start`` is 0, where a preempted branch begins again."""
         if start == 0:
             return None
         assert self.partial is not None
@@ -138,7 +136,8 @@ class Branch:
         return self.partial.values
 
 
-_arrivals = itertools.count()
+next_arrival = itertools.count().__next__
+"""Return the number of a new request, in the order of arrival."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -159,14 +158,13 @@ class Request:
     """Time of the first step that computes a part of it, on the same clock."""
     expires: float | None = None
     """Deadline on the monotonic clock."""
-    arrival: int = field(default_factory=lambda: next(_arrivals))
+    arrival: int = field(default_factory=next_arrival)
     node: Node | None = None
     """Node of the prefix cache up to which this request holds its prefix; None while the request waits."""
-    is_item: bool = False
-    """Whether its prefix is an item, which later requests probably score too. Such a request ends after few steps and takes no
-    running place."""
+    group: ItemGroup | None = None
+    """The items of which this request computes one or some. Such a request ends after few steps and takes no running place."""
     on_lenvm: bool = False
-    """Whether the length model computes this request, in the length model's slots."""
+    """Whether the length model computes it, in the length model's slots."""
     prefix_slots: IntBuffer = field(default_factory=IntBuffer)
     cached_tokens: int = 0
     computed_tokens: int = 0
@@ -174,9 +172,7 @@ class Request:
     step: int = 0
     """Number of the last step that computes a part of it; 0 before the first."""
     taken: int = 0
-    """Slots that the request took from the pool and holds: those of its branches, and of prefix tokens that it computed
-    itself.
-    """
+    """Slots that it took from the pool and holds: those of its branches, and of prefix tokens that it computed itself."""
 
     @property
     def kind(self) -> type[msgspec.Struct] | None:
@@ -185,13 +181,13 @@ class Request:
         return None
 
     @property
-    def message_id(self) -> str:
-        """Id of the message that asks for it."""
-        return self.id
+    def first(self) -> Request:
+        """The request that starts when the turn of this one comes."""
+        return self
 
     @property
     def awaits_result(self) -> bool:
-        """Whether pending steps compute all that is left of it."""
+        """Whether pending steps compute all that is left of it. Then it is not preempted."""
         return False
 
     @property
@@ -201,7 +197,7 @@ class Request:
 
     @property
     def main_request(self) -> Request:
-        """The request that came from the caller: this one, or the owner of an :class:`AuxRequest`."""
+        """The request that runs: this one, the owner of an :class:`AuxRequest`, or the block of an item."""
         return self
 
     @property
@@ -234,6 +230,10 @@ class Request:
         return not self.begun
 
 
+class RawLabels(wire.Labels, frozen=True):
+    """The kind of a request for :class:`engine.wire.Labels` with ``raw``."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class ScoreRequest(Request):
     """A request with one result at the end of each branch and no draws."""
@@ -244,14 +244,10 @@ class ScoreRequest(Request):
     targets: list[Ints] = field(default_factory=list)
     """[branch] tokens of the message's branch, where the readout is :class:`engine.wire.Likelihood`: row i of the request's branch
     predicts target i. Empty for other readouts."""
-    group: ItemGroup | None = None
-    """Set on the request of one item of :class:`engine.wire.ScoreItems`."""
     index: int = 0
     """Place of this item in its group."""
-
-    def __post_init__(self) -> None:
-        self.is_item = self.group is not None
-        self.on_lenvm = isinstance(self.readout, wire.LengthValue)
+    block: ItemBlock | None = None
+    """Set on an item that is computed with others."""
 
     @classmethod
     def of(cls, message: wire.Score, now: float, *, mean_pooling: bool = False) -> ScoreRequest:
@@ -275,6 +271,7 @@ class ScoreRequest(Request):
             received=now,
             priority=message.priority,
             expires=None if message.deadline is None else now + message.deadline,
+            on_lenvm=isinstance(message.readout, wire.LengthValue),
             readout=message.readout,
             rows=[[] for _ in given],
             targets=targets,
@@ -284,11 +281,12 @@ class ScoreRequest(Request):
 
     @property
     def kind(self) -> type[msgspec.Struct]:
-        return type(self.readout)
+        readout = self.readout
+        return RawLabels if type(readout) is wire.Labels and readout.raw else type(readout)
 
     @property
-    def message_id(self) -> str:
-        return self.id if self.group is None else self.group.id
+    def main_request(self) -> Request:
+        return self if self.block is None else self.block
 
     @property
     def awaits_result(self) -> bool:

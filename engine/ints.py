@@ -28,6 +28,14 @@ class IntBuffer:
         self.size = len(self._data)
         """Number of values. Read only."""
 
+    @classmethod
+    def over(cls, values: Ints, size: int) -> IntBuffer:
+        """Return a buffer of the first ``size`` of ``values``, not copied."""
+        buffer = cls.__new__(cls)
+        buffer._data = values
+        buffer.size = size
+        return buffer
+
     def __len__(self) -> int:
         return self.size
 

@@ -1,88 +1,189 @@
-"""Scores of many items with one query. Each item is a request of its own, whose prefix is the item and whose branch is the query.
-So items are admitted, computed and evicted one by one. The group collects their rows.
+"""Scores of many items with one query: :class:`engine.wire.ScoreItems`.
+
+A message is one request in the queue, its :class:`ItemGroup`. When its turn comes, cached items start together as an
+:class:`ItemBlock` (:mod:`engine.scheduling.item_blocks`). Each other item starts as a request of its own, whose prefix is the item
+and whose branch is the query. The group collects the rows of all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine import wire
-from engine.core import Branch, ScoreRequest
-from engine.ints import IntBuffer, Ints
+from engine.core import Branch, Request, ScoreRequest, next_arrival
+from engine.ints import EMPTY, IntBuffer, Ints, ints
+
+if TYPE_CHECKING:
+    from engine.kvcache.prefix_cache import Node
 
 
-@dataclass(eq=False, slots=True)
-class ItemGroup:
-    """The requests of one :class:`engine.wire.ScoreItems`."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class ItemGroup(Request):
+    """The items of one message. It waits while items have not started. It holds no slots itself."""
 
-    id: str
-    requests: list[ScoreRequest] = field(default_factory=list)
-    rows: list[list[float]] = field(default_factory=list)
+    message: wire.ScoreItems
+    prefixes: list[Ints]
+    """[item]"""
+    query: IntBuffer
+    """The message's query. It is the branch of each item, except for likelihoods and means: see :meth:`ScoreRequest.of`."""
+    items: list[Ints]
+    """[item] all its tokens."""
+    waiting: list[int] = field(default_factory=list)
+    """Items that have not started, in order."""
+    parts: dict[int, Request] = field(default_factory=dict)
+    """Blocks and requests of items that run, by arrival."""
+    rows: list[list[float]]
     """[item]; empty until the item is done."""
-    left: int = 0
+    left: int
     """Items that are not done."""
-    cached_tokens: int = 0
     cached_items: int = 0
-    computed_tokens: int = 0
-    queue_seconds: float = 0.0
-    pin_seconds: float | None = None
-    """:attr:`engine.wire.ScoreItems.pin_seconds`."""
     pinned_items: int = 0
+    _requests: dict[int, ScoreRequest] = field(default_factory=dict)
+    """Requests of waiting items: of the first one, and of items that were preempted."""
 
     @classmethod
     def of(cls, message: wire.ScoreItems, now: float, *, mean_pooling: bool = False) -> ItemGroup:
         """``now`` and ``mean_pooling``: see :meth:`ScoreRequest.of`. The message has been checked."""
-        group = cls(message.id, pin_seconds=message.pin_seconds)
-        query = IntBuffer(np.array(message.query, np.int32))
-        for index, item in enumerate(items_of(message)):
-            group.requests.append(group._request(message, index, item, query, now, mean_pooling=mean_pooling))
-        group.rows = [[] for _ in group.requests]
-        group.left = len(group.requests)
-        return group
-
-    def take(self, request: ScoreRequest, row: list[float]) -> wire.Scored | None:
-        """Take the row of one item, whose request has ended; return the answer with the last one."""
-        self.rows[request.index] = row
-        self.left -= 1
-        self.cached_tokens += request.cached_tokens
-        self.cached_items += len(request.prefix) > 0 and request.cached_tokens >= len(request.prefix)
-        self.computed_tokens += request.computed_tokens
-        self.queue_seconds = max(self.queue_seconds, request.queue_seconds)
-        if self.left:
-            return None
-        tokens, items = (self.cached_tokens, self.computed_tokens), (self.cached_items, self.pinned_items)
-        return wire.Scored(self.id, self.rows, *tokens, self.queue_seconds, *items)
-
-    def _request(
-        self, message: wire.ScoreItems, index: int, item: Ints, query: IntBuffer, now: float, *, mean_pooling: bool
-    ) -> ScoreRequest:
-        """Return the request of one item. See :meth:`ScoreRequest.of` for likelihoods and means. Items share ``query``, to which
-        nothing is added."""
-        prefix, branch, targets = item, query, []
-        if isinstance(message.readout, wire.Likelihood):
-            targets = [query.view]
-            prefix, branch = item[:-1], IntBuffer(np.concatenate([item[-1:], query.view[:-1]]))
-        elif isinstance(message.readout, wire.Embedding) and mean_pooling:
-            prefix, branch = item[:0], IntBuffer(np.concatenate([item, query.view]))
-        request = ScoreRequest(
-            id=f"{self.id}/{index}",
-            prefix=prefix,
+        items, query, readout = items_of(message), ints(message.query), message.readout
+        prefixes = items
+        if isinstance(readout, wire.Likelihood):
+            prefixes = [item[:-1] for item in items]
+        elif isinstance(readout, wire.Embedding) and mean_pooling:
+            prefixes = [EMPTY] * len(items)
+        return cls(
+            id=message.id,
+            prefix=EMPTY,
             caller=message.caller,
-            size=len(item) + len(query),
+            size=sum(map(len, items)) + len(items) * len(query),
             received=now,
             priority=message.priority,
             expires=None if message.deadline is None else now + message.deadline,
-            readout=message.readout,
-            rows=[[]],
+            on_lenvm=isinstance(readout, wire.LengthValue),
+            message=message,
+            prefixes=prefixes,
+            query=IntBuffer.over(query, len(query)),
+            items=items,
+            waiting=list(range(len(items))),
+            rows=[[] for _ in items],
+            left=len(items),
+        )
+
+    @property
+    def first(self) -> ScoreRequest:
+        """The request of the first waiting item."""
+        index = self.waiting[0]
+        request = self._requests.get(index)
+        if request is None:
+            request = self._requests[index] = self._request(index, next_arrival(), None, IntBuffer(), IntBuffer())
+        return request
+
+    @property
+    def droppable(self) -> bool:
+        return bool(self.waiting) or any(part.droppable for part in self.parts.values())
+
+    def start(self, part: Request) -> bool:
+        """Note that ``part`` runs: the first waiting item, or a block. Return whether other items wait."""
+        self.begun = True
+        self.size -= part.size
+        self.parts[part.arrival] = part
+        if isinstance(part, ItemBlock):
+            started = {item.index for item in part.items}
+            self.waiting = [index for index in self.waiting if index not in started]
+        else:
+            del self._requests[self.waiting.pop(0)]
+        return len(self.waiting) > 0
+
+    def take_back(self, request: ScoreRequest) -> None:
+        """Let an item that was preempted wait in front of the others."""
+        del self.parts[request.arrival]
+        self.size += request.size
+        self.waiting.insert(0, request.index)
+        self._requests[request.index] = request
+
+    def cached(self, index: int, node: Node, context: Ints) -> ScoreRequest:
+        """Return the request of a waiting item for a block. ``node``: up to which it holds its prefix; ``context``: slots of prefix
+        and branch."""
+        count, size = self.query.size, context.size
+        request = self._request(index, self.arrival, node, IntBuffer.over(context, size - count), IntBuffer.over(context, size))
+        request.cached_tokens, request.computed_tokens = size - count, count
+        earlier = self._requests.pop(index, None) if self._requests else None
+        if earlier is not None and earlier.begun:  # it was preempted
+            request.cached_tokens = earlier.cached_tokens
+            request.computed_tokens += earlier.computed_tokens
+        return request
+
+    def take(self, done: Sequence[tuple[ScoreRequest, list[float]]]) -> None:
+        """Take the rows of items."""
+        self.left -= len(done)
+        for request, row in done:
+            self.rows[request.index] = row
+            self.cached_tokens += request.cached_tokens
+            self.cached_items += 0 < request.prefix.size <= request.cached_tokens
+            self.computed_tokens += request.computed_tokens
+
+    def end(self, part: Request) -> None:
+        """Forget a part whose rows are there. References to and from its branches go, so that it leaves no garbage to collect."""
+        del self.parts[part.arrival]
+        if isinstance(part, ItemBlock):
+            for item in part.items:
+                item.branches.clear()
+            part.items = []
+        part.branches.clear()
+
+    @property
+    def answer(self) -> wire.Scored:
+        """The answer, when no item is left."""
+        tokens, items = (self.cached_tokens, self.computed_tokens), (self.cached_items, self.pinned_items)
+        return wire.Scored(self.id, self.rows, *tokens, self.queue_seconds, *items)
+
+    def _request(self, index: int, arrival: int, node: Node | None, prefix_slots: IntBuffer, context: IntBuffer) -> ScoreRequest:
+        item, query, readout, targets = self.items[index], self.query, self.message.readout, []
+        if isinstance(readout, wire.Likelihood):
+            targets = [query.view]
+            query = IntBuffer(np.concatenate([item[-1:], query.view[:-1]]))
+        elif item.size > self.prefixes[index].size:
+            query = IntBuffer(np.concatenate([item, query.view]))
+        request = ScoreRequest(
+            id=self.id,
+            prefix=self.prefixes[index],
+            caller=self.caller,
+            size=item.size + self.query.size,
+            received=self.received,
+            priority=self.priority,
+            readout=readout,
+            rows=[],
             targets=targets,
             group=self,
             index=index,
+            on_lenvm=self.on_lenvm,
+            arrival=arrival,
+            node=node,
+            prefix_slots=prefix_slots,
         )
-        request.branches = [Branch(request, 0, branch)]
+        request.branches.append(Branch(request, 0, query, context))
         return request
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ItemBlock(Request):
+    """Cached items of one group, of which one step computes all that is left."""
+
+    items: list[ScoreRequest]
+    slots: Ints
+    """Slots of all branches, which the block owns."""
+
+    @property
+    def awaits_result(self) -> bool:
+        return True
+
+    @property
+    def droppable(self) -> bool:
+        return False
 
 
 def items_of(message: wire.ScoreItems) -> list[Ints]:

@@ -25,7 +25,8 @@ from engine.counters import Counters
 from engine.deltas import Deltas, unsent
 from engine.device.compilations import Compilations
 from engine.generation import GenerateRequest
-from engine.item_groups import ItemGroups
+from engine.item_group import ItemGroup
+from engine.item_results import ItemResults
 from engine.readouts.base import StepResult
 from engine.refusals import Message, Refusals, overloaded
 from engine.request_log import Ending, RequestLog
@@ -76,7 +77,7 @@ class Loop:
         self._counters = Counters((runner.replayed, runner.replayed_lenvm_passes))
         self._refusals = Refusals(self._counters.refused, self._log)
         self._deltas = Deltas(info, scheduler, structured, self._counters)
-        self._groups = ItemGroups(scheduler, self._counters)
+        self._items = ItemResults(scheduler, self._counters)
         self._step_seconds = 0.0
         """Time of the last step, without its wait for masks."""
         self._ended: list[wire.Reply] = []
@@ -111,8 +112,8 @@ class Loop:
         """Launch one step and process the results of one; returns the replies."""
         replies, self._ended = self._ended, []
         replies += self._settle_structured()
-        for request in self._groups.end(self._scheduler.expire()):
-            replies.append(wire.Failed(request.message_id, "deadline", "The deadline passed before it was computed."))
+        for request in self._scheduler.expire():
+            replies.append(wire.Failed(request.id, "deadline", "The deadline passed before it was computed."))
             self._note("expired", request)
         began = time.perf_counter()
         batch = self._scheduler.schedule()
@@ -163,13 +164,13 @@ class Loop:
         if not (message.branches if isinstance(message, wire.Score) else message.lengths):
             self._ended.append(wire.Scored(message.id, [], 0, 0))
         elif isinstance(message, wire.ScoreItems):
-            self._groups.begin(message, self._clock(), mean_pooling=self._mean_pooling)
+            self._scheduler.add(ItemGroup.of(message, self._clock(), mean_pooling=self._mean_pooling))
         else:
             self._scheduler.add(ScoreRequest.of(message, self._clock(), mean_pooling=self._mean_pooling))
 
     def _refusal(self, message: Message) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
-        if self._request(message.id) is not None or self._groups.get(message.id) is not None:
+        if self._request(message.id) is not None:
             return self._refusals.invalid(message.id, "A request of this id is still running; ids must be unique.", message.caller)
         problem = check(message, self.info)
         if problem is not None:
@@ -178,7 +179,7 @@ class Loop:
         if wait > self._max_wait_seconds:
             return self._refusals.overloaded(message, "wait", wait)
         compiling = 0 if self._structured is None else self._structured.compiling
-        if self._groups.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
+        if self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
             return self._refusals.overloaded(message, "queue_full", wait)
         return None
 
@@ -194,7 +195,7 @@ class Loop:
             return False
         self._counters.refused.displaced += 1
         wait = self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)
-        self._ended += [overloaded(request.message_id, wait) for request in self._groups.end([displaced])]
+        self._ended.append(overloaded(displaced.id, wait))
         self._note("displaced", displaced, code="overloaded")
         return True
 
@@ -204,9 +205,6 @@ class Loop:
 
     def _abort(self, request_id: str) -> None:
         request = self._request(request_id)
-        group = self._groups.get(request_id)
-        if group is not None:
-            (request,) = self._groups.end(list[Request](group.requests))
         if request is None:
             return
         if isinstance(request, GenerateRequest):
@@ -216,11 +214,11 @@ class Loop:
             self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
         else:
             self._ended.append(wire.Failed(request_id, "aborted", "The caller ended the request."))
-        if group is None and self._scheduler.get(request_id) is None:
+        if self._scheduler.get(request_id) is None:
             assert isinstance(request, GenerateRequest)
             assert self._structured is not None
             self._structured.remove(request)
-        elif group is None:
+        else:
             self._scheduler.remove(request)
         self._note("aborted", request)
 
@@ -257,9 +255,16 @@ class Loop:
         for part in result.prompts:
             if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
                 part.branch.prompt_logprobs += part.logprobs
+        items: dict[ItemGroup, list[tuple[ScoreRequest, list[float]]]] = {}
         for branch, row in result.rows:
-            if not branch.done:
-                self._process_row(branch, row, replies)
+            request = branch.request
+            assert isinstance(request, ScoreRequest)
+            if not branch.done and request.group is not None:
+                items.setdefault(request.group, []).append((request, row))
+            elif not branch.done:
+                self._process_row(branch, request, row, replies)
+        for group, done in items.items():
+            replies += self._items.take(group, done)
         for drawn in result.drawn:
             branch = drawn.branch
             if not branch.done:
@@ -271,16 +276,10 @@ class Loop:
         self._counters.add(result.lenvm)
         return replies
 
-    def _process_row(self, branch: Branch, row: list[float], replies: list[wire.Reply]) -> None:
-        request = branch.request
-        assert isinstance(request, ScoreRequest)
+    def _process_row(self, branch: Branch, request: ScoreRequest, row: list[float], replies: list[wire.Reply]) -> None:
         request.rows[branch.index] = row
-        if request.group is not None:
-            self._groups.pin(request.group, request)
         self._scheduler.finish(branch)
-        if request.group is not None:
-            replies += self._groups.take(request.group, request, row)
-        elif not request.branches:
+        if not request.branches:
             if not request.on_lenvm:
                 self._counters.cached_tokens += request.cached_tokens
             self._note("finished", request)
@@ -293,7 +292,7 @@ class Loop:
         logger.exception("a step of %d tokens failed", batch.tokens)
         code: wire.ErrorCode = "out_of_memory" if memory else "internal"
         message = "The engine ran out of memory in this step." if memory else "The engine failed in this step."
-        failed = self._groups.end(self._scheduler.fail(batch))
+        failed = self._scheduler.fail(batch)
         for request in failed:
             self._note("failed", request, code=code)
-        return [wire.Failed(request.message_id, code, message, retryable=True) for request in failed]
+        return [wire.Failed(request.id, code, message, retryable=True) for request in failed]

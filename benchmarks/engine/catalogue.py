@@ -12,13 +12,14 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from benchmarks.engine.engines import Engine, seconds
+from benchmarks.engine.engines import Engine
 from benchmarks.engine.subject import SHAPES, Subject, subject
 from engine import wire
 from engine.ints import Ints
@@ -104,7 +105,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--zipf", type=float, default=0.9, help="exponent of the popularity's law")
     parser.add_argument("--warm-up", type=int, default=40, help="requests before the measurement, of the last variant")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--threads", type=int, default=0, help="1: on one core, in processor time, which other processes hardly change"
+    )
     options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     with subject(options.shape, None, "float32") as model:
         catalogue = Catalogue.of(options, model.config.vocab_size)
         variants = Variants(catalogue, options, model)
@@ -118,16 +124,23 @@ def measure(catalogue: Catalogue, variants: Variants, options: argparse.Namespac
     rates: dict[str, list[float]] = {"query first": [], "all cached": [], "part cached": []}
     ratios: dict[str, list[float]] = {"all cached": [], "part cached": []}
     hits = found = 0
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+
+    def seconds(engine: Engine, message: wire.Score | wire.ScoreItems, replies: list[wire.Reply]) -> float:
+        began = clock()
+        replies += engine.run([message])
+        return clock() - began
+
     for number in range(options.rounds):
         query, places, popular = variants.query(), variants.any(), variants.popular()
         plain, known = catalogue.query_first(f"q{number}", query, places), catalogue.items_first(f"i{number}", query, places)
         times = {
-            "query first": seconds(lambda: variants.plain.run([plain])),  # noqa: B023  called at once
-            "all cached": seconds(lambda: variants.whole.run([known])),  # noqa: B023
+            "query first": seconds(variants.plain, plain, []),
+            "all cached": seconds(variants.whole, known, []),
         }
         part = catalogue.items_first(f"p{number}", query, popular)
         replies: list[wire.Reply] = []
-        times["part cached"] = seconds(lambda: replies.extend(variants.part.run([part])))  # noqa: B023
+        times["part cached"] = seconds(variants.part, part, replies)
         (scored,) = replies
         assert isinstance(scored, wire.Scored)
         hits, found = hits + scored.cached_items, found + len(scored.rows)

@@ -1,11 +1,10 @@
 """Chooses which part of a prefix cache is evicted next.
 
 Nodes of generations and queries are evicted in the order of their last use. Items of :class:`engine.wire.ScoreItems` compete by
-how often they were used as well, so a scan of cold items does not evict hot ones. Their rule is a segmented LRU with TinyLFU
-admission (Karedla, Love and Wherry, IEEE Computer 1994; Einziger, Friedman and Manes, https://arxiv.org/abs/1512.00727): items are
-on probation until a request uses them again, also if they were evicted in between. Then they are protected, as long as there is
-room. If there is none, an item takes the place of the oldest protected item only if it was used more often lately. Items on
-probation are evicted first.
+how often they were used as well, so a scan of cold items does not evict hot ones. Their rule is TinyLFU (Einziger, Friedman and
+Manes, https://arxiv.org/abs/1512.00727): items are on probation until a request uses them again, also if they were evicted in
+between. Then they are protected, as long as there is room. If there is none, an item takes the place of a protected item only if it
+was used more often lately. Items on probation are evicted first, by last use, and then protected ones by how often they were used.
 
 Both kinds share all slots. While nodes that are no items have less than a reserved share of the slots, items are evicted before
 them; above that, whichever was not used for longer. Pinned items are held like those in use (:mod:`engine.kvcache.pins`).
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.kvcache.frequency import FrequencySketch
@@ -28,36 +27,55 @@ PROTECTED_SHARE = 0.95
 MAX_KEYS = 1 << 20
 """Most keys that the frequency sketch is sized for. It has one for each slot, so that evicted items are remembered too."""
 
-Valid = Callable[["Node"], bool]
+SAMPLE = 40
+"""Uses for each cached node after which all counts are halved. More make the order of steady items better, and a change of what is
+popular takes longer to be followed (docs/catalogue.md)."""
+FEW_NODES = 64
 
 
 class Queue:
-    """Nodes that may be evicted, the least recently used first. Entries gone stale are skipped."""
+    """Nodes that may be evicted, that with the lowest count and then the least recently used first.
 
-    def __init__(self, *, protected: bool = False) -> None:
-        """``protected``: whether the nodes are protected; a node that changes this leaves the queue."""
-        self._protected = protected
-        self.heap: list[tuple[int, int, Node]] = []
-        """Read only."""
+    A node stays in the queue while it is used again; its entry is corrected when it becomes the first. Counts must not fall.
+    """
+
+    def __init__(self, count: Callable[[Node], int] = lambda _: 0) -> None:
+        """``count``: how often a node was used lately."""
+        self._count = count
+        self._heap: list[tuple[int, int, int, Node]] = []
         self._ties = itertools.count()
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     def push(self, node: Node) -> None:
-        """Add ``node`` with its present time of use."""
-        heapq.heappush(self.heap, (node.used, next(self._ties), node))
+        """Add ``node``, which leaves the queue that it was in."""
+        if node.queue is not self:
+            node.queue = self
+            heapq.heappush(self._heap, self._entry(node))
 
     def first(self) -> Node | None:
-        """Return the least recently used node that is evictable, or None."""
-        while self.heap:
-            used, _, node = self.heap[0]
-            if node.evictable and node.used == used and node.protected == self._protected:
+        """Return the first node that is evictable, or None."""
+        while self._heap:
+            count, used, _, node = self._heap[0]
+            if node.queue is not self or not node.evictable:
+                heapq.heappop(self._heap)
+                if node.queue is self:
+                    node.queue = None
+            elif node.used == used and self._count(node) == count:
                 return node
-            heapq.heappop(self.heap)
+            else:
+                heapq.heapreplace(self._heap, self._entry(node))
         return None
 
-    def rebuild(self, nodes: Iterable[Node]) -> None:
-        """Hold exactly ``nodes``, without stale entries."""
-        self.heap = [(node.used, next(self._ties), node) for node in nodes]
-        heapq.heapify(self.heap)
+    def rebuild(self) -> None:
+        """Correct all entries, also after counts fell, and drop those of nodes that have left."""
+        nodes = dict.fromkeys(node for *_, node in self._heap if node.queue is self and node.parent is not None)
+        self._heap = [self._entry(node) for node in nodes]
+        heapq.heapify(self._heap)
+
+    def _entry(self, node: Node) -> tuple[int, int, int, Node]:
+        return self._count(node), node.used, next(self._ties), node
 
 
 class Evictor:
@@ -69,7 +87,8 @@ class Evictor:
         self._room = int(PROTECTED_SHARE * slots)
         """Tokens that may be protected."""
         self._sketch = FrequencySketch(min(slots, MAX_KEYS))
-        self._others, self._probation, self._protected = Queue(), Queue(), Queue(protected=True)
+        self._others, self._probation = Queue(), Queue()
+        self._protected = Queue(lambda node: self._sketch.count(node.key))
         self._other_tokens = 0
         self._protected_tokens = 0
 
@@ -83,13 +102,15 @@ class Evictor:
     def use(self, node: Node) -> None:
         """Note that a request has used ``node``."""
         if node.item:
-            self._sketch.use(node.key)
-            if not node.protected and (count := self._sketch.count(node.key)) > 1:
+            count = self._sketch.use(node.key)
+            if count > 1 and not node.protected:
                 self._protect(node, count)
 
     def offer(self, node: Node) -> None:
         """Note that ``node`` can be evicted."""
-        self._queue(node).push(node)
+        queue = self._queue(node)
+        if node.queue is not queue:
+            queue.push(node)
 
     def victim(self) -> Node | None:
         """Return the node to evict next; None if there is none."""
@@ -98,16 +119,13 @@ class Evictor:
             return item or other
         return other if self._other_tokens > self._reserved and other.used < item.used else item
 
-    def tidy(self, nodes: Callable[[], Iterable[Node]], count: int) -> None:
-        """Drop stale entries if they are many. ``nodes``: all evictable nodes; ``count``: number of nodes of the cache."""
-        queues = (self._others, self._probation, self._protected)
-        if len(self._others.heap) + len(self._probation.heap) + len(self._protected.heap) <= 2 * count + 64:
-            return
-        members: dict[Queue, list[Node]] = {queue: [] for queue in queues}
-        for node in nodes():
-            members[self._queue(node)].append(node)
-        for queue in queues:
-            queue.rebuild(members[queue])
+    def tidy(self, count: int) -> None:
+        """Let old uses fade, and drop entries of nodes that have left if they are many. ``count``: number of nodes of the cache."""
+        queues = self._others, self._probation, self._protected
+        many = len(self._others) + len(self._probation) + len(self._protected) > 2 * count + FEW_NODES
+        if self._sketch.age(SAMPLE * max(count, FEW_NODES)) or many:
+            for queue in queues:
+                queue.rebuild()
 
     def _queue(self, node: Node) -> Queue:
         if not node.item:

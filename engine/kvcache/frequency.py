@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 ROWS = 4
-MAX_COUNT = 15
-SAMPLE = 10
-"""Uses for each counter of a row after which all counts are halved, so that old uses fade."""
+MAX_COUNT = 255
 
 
 class FrequencySketch:
@@ -22,8 +20,8 @@ class FrequencySketch:
         self._rows = [bytearray(self._width) for _ in range(ROWS)]
         self._uses = 0
 
-    def use(self, key: int) -> None:
-        """Count one use of ``key``: 64 bits, spread evenly."""
+    def use(self, key: int) -> int:
+        """Count one use of ``key``: 64 bits, spread evenly. Return its new count."""
         a, b, c, d = self._rows
         i, j, k, m = self._places(key)
         least = min(a[i], b[j], c[k], d[m])
@@ -32,14 +30,23 @@ class FrequencySketch:
                 if row[place] == least:
                     row[place] = least + 1
         self._uses += 1
-        if self._uses >= SAMPLE * self._width:
-            self._age()
+        return min(least + 1, MAX_COUNT)
 
     def count(self, key: int) -> int:
         """Estimate the recent uses of ``key``."""
         a, b, c, d = self._rows
         i, j, k, m = self._places(key)
         return min(a[i], b[j], c[k], d[m])
+
+    def age(self, uses: int) -> bool:
+        """Halve all counts, so that old uses fade, if there were so many uses. Return whether they were halved."""
+        if self._uses < uses:
+            return False
+        for row in self._rows:
+            counts = np.frombuffer(row, np.uint8)
+            np.right_shift(counts, 1, out=counts)
+        self._uses //= 2
+        return True
 
     def _places(self, key: int) -> tuple[int, int, int, int]:
         # Rows use different bits; more than 16 are needed in wide rows, so bits from the other end are mixed in.
@@ -50,9 +57,3 @@ class FrequencySketch:
             (key >> 32 ^ key << 45) & mask,
             (key >> 48 ^ key << 61) & mask,
         )
-
-    def _age(self) -> None:
-        for row in self._rows:
-            counts = np.frombuffer(row, np.uint8)
-            np.right_shift(counts, 1, out=counts)
-        self._uses //= 2

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.ints import EMPTY, Ints, as_ints
-from engine.kvcache.eviction import Evictor
+from engine.kvcache.eviction import Evictor, Queue
 from engine.kvcache.pins import Pins
 from engine.kvcache.slots import SlotPool
 
@@ -28,7 +28,7 @@ _KEY_MASK = (1 << 64) - 1
 class Node:
     """Consecutive tokens below a prefix, and their slots."""
 
-    __slots__ = ("children", "item", "key", "parent", "protected", "references", "shared", "slots", "tokens", "used")
+    __slots__ = ("children", "item", "key", "parent", "protected", "queue", "references", "shared", "slots", "tokens", "used")
 
     def __init__(self, tokens: Ints, slots: Ints, parent: Node | None, *, shared: bool, item: bool = False) -> None:
         """``shared``: whether it is in the tree of a salt, not in that of one request. ``item``: whether it belongs to an item of
@@ -42,7 +42,9 @@ class Node:
         self.used = 0
         self.item = item
         self.protected = False
-        """Set by :class:`engine.kvcache.eviction.Evictor`."""
+        """Set by :class:`engine.kvcache.eviction.Evictor`, like :attr:`queue`."""
+        self.queue: Queue | None = None
+        """The queue of eviction that it is in."""
         self.key: int = hash((parent.key, self.tokens.tobytes())) & _KEY_MASK if item and parent is not None else 0
         """On an item: a hash of the path, by which its uses are counted also while it is not cached."""
 
@@ -112,6 +114,22 @@ class PrefixCache:
                 node = node if length == len(node.tokens) else None
         return matched
 
+    def find(self, salt: str | None, tokens: Ints) -> tuple[Node, list[Ints]] | None:
+        """Return the node with which ``tokens``, at least one, end in the tree of ``salt``, and the slots of its path. None where
+        no node ends there. Changes nothing."""
+        node: Node | None = None if salt is None else self._roots.get(salt)
+        found: list[Ints] = []
+        matched, size = 0, tokens.size
+        while node is not None and matched < size:
+            node = node.children.get(int(tokens[matched]))
+            if node is not None:
+                end = matched + node.tokens.size
+                if end > size or tokens[matched:end].tobytes() != node.tokens.tobytes():
+                    return None
+                found.append(node.slots)
+                matched = end
+        return None if node is None else (node, found)
+
     def match_prefix(self, node: Node, tokens: Ints) -> tuple[Node, Ints]:
         """Move a reference on ``node`` down along ``tokens`` as far as the tree has them.
 
@@ -155,12 +173,17 @@ class PrefixCache:
         if step is not self.root:
             step.references += 1
 
-    def release(self, node: Node, above: Node | None = None, *, used: bool = True) -> None:
-        """Drop one reference on each node of the path down to ``node``: from the root, or from below ``above``.
+    def release(self, *nodes: Node, above: Node | None = None, used: bool = True) -> None:
+        """Drop one reference on each node of the path down to each of ``nodes``: from the root, or from below ``above``.
 
         ``used``: whether this counts as a use. Slots of a private tree are free at once.
         """
         now = next(self._clock)
+        for node in nodes:
+            self._release(node, above, now, used=used)
+        self._evictor.tidy(self._count)
+
+    def _release(self, node: Node, above: Node | None, now: int, *, used: bool) -> None:
         step = node
         while step is not above and (parent := step.parent) is not None:
             assert step.references > 0
@@ -169,12 +192,13 @@ class PrefixCache:
                 step.used = now
                 self._evictor.use(step)
             if step.references == 0:
-                self.evictable += len(step.tokens)
-                self.held_item_tokens -= len(step.tokens) if step.item else 0
-                if step.shared:
-                    self._offer(step)
-                else:
+                size = step.tokens.size
+                self.evictable += size
+                self.held_item_tokens -= size if step.item else 0
+                if not step.shared:
                     self._remove(step)
+                elif not step.children:
+                    self._evictor.offer(step)
             step = parent
         if above is None and step is not self.root:
             assert step.references > 0
@@ -220,8 +244,9 @@ class PrefixCache:
 
     def _hold(self, node: Node) -> None:
         if node.references == 0:
-            self.evictable -= len(node.tokens)
-            self.held_item_tokens += len(node.tokens) if node.item else 0
+            size = node.tokens.size
+            self.evictable -= size
+            self.held_item_tokens += size if node.item else 0
         node.references += 1
 
     def _split(self, node: Node, length: int) -> Node:
@@ -236,15 +261,6 @@ class PrefixCache:
         self._count += 1
         return upper
 
-    def _offer(self, node: Node) -> None:
-        if node.children:
-            return
-        self._evictor.offer(node)
-        self._evictor.tidy(self._leaves, self._count)
-
-    def _leaves(self) -> Iterator[Node]:
-        return (leaf for leaf in self.nodes() if leaf.shared and leaf.evictable)
-
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
@@ -256,8 +272,8 @@ class PrefixCache:
         self._count -= 1
         if parent.parent is None:
             self._drop_if_empty(parent)
-        elif parent.references == 0:
-            self._offer(parent)
+        elif not (parent.references or parent.children):
+            self._evictor.offer(parent)
 
     def _add_tokens(self, node: Node, count: int) -> None:
         """Count tokens of a node that enters the tree; a negative number leaves it."""

@@ -19,9 +19,7 @@ from kernels.label_logprobs import label_logprobs
 class LabelReadout(Readout):
     """Log-probabilities over the full vocabulary. Logits of other tokens are never stored."""
 
-    kind = wire.Labels
-    raw: ClassVar[bool] = False
-    """:attr:`engine.wire.Labels.raw` of the requests that have this output."""
+    kind: ClassVar[type[wire.Labels]] = wire.Labels
     numbers: Copy
     """[rows, largest number of labels]"""
 
@@ -33,9 +31,9 @@ class LabelReadout(Readout):
         request = segment.request
         assert isinstance(request, ScoreRequest)
         assert isinstance(request.readout, wire.Labels)
-        if request.readout.raw == self.raw and segment.completes:
+        if segment.completes:
             self.branches.append(branch)
-            self.hidden_rows.append(row + len(segment.tokens) - 1)
+            self.hidden_rows.append(row + segment.tokens.size - 1)
             self._labels.append(request.readout.tokens)
 
     def upload(self, upload: Upload) -> None:
@@ -54,6 +52,8 @@ class LabelReadout(Readout):
 
 def label_table(labels: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
     """[rows, largest number of labels]; short rows are padded with token 0."""
+    if len(set(map(len, labels))) == 1:
+        return np.array(labels, np.int64)
     table = np.zeros((len(labels), max(map(len, labels), default=0)), np.int64)
     for row, ids in enumerate(labels):
         table[row, : len(ids)] = ids

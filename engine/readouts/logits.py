@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core import RawLabels
 from engine.device.transfer import Download, Upload
 from engine.readouts.base import StepTensors
 from engine.readouts.labels import LabelReadout, label_table
@@ -17,7 +18,7 @@ from kernels.soft_cap import soft_cap
 class LabelLogitsReadout(LabelReadout):
     """Logits of the labels alone, for :attr:`engine.wire.Labels.raw`. Logits of other tokens are never computed."""
 
-    raw = True
+    kind = RawLabels
 
     def upload(self, upload: Upload) -> None:
         table = label_table(self._labels)

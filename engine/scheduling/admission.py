@@ -6,10 +6,13 @@ import itertools
 import math
 
 from engine.batch import Batch
+from engine.core import Request
+from engine.item_group import ItemBlock, ItemGroup
 from engine.scheduling.allocation import Allocator
 from engine.scheduling.composer import StepComposer
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.flow import Flow
+from engine.scheduling.item_blocks import compose_block
 from engine.scheduling.wait_estimator import WaitEstimator
 
 DYNAMIC_THRESHOLD = 8
@@ -47,10 +50,17 @@ class Admission:
 
     def admit_waiting(self, batch: Batch, flow: Flow) -> None:
         """Start waiting requests of a tenant while it has a share of the step, and while there are places and slots."""
+        searched: Request | None = None
         while flow.waiting and flow.room > 0 and batch.load < self._most:
-            if not (self._has_room(flow) and self._allocator.leaves_reserve(flow.waiting[0][2])):
+            if not self._has_room(flow):
                 return
-            if not self._admit(batch, flow, min(flow.room, self._most - batch.load)):
+            waiting, room = flow.waiting[0][2], min(flow.room, self._most - batch.load)
+            if isinstance(waiting, ItemGroup) and waiting is not searched:
+                searched = waiting
+                self._admit_cached(batch, flow, waiting, room)
+            elif not self._allocator.leaves_reserve(waiting.first):
+                return
+            elif not self._admit(batch, flow, room):
                 self._closed_above = min(self._closed_above, flow.holding)
                 return
 
@@ -87,14 +97,12 @@ class Admission:
         nothing, because it might take slots of its own branches, and a guided request is not added twice."""
         for request in list(flow.running.values()):
             again = request.step == self._allocator.step
-            if batch.load < self._most and request.id in self._allocator.running and not (again and len(request.with_aux) > 1):
+            if batch.load < self._most and request.arrival in self._allocator.running and not (again and len(request.with_aux) > 1):
                 self._composer.compute(batch, flow, request, self._most - batch.load, request.reserve, may_preempt=not again)
 
     def _admit(self, batch: Batch, flow: Flow, room: int) -> bool:
         """Start the first waiting request of a tenant if at least one of its tokens fits into ``room``."""
-        request = self._queue.start(flow)
-        self._allocator.running[request.id] = request
-        self._allocator.items_running += request.is_item
+        request = self._start(flow)
         for part in request.with_aux:
             part.node = self._allocator.kv_pool(part).cache.enter(part.salt)
         spent = self._composer.compute(batch, flow, request, room, request.reserve, may_preempt=False)
@@ -104,10 +112,32 @@ class Admission:
         flow.room -= spent
         for part in request.with_aux:
             part.begun = True
-        if request.first_computed is None:
-            request.first_computed = self._now
-        self._wait_estimator.leave(request, begun=True)
+        self._note_begun(request)
         return True
+
+    def _admit_cached(self, batch: Batch, flow: Flow, group: ItemGroup, room: int) -> None:
+        """Start the items of the first waiting group of a tenant that are cached and fit into ``room``."""
+        block = compose_block(batch, group, room, self._allocator)
+        if block is not None:
+            self._start(flow, block)
+            spent = block.slots.size
+            self._allocator.count_taken(block, spent, block.branches[0])
+            flow.spent += spent
+            flow.room -= spent
+            self._note_begun(block)
+
+    def _start(self, flow: Flow, block: ItemBlock | None = None) -> Request:
+        """Let the first waiting request of a tenant, or a ``block`` of it, run."""
+        request = self._queue.start(flow, block)
+        self._allocator.running[request.arrival] = request
+        self._allocator.items_running += request.group is not None
+        return request
+
+    def _note_begun(self, request: Request) -> None:
+        accepted = request.group or request
+        if accepted.first_computed is None:
+            accepted.first_computed = self._now
+        self._wait_estimator.begin(accepted, request.size)
 
     def make_way(self, batch: Batch, flow: Flow) -> None:
         """Admit the next request of a tenant that has a share of the step but lacks a running place or slots.
@@ -115,13 +145,13 @@ class Admission:
         They come from tenants that have more for their weight. The request is admitted before the running ones are computed, which
         would take these slots.
         """
-        if not (flow.waiting and self._allocator.leaves_reserve(flow.waiting[0][2])):
+        if not (flow.waiting and self._allocator.leaves_reserve(flow.waiting[0][2].first)):
             return
         if self._free_places <= 0:
             victim = self._allocator.victim_for_place(flow)
             victims = [] if victim is None else [victim]
         else:
-            request = flow.waiting[0][2]
+            request = flow.waiting[0][2].first
             found = [self._allocator.victims_for_slots(flow, part) for part in request.with_aux]
             victims = [] if None in found else list(dict.fromkeys(itertools.chain.from_iterable(filter(None, found))))
         for victim in victims:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from engine.batch import CandidatePass
 from engine.core import Branch, Request
 from engine.ints import EMPTY, Ints
+from engine.item_group import ItemBlock
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.fair_queue import FairQueue
@@ -39,10 +40,10 @@ class Allocator:
         self.kv_pools = [KVPool(pool, PrefixCache(pool, self.reserved(pool))) for pool in pools]
         for pool, cache in self.kv_pools:
             cache.pins.room = int(PINNED_SHARE * (pool.size - self.reserved(pool)))
-        self.running: dict[str, Request] = {}
-        """Requests with a running place, in order of admission."""
+        self.running: dict[int, Request] = {}
+        """Admitted requests by arrival, in order of admission."""
         self.items_running = 0
-        """Those of them that are items."""
+        """Those of them that belong to an :class:`ItemGroup`, and take no running place."""
         self.other_item_tokens = 0
         """Slots that items hold beside :attr:`PrefixCache.held_item_tokens`, in all pools: those of their branches, and all slots
         of items that keep nothing."""
@@ -83,10 +84,12 @@ class Allocator:
 
     def leaves_reserve(self, request: Request) -> bool:
         """Whether a waiting request may begin without touching what items leave to others. The only running item may."""
-        if not (request.is_item and self.items_running):
-            return True
+        return request.group is None or not self.items_running or request.size <= self.left_to_items(request)
+
+    def left_to_items(self, request: Request) -> int:
+        """Slots that items beside the running ones may hold, on the model of ``request``."""
         pool, cache = self.kv_pool(request)
-        return cache.held_item_tokens + self.other_item_tokens + request.size <= pool.size - self.reserved(pool)
+        return pool.size - self.reserved(pool) - cache.held_item_tokens - self.other_item_tokens
 
     def _preempt_behind(self, request: Request, branch: Branch | None) -> bool:
         """Free slots of this model: those of another request or, if no other has any to give, of a later branch of ``request``."""
@@ -120,28 +123,39 @@ class Allocator:
 
     def preempt(self, request: Request) -> None:
         """Free everything that a running request holds, and return it to the queue at its old rank."""
+        assert not request.awaits_result
         self.let_go(request)
         for part in request.with_aux:
             if not part.begun:
                 part.cached_tokens = 0
         self._queue.wait(request)
 
-    def let_go(self, request: Request) -> bool:
-        """Free all slots and the running place; return whether it had one."""
-        for part in request.with_aux:
-            for branch in part.branches:
-                self.free(branch)
-            if part.node is not None:
-                self.kv_pool(part).cache.release(part.node)
-                part.node = None
-            part.prefix_slots.clear()
-            if part.taken:
-                self.count_taken(part, -part.taken)
-        if self.running.pop(request.id, None) is None:
-            return False
-        self.items_running -= request.is_item
-        self._queue.stop(request)
-        return True
+    def let_go(self, request: Request) -> None:
+        """Free all slots, and the running place if it has one."""
+        if isinstance(request, ItemBlock):
+            self._free_block(request)
+        else:
+            for part in request.with_aux:
+                self._free(part)
+        if self.running.pop(request.arrival, None) is not None:
+            self.items_running -= request.group is not None
+            self._queue.stop(request)
+
+    def _free(self, part: Request) -> None:
+        for branch in part.branches:
+            self.free(branch)
+        if part.node is not None:
+            self.kv_pool(part).cache.release(part.node)
+            part.node = None
+        part.prefix_slots.clear()
+        if part.taken:
+            self.count_taken(part, -part.taken)
+
+    def _free_block(self, block: ItemBlock) -> None:
+        pool, cache = self.kv_pool(block)
+        self.count_taken(block, -block.slots.size, block.branches[0])
+        pool.free(block.slots)
+        cache.release(*(item.node for item in block.items if item.node is not None))
 
     def free(self, branch: Branch) -> None:
         """Free the slots of a branch, which is then computed again or ends."""
@@ -173,6 +187,6 @@ class Allocator:
     def count_taken(self, request: Request, count: int, branch: Branch | None = None) -> None:
         """Count slots that ``request`` took from the pool for ``branch`` (None: its prefix); a negative number was given back."""
         request.taken += count
-        if request.is_item and (branch is not None or request.salt is None):
+        if request.group is not None and (branch is not None or request.salt is None):
             self.other_item_tokens += count
         self.flows[request.caller.tenant].held[request.on_lenvm] += count

@@ -138,7 +138,7 @@ class StepComposer:
             return
         start = len(request.prefix_slots)
         tokens = request.prefix[start : start + count]
-        request.node = cache.insert(request.node, tokens, slots, item=request.is_item)
+        request.node = cache.insert(request.node, tokens, slots, item=request.group is not None)
         request.prefix_slots.extend(slots)
         self._allocator.count_taken(request, count)
         batch.add(ExtendSegment(request, None, tokens, request.prefix_slots.view))

@@ -31,7 +31,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from engine.core import Request
+from engine.core import Request, ScoreRequest
+from engine.item_group import ItemBlock, ItemGroup
 from engine.scheduling.flow import Flow, rank
 
 QUANTA = 8
@@ -55,6 +56,8 @@ class FairQueue:
         """Flows with running requests, by tenant."""
         self.weight = 0.0
         """Sum of the weights of all flows."""
+        self.waiting = 0
+        """Number of waiting requests."""
         self.satisfied = True
         """Whether the step has room for all demand."""
         self._lanes = kv_pools
@@ -98,35 +101,45 @@ class FairQueue:
         self.wait(request)
 
     def wait(self, request: Request) -> None:
-        """Put a request among the waiting of its flow."""
-        flow = self.of(request)
-        insort(flow.waiting, (rank(request), request.arrival, request))
+        """Put a request among the waiting of its flow. An item that was preempted waits in its group."""
+        flow, group = self.of(request), request.group
+        if group is not None:
+            assert isinstance(request, ScoreRequest)
+            group.take_back(request)
+        if group is None or len(group.waiting) == 1:
+            waiting = group or request
+            insort(flow.waiting, (rank(waiting), waiting.arrival, waiting))
+            self.waiting += 1
         flow.waiting_tokens += request.size
         self._make_ready(flow)
 
-    def start(self, flow: Flow) -> Request:
-        """Move the first waiting request of a flow to its running ones."""
-        _, _, request = flow.waiting.pop(0)
+    def start(self, flow: Flow, block: ItemBlock | None = None) -> Request:
+        """Move the first waiting request of a flow, or a ``block`` of it, to the running ones."""
+        waiting = flow.waiting[0][2]
+        request = waiting.first if block is None else block
+        if not (isinstance(waiting, ItemGroup) and waiting.start(request)):
+            del flow.waiting[0]
+            self.waiting -= 1
         flow.waiting_tokens -= request.size
-        flow.running[request.id] = request
+        flow.running[request.arrival] = request
         self.working[flow.tenant] = flow
         return request
 
     def stop(self, request: Request) -> None:
         """Take the request from the running ones, if it is among them."""
         flow = self.of(request)
-        if flow.running.pop(request.id, None) is not None and not flow.running:
+        if flow.running.pop(request.arrival, None) is not None and not flow.running:
             del self.working[flow.tenant]
             flow.reserved = 0
             self._make_ready(flow)
 
-    def leave(self, request: Request, *, waiting: bool) -> None:
-        """Remove a request that has ended and does not run. ``waiting``: whether it was not running before."""
+    def leave(self, request: Request) -> None:
+        """Remove a request that has ended and does not run."""
         flow = self.of(request)
-        if waiting:
-            place = bisect_left(flow.waiting, (rank(request), request.arrival))
-            assert flow.waiting[place][2] is request
+        place = bisect_left(flow.waiting, (rank(request), request.arrival))
+        if place < len(flow.waiting) and flow.waiting[place][2] is request:
             del flow.waiting[place]
+            self.waiting -= 1
             flow.waiting_tokens -= request.size
         if not flow.waiting and not flow.running:
             self._drop(flow)

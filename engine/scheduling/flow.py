@@ -41,8 +41,8 @@ class Flow:
     """Waiting requests by rank and arrival."""
     waiting_tokens: int = 0
     """Tokens of the waiting requests, before any is found in the prefix cache."""
-    running: dict[str, Request] = field(default_factory=dict)
-    """In order of admission."""
+    running: dict[int, Request] = field(default_factory=dict)
+    """By arrival, in order of admission."""
     reserved: int = 0
     """Tokens of this step for its decoding branches."""
     room: int = 0

@@ -10,7 +10,7 @@ each other for ever:
 - The exception is a running request that is the oldest of its tenant and finds nothing else to take: it takes from requests that
   were admitted after it. So the request that was admitted first makes progress whatever the others do.
 
-Requests that are already in the step being scheduled are never chosen.
+Requests that are already in the step being scheduled, or that only await a result, are never chosen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.scheduling.flow import Flow
 class Preemption:
     """Chooses victims among the running requests."""
 
-    def __init__(self, queue: FairQueue, running: dict[str, Request]) -> None:
+    def __init__(self, queue: FairQueue, running: dict[int, Request]) -> None:
         """running: the scheduler's running requests of all tenants, in order of admission."""
         self._queue = queue
         self._running = running
@@ -102,17 +102,21 @@ class Preemption:
 def _preemptible(flow: Flow, step: int) -> Iterator[Request]:
     """Running requests that other tenants may preempt, the newest first."""
     oldest = flow.oldest
-    return (request for request in reversed(flow.running.values()) if request is not oldest and request.step != step)
+    return (request for request in reversed(flow.running.values()) if request is not oldest and _may_stop(request, step))
 
 
-def _last_behind(request: Request, running: dict[str, Request], kv_pool: int, step: int) -> Request | None:
+def _last_behind(request: Request, running: dict[int, Request], kv_pool: int, step: int) -> Request | None:
     """The last of ``running`` that holds slots of a KV pool, if it was admitted after ``request``."""
     for last in reversed(running.values()):
         if last is request:
             return None
-        if last.step != step and any(part.on_lenvm == kv_pool for part in last.with_aux):
+        if _may_stop(last, step) and any(part.on_lenvm == kv_pool for part in last.with_aux):
             return last
     return None
+
+
+def _may_stop(request: Request, step: int) -> bool:
+    return request.step != step and not request.awaits_result
 
 
 def _taken(request: Request, kv_pool: int) -> int:

@@ -37,6 +37,7 @@ from engine import wire
 from engine.batch import Batch, CandidatePass
 from engine.core import Branch, Request
 from engine.generation import GenerateRequest
+from engine.item_group import ItemGroup
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.admission import Admission
@@ -86,8 +87,6 @@ class Scheduler:
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
-        self._items = 0
-        """Requests that are items and have not ended."""
         self._expiring: list[tuple[float, int, Request]] = []
         self._wait_estimator = WaitEstimator(clock)
         self._admission = Admission(budget.max_running_requests, self._queue, self._allocator, self._composer, self._wait_estimator)
@@ -110,7 +109,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
-        self._items += request.is_item
         self._queue.join(request)
         self._wait_estimator.enter(request)
         if request.expires is not None:
@@ -137,13 +135,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that are not admitted."""
-        return len(self._requests) - len(self._running)
-
-    @property
-    def waiting_items(self) -> int:
-        """Number of requests that are not admitted and are items."""
-        return self._items - self._allocator.items_running
+        """Number of requests of which something is not admitted."""
+        return self._queue.waiting
 
     @property
     def tenants(self) -> int:
@@ -215,10 +208,7 @@ class Scheduler:
         return self._allocator.reserved(self.pool)
 
     def pin(self, request: Request, seconds: float) -> bool:
-        """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin.
-
-        Returns whether it is pinned now.
-        """
+        """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin. Return whether it is pinned."""
         node, pins = request.node, self._allocator.kv_pool(request).cache.pins
         if node is None or node.parent is None or not node.shared:
             return False
@@ -242,6 +232,12 @@ class Scheduler:
         if not request.branches:
             self.remove(request)
 
+    def finish_items(self, part: Request) -> None:
+        """End a request of a group of items, or a block of it, whose results are there."""
+        assert part.group is not None
+        self._stop(part)
+        part.group.end(part)
+
     def release_unused(self, candidate_pass: CandidatePass) -> None:
         """Free the slots of a pass that was not computed, because the draw was decided without the length model."""
         self._allocator.release_unused(candidate_pass)
@@ -249,19 +245,23 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request and free everything that it holds. Results of its branches are no longer wanted."""
         del self._requests[request.id]
+        self._wait_estimator.leave(request)
+        for part in request.parts.values() if isinstance(request, ItemGroup) else [request]:
+            self._stop(part)
+        self._queue.leave(request)
+
+    def _stop(self, request: Request) -> None:
         for branch in request.branches:
             branch.done = True
-        self._items -= request.is_item
-        self._wait_estimator.leave(request, begun=False)
-        ran = self._allocator.let_go(request)
-        self._queue.leave(request, waiting=not ran)
+        self._allocator.let_go(request)
 
     def fail(self, batch: Batch) -> list[Request]:
         """Remove the requests of a failed step, and clear the prefix caches, which may have slots that the step did not fill.
 
         Returns the removed requests; some requests of the batch may have ended since.
         """
-        affected = dict.fromkeys(segment.request.main_request for segment in (*batch.segments, *batch.lenvm_segments))
+        requests = [segment.request for segment in (*batch.segments, *batch.lenvm_segments)]
+        affected = dict.fromkeys(request.group or request.main_request for request in requests)
         failed = [request for request in affected if self._requests.get(request.id) is request]
         for request in failed:
             self.remove(request)
@@ -292,7 +292,7 @@ class Scheduler:
     def _go_on(self, batch: Batch, request: Request) -> None:
         """Compute a running request, unless it was preempted or is in the step already: its decoding branches, and other tokens
         within the share of its tenant."""
-        if request.step == self._allocator.step or request.id not in self._running:
+        if request.step == self._allocator.step or request.arrival not in self._running:
             return
         flow, reserve = self._queue.of(request), request.reserve
         flow.room += reserve

@@ -61,11 +61,23 @@ class WaitEstimator:
         queued.tokens[priority] += tokens
         queued.total += tokens
 
-    def leave(self, request: Request, *, begun: bool) -> None:
-        """Stop counting a request. begun: a step computes a part of it, and it did not just end."""
-        if request.id not in self._sizes:
-            return
-        priority, tokens = self._sizes.pop(request.id)
+    def begin(self, request: Request, tokens: int) -> None:
+        """Count ``tokens`` of a waiting request as begun."""
+        self._begun += self._take(request, tokens)
+
+    def leave(self, request: Request) -> None:
+        """Stop counting a request that has ended."""
+        self._take(request, request.size)
+
+    def _take(self, request: Request, tokens: int) -> int:
+        """Count up to ``tokens`` less. Return how many."""
+        priority, left = self._sizes.get(request.id, (0, 0))
+        tokens = min(tokens, left)
+        if not tokens:
+            return 0
+        self._sizes[request.id] = priority, left - tokens
+        if tokens == left:
+            del self._sizes[request.id]
         queued = self._queued[request.caller.tenant]
         for counter in (self._tokens, queued.tokens):
             counter[priority] -= tokens
@@ -74,7 +86,7 @@ class WaitEstimator:
         queued.total -= tokens
         if not queued.total:
             del self._queued[request.caller.tenant]
-        self._begun += tokens if begun else 0
+        return tokens
 
     def turn(self) -> None:
         """Update the pace after a step was scheduled."""

@@ -9,6 +9,7 @@ from engine.batch import Batch, CandidatePass
 from engine.core import Branch, Request
 from engine.generation import GenerateRequest
 from engine.ints import Ints
+from engine.item_group import ItemBlock, ItemGroup
 from engine.scheduling.allocation import KVPool
 from engine.scheduling.flow import rank
 from engine.scheduling.scheduler import Scheduler
@@ -71,13 +72,16 @@ class SlotContents:
 def check(scheduler: Scheduler) -> None:
     """On each model each slot is free, or in the prefix cache, or a branch's own; references are those of requests and pins."""
     for on_lenvm, kv_pool in enumerate(scheduler.kv_pools):
-        with_aux = [part for request in scheduler.requests for part in request.with_aux if part.on_lenvm == on_lenvm]
-        _check_kv_pool(kv_pool, with_aux)
-    items = [request for request in scheduler.requests if request.is_item]
+        _check_kv_pool(kv_pool, [part for part in parts_of(scheduler) if part.on_lenvm == on_lenvm])
+    items = [part for part in parts_of(scheduler) if part.group is not None]
     others = sum(len(branch.slots) for request in items for branch in request.branches)
     others += sum(len(request.prefix_slots) for request in items if request.salt is None)
     assert scheduler._allocator.other_item_tokens == others
+    assert scheduler._allocator.items_running == sum(request.group is not None for request in scheduler.running)
     for request in scheduler.requests:
+        if isinstance(request, ItemGroup):
+            _check_group(request, scheduler)
+            continue
         assert request.branches
         assert isinstance(request, GenerateRequest) or all(branch.given == len(branch.tokens) for branch in request.branches)
         for part in request.with_aux[1:]:
@@ -86,24 +90,56 @@ def check(scheduler: Scheduler) -> None:
     check_flows(scheduler)
 
 
+def parts_of(scheduler: Scheduler) -> list[Request]:
+    """Everything that may hold slots: requests, aux requests, and the items of groups that run."""
+    parts: list[Request] = []
+    for request in scheduler.requests:
+        for running in request.parts.values() if isinstance(request, ItemGroup) else [request]:
+            parts += running.items if isinstance(running, ItemBlock) else running.with_aux
+    return parts
+
+
+def _check_group(group: ItemGroup, scheduler: Scheduler) -> None:
+    """Each item waits, runs or is done, and what runs is among the running requests."""
+    running = [part for part in scheduler.running if part.group is group]
+    assert running == [part for part in scheduler.running if part in group.parts.values()]
+    assert len(running) == len(group.parts)
+    items = [item for part in running for item in (part.items if isinstance(part, ItemBlock) else [part])]
+    done = [index for index, row in enumerate(group.rows) if row]
+    assert sorted([*group.waiting, *(item.index for item in items), *done]) == list(range(len(group.rows)))
+    assert group.left == len(group.rows) - len(done)
+    assert group.size == sum(len(group.items[index]) + len(group.query) for index in group.waiting)
+    for block in running:
+        if isinstance(block, ItemBlock):
+            assert block.slots.tolist() == [slot for item in block.items for slot in item.branches[0].slots.tolist()]
+            assert block.taken == len(block.slots)
+
+
 def check_flows(scheduler: Scheduler) -> None:
     """Each request is in the flow of its tenant, once, and what a flow counts is what its requests have."""
     flows = scheduler._queue.flows
     assert set(flows) == {request.caller.tenant for request in scheduler.requests}, "idle tenants have no state"
-    running = {request.id for request in scheduler.running}
+    assert scheduler.waiting == sum(len(flow.waiting) for flow in flows.values())
     for tenant, flow in flows.items():
-        own = {request.id: request for request in scheduler.requests if request.caller.tenant == tenant}
+        running = [request for request in scheduler.running if request.caller.tenant == tenant]
         waiting = [request for _, _, request in flow.waiting]
         assert waiting == sorted(waiting, key=lambda request: (rank(request), request.arrival))
-        assert {request.id for request in waiting} == own.keys() - running
-        assert list(flow.running) == [request.id for request in scheduler.running if request.id in own]
+        own = [request for request in scheduler.requests if request.caller.tenant == tenant]
+        assert {request.arrival for request in waiting} == {request.arrival for request in own if waits(request, running)}
+        assert list(flow.running.values()) == running
+        assert list(flow.running) == [request.arrival for request in running]
         assert flow.waiting_tokens == sum(request.size for request in waiting)
         for kv_pool in range(len(scheduler.kv_pools)):
-            with_aux = [part for request in own.values() for part in request.with_aux if part.on_lenvm == kv_pool]
+            with_aux = [part for request in running for part in request.with_aux if part.on_lenvm == kv_pool]
             for part in with_aux:
-                branches = sum(len(branch.slots) for branch in part.branches)
+                branches = len(part.slots) if isinstance(part, ItemBlock) else sum(len(branch.slots) for branch in part.branches)
                 assert branches <= part.taken <= branches + len(part.prefix_slots)
             assert flow.held[kv_pool] == sum(part.taken for part in with_aux)
+
+
+def waits(request: Request, running: list[Request]) -> bool:
+    """Whether something of a request is to be among the waiting."""
+    return len(request.waiting) > 0 if isinstance(request, ItemGroup) else request not in running
 
 
 def _check_kv_pool(kv_pool: KVPool, with_aux: list[Request]) -> None:

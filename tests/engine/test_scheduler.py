@@ -6,12 +6,16 @@ import itertools
 import random
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
 from engine import wire
 from engine.core import NOBODY, Branch, ScoreRequest
+from engine.counters import Counters
 from engine.generation import GenerateRequest
+from engine.item_group import ItemGroup
+from engine.item_results import ItemResults
 from engine.kvcache.slots import SlotPool
 from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check
@@ -41,8 +45,14 @@ def generate(name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, **ex
 def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
     """What the loop does with a step's results."""
     done = []
+    items: dict[ItemGroup, list[tuple[ScoreRequest, list[float]]]] = {}
+    for segment in (*batch.segments, *batch.lenvm_segments):
+        if segment.request.group is not None and segment.branch is not None and segment.completes:
+            items.setdefault(segment.request.group, []).append((segment.request, [0.0]))
+    for group, rows in items.items():
+        ItemResults(scheduler, Counters()).take(group, rows)
     for segment in batch.segments:
-        if segment.branch is None or not segment.completes:
+        if segment.branch is None or not segment.completes or segment.request.group is not None:
             continue
         if isinstance(segment.request, GenerateRequest):
             segment.branch.tokens.extend([draw()])
@@ -51,7 +61,8 @@ def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
         done.append(segment.branch)
         scheduler.finish(segment.branch)
     for segment in batch.lenvm_segments:
-        if isinstance(segment.request, ScoreRequest) and segment.branch is not None and segment.completes:
+        request = segment.request
+        if isinstance(request, ScoreRequest) and request.group is None and segment.branch is not None and segment.completes:
             done.append(segment.branch)
             scheduler.finish(segment.branch)
     return done
@@ -206,10 +217,27 @@ def test_a_failed_step_leaves_nothing_behind():
     assert scheduler.pool.available == scheduler.pool.size
 
 
+def items(name: str, given: list[list[int]], query: list[int], now: float = 0.0, **extra) -> ItemGroup:
+    ids, lengths = wire.pack_ids([token for item in given for token in item]), wire.pack_ids([len(item) for item in given])
+    return ItemGroup.of(wire.ScoreItems(name, ids, lengths, query, extra.pop("readout", wire.Labels([1])), **extra), now)
+
+
+def random_items(rng: random.Random, name: str, *, guided: bool, caller: wire.Caller, now: float) -> ItemGroup:
+    """Items of which most occur in other messages too; some begin with others."""
+    catalogue = random.Random(7)
+    known = [[catalogue.randrange(3) for _ in range(catalogue.randint(1, 12))] for _ in range(20)]
+    given = [rng.choice(known) for _ in range(rng.randint(1, 12))]
+    readout = wire.LengthValue() if guided and rng.random() < 0.3 else rng.choice([wire.Labels([1]), wire.Likelihood()])
+    caller = msgspec.structs.replace(caller, keep_prefix=rng.random() < 0.9)
+    return items(name, given, [rng.randrange(3) for _ in range(rng.randint(1, 6))], now, readout=readout, caller=caller)
+
+
 def random_request(rng: random.Random, name: str, *, guided: bool = False, caller: wire.Caller = NOBODY, now: float = 0.0):
     def some(low: int, high: int) -> list[int]:
         return [rng.randrange(3) for _ in range(rng.randint(low, high))]  # a tiny alphabet: many common prefixes
 
+    if rng.random() < 0.3:
+        return random_items(rng, name, guided=guided, caller=caller, now=now)
     kind = rng.random()
     if kind < 0.5:
         branches, priority = [some(1, 20) for _ in range(rng.randint(1, 12))], rng.choice([0, 0, 1])

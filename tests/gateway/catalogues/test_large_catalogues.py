@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from engine import wire
-from tests.fakes import FakeEngine, served
+from tests.fakes import FakeEngine, Faults, served
 from tests.processes import Program, wait_until
 from tests.redis import RedisServer
 
@@ -28,9 +33,24 @@ def memory(program: Program) -> int:
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS:"))
 
 
+class Newest(list[Any]):
+    """Keeps the newest element, and the number of all."""
+
+    count = 0
+
+    def append(self, element: Any) -> None:
+        self[:] = [element]
+        self.count += 1
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    """An engine that keeps no messages, because those of a scan are many."""
+    return FakeEngine(limits=LIMITS, scores=Newest(), item_scores=Newest(), faults=Faults(delay=0.02))
+
+
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-def gateway(request: pytest.FixtureRequest) -> Iterator[Program]:
-    engine = FakeEngine(limits=LIMITS)
+def gateway(request: pytest.FixtureRequest, engine: FakeEngine) -> Iterator[Program]:
     with served(engine) as url, RedisServer.start() as redis:
         flags = [] if request.param == "memory" else ["--redis-url", redis.url]
         program = Program("gateway", "--engine", url, *flags, YARDSTICK_REDIS_SECONDS="5")
@@ -43,11 +63,10 @@ def gateway(request: pytest.FixtureRequest) -> Iterator[Program]:
             program.close()
 
 
-def test_a_hundred_thousand_items(gateway: Program) -> None:
-    client, dice = gateway.client, random.Random(1)
+def register(client: httpx.Client) -> float:
+    """Register the catalogue ``large``; return the seconds of the slowest batch."""
     client.put("/v1/catalogues/large", json={"template": ["{item}", "{query}"]}).raise_for_status()
-    tokens = dice.choices(range(3, 300), k=ITEMS + TOKENS)
-    idle = memory(gateway)
+    tokens = random.Random(1).choices(range(3, 300), k=ITEMS + TOKENS)
     slowest = 0.0
     for begin in range(0, ITEMS, BATCH):
         items = [{"id": f"sku-{number}", "token_ids": tokens[number : number + TOKENS]} for number in range(begin, begin + BATCH)]
@@ -55,6 +74,13 @@ def test_a_hundred_thousand_items(gateway: Program) -> None:
         answer = client.put("/v1/catalogues/large/items", content=msgspec.json.encode(items)).raise_for_status().json()
         slowest = max(slowest, time.monotonic() - began)
         assert answer["added"] == BATCH
+    return slowest
+
+
+def test_a_hundred_thousand_items(gateway: Program) -> None:
+    client, dice = gateway.client, random.Random(1)
+    idle = memory(gateway)
+    slowest = register(client)
     state = client.get("/v1/catalogues/large").json()
     assert (state["items"], state["tokens"]) == (ITEMS, ITEMS * TOKENS)
     ids = [f"sku-{number}" for number in range(ITEMS)]
@@ -68,3 +94,56 @@ def test_a_hundred_thousand_items(gateway: Program) -> None:
     for number in range(3):
         client.put(f"/v1/catalogues/other-{number}", json={}).raise_for_status()
     assert client.get("/v1/catalogues").json()["data"][0]["items"] == 0
+
+
+def test_scans_run_beside_live_requests_and_end_with_their_client(gateway: Program, engine: FakeEngine) -> None:
+    """Results are streamed: other requests stay quick, memory stays bounded, and a client that leaves ends its scan."""
+    client, dice = gateway.client, random.Random(2)
+    register(client)
+    before, peak, most_running, live = memory(gateway), 0, 0, list[float]()
+
+    def ask() -> float:
+        body = {
+            "query": f"q{dice.random()}",
+            "catalogue": "large",
+            "ids": [f"sku-{dice.randrange(ITEMS)}"] * 20,
+            "label_token_ids": [5],
+        }
+        began = time.monotonic()
+        client.post("/v1/score", json=body).raise_for_status()
+        return time.monotonic() - began
+
+    alone = statistics.median(ask() for _ in range(20))
+    with ThreadPoolExecutor() as threads:
+        scanning = threads.submit(scan, gateway, "first")
+        while not scanning.done():
+            live.append(ask())
+            peak, most_running = max(peak, memory(gateway)), max(most_running, len(engine.running))
+        assert scanning.result() == ITEMS
+    print(f"{len(live)} live requests: median {statistics.median(live):.3f} s, slowest {max(live):.3f} s; alone {alone:.3f} s")
+    print(f"resident {(peak - before) / MIB:.0f} MiB more than before, {most_running} messages at one time")
+    assert len(live) > 20
+    assert most_running < 32
+    assert statistics.median(live) < 3 * alone + 0.1
+    assert sorted(live)[int(0.99 * len(live))] < alone + 1
+    assert peak - before < 100 * MIB
+    assert scan(gateway, "second", leave_after=5000) >= 5000
+    wait_until(lambda: not engine.running)
+    sent = engine.item_scores.count
+    time.sleep(0.5)
+    assert engine.item_scores.count == sent, "nothing is computed for a client that left"
+    assert ask() < alone + 1
+
+
+def scan(gateway: Program, query: str, leave_after: int = ITEMS + 1) -> int:
+    """Score the whole catalogue; return the number of results that came before the end, or before leaving."""
+    body = {"query": query, "catalogue": "large", "stream": True, "label_token_ids": [5]}
+    results = 0
+    with httpx.stream("POST", f"{gateway.url}/v1/score", json=body, timeout=300) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                results += len(json.loads(line.removeprefix("data: ")).get("data", []))
+            if results >= leave_after:
+                break
+    return results

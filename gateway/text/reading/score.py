@@ -171,7 +171,7 @@ def _pairs(request: ScoreRequest, model: Model) -> Prepared:
         if pair.refused:
             refused += [msgspec.structs.replace(refusal, index=index) for refusal in pair.refused]
             continue
-        prompts.append([*pair.prefix, *pair.rows[0]])
+        prompts.append([*pair.prefix, *pair.rows[0], *pair.suffix])
         tokens += len(prompts[-1])
         model.bounds.check("max_request_tokens", tokens, "tokens or more", param)
     prefix, rows = share_prefix(prompts) if prompts else ([], [])

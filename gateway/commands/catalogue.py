@@ -38,10 +38,10 @@ class Form:
     """The properties of a new catalogue; None is the server's default."""
 
     model: str | None
-    preset: bool | None
     template: list[str] | None
     labels: list[str] | None
     ttl_seconds: float | None
+    preset: bool | None = None
 
 
 @dataclass(frozen=True)

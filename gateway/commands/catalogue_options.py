@@ -41,7 +41,7 @@ def load(
     the server has with the same text keep their cached keys, values and scores."""
     from gateway.commands.catalogue import Form, Load, load
 
-    form = Form(model, preset or None, template or None, label or None, ttl_seconds)
+    form = Form(model, template or None, label or None, ttl_seconds, preset or None)
     load(Load(file, catalogue, url, api_key, form, id_column, text_column, batch, concurrency, retry_seconds, start_row))
 
 

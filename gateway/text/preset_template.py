@@ -93,7 +93,7 @@ class PresetTemplate:
         that all end with, which are at most those behind the document."""
         variant = self._instructed if instructed else self._plain
         assert variant is not None, "the preset uses the chat template"
-        behind = [[variant.right], *variant.after]
+        behind: list[list[Part]] = [[variant.right], *variant.after]
         most = len(self._encode(behind, {"query": query, "instruction": instruction})) + len(self._end)
         shared = common_suffix(rows, most)
         return [[*row[: len(row) - shared]] for row in rows], [*rows[0][len(rows[0]) - shared :]]

@@ -152,6 +152,11 @@ def _pairs(request: ScoreRequest, model: Model) -> Prepared:
     queries, query_param = _one_of(request, "text_1", "queries")
     documents, param = _one_of(request, "text_2", "documents")
     preset = preset_of(model, "rerank")
+    if request.item_first and not preset.preset.item_first:
+        message = (
+            f"The preset {preset.preset.name!r} puts the query before the document; send `query` and `items` with `item_first`."
+        )
+        raise InvalidRequest(message, param="item_first")
     partial = bool(request.partial_results)
     if len(queries) == 1:
         pairs = Pairs(model, preset, request, param, queries[0], request.instruction, query_param=query_param, partial=partial)

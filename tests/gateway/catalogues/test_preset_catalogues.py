@@ -97,6 +97,17 @@ def test_pairs_with_queries_of_their_own(client: httpx.Client) -> None:
     assert [pair["score"] for pair in pairs] == pytest.approx(alone)
 
 
+@pytest.mark.parametrize(("query_first", "status"), [(True, 400), (False, 200)])
+def test_a_request_for_items_first_fits_the_preset(query_first: bool, status: int) -> None:
+    preset = FORM + ('template = ["{query}: {document}"]' if query_first else ITEM_FIRST)
+    with gateways() as start:
+        client = start(FakeEngine(preset=preset))
+        answer = client.post("/v1/score", json={"text_1": "a", "text_2": ["b"], "item_first": True})
+        assert answer.status_code == status, answer.text
+        if query_first:
+            assert answer.json()["error"]["param"] == "item_first"
+
+
 def test_a_cut_query_is_reported() -> None:
     with gateways() as start:
         client = start(FakeEngine(preset=PRESETS["cut"]))

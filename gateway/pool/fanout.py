@@ -158,21 +158,17 @@ class FanOut:
             row_lengths = [wire.row_length(prompts.readout, branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
-        asked: EngineClient | None = None
-
-        async def ask(client: EngineClient) -> wire.Scored:
-            nonlocal asked
-            asked = client
+        async def ask(client: EngineClient) -> tuple[EngineClient, wire.Scored]:
             if lease is not None:
                 lease.begin(request.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
             scored = await client.score(request)
             check_rows(scored.rows, row_lengths, prompts.readout)
-            return scored
+            return client, scored
 
-        scored = await self._dispatcher.call(
+        client, scored = await self._dispatcher.call(
             model, ask, tokens=tokens, affinity=part.affinity, preferred=part.preferred, caller=prompts.caller
         )
-        if part.digests and (replica := next((each for each in model.replicas if each.client is asked), None)):
+        if part.digests and (replica := next((each for each in model.replicas if each.client is client), None)):
             replica.items.add(part.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds)
         return scored
 

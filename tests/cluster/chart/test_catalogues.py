@@ -105,21 +105,28 @@ def engines_known(release: Release, count: int) -> bool:
     return all(release.gateway_metric(pod, "yardstick_engines_ready") == count for pod in release.pods("gateway"))
 
 
+def restarts(release: Release) -> int:
+    return int(release.get("pod", "yardstick-engine-0")["status"]["containerStatuses"][0]["restartCount"])
+
+
 @pytest.fixture
-def two_engines(release: Release) -> Iterator[None]:
-    """Two engines before the test and after it."""
-    yield
+def shop(ingress: IngressProxy, release: Release) -> Iterator[Shop]:
+    """Before two engines, which there are after the test as well."""
+    shop = Shop(ingress, release)
+    yield shop
+    shop.client.close()
     release.kubectl("scale", ENGINES, "--replicas=2")
     release.rolled_out(ENGINES)
 
 
-def test_scores_of_a_catalogue_stay_the_same(ingress: IngressProxy, release: Release, two_engines: None) -> None:
-    shop = Shop(ingress, release)
+def test_scores_of_a_catalogue_stay_the_same(shop: Shop, release: Release) -> None:
     expected = shop.everything()
     with Load(shop, expected) as load:
         load.goes_on()
+        killed = restarts(release)
         release.kubectl("exec", "yardstick-engine-0", "--", "python", "-c", KILL)
         load.goes_on()
+        wait_for(lambda: restarts(release) > killed, 60, "the engine is started again")
         wait_for(lambda: engines_known(release, 2), 60, "the engine is back")
         shop.warm()
         assert shop.warm() == 0, "where engines are the same, items are too"

@@ -66,6 +66,7 @@ class Counters:
             slots_pinned=scheduler.cache.pins.tokens,
             slots_reserved=scheduler.reserved_slots,
             unpinned_items=self.unpinned_items,
+            displaced_pins=scheduler.cache.pins.displaced,
             scored_items=self.scored_items,
             cached_items=self.cached_items,
             evicted_item_tokens=scheduler.cache.evicted_item_tokens,

@@ -40,9 +40,11 @@ from gateway.pool.client import Connections, EngineClient, EngineToken
 from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
+from gateway.pool.handover import Handover
 from gateway.pool.health import Health
 from gateway.pool.names import Names
 from gateway.pool.pool import Pool
+from gateway.pool.recent_items import RecentItems
 from gateway.pool.replica import Replica
 from gateway.redis.share import Share
 from gateway.responses.kept import Kept
@@ -104,6 +106,11 @@ def create_app(
         job_mib=settings.text_job_mib,
         formats=settings.chosen_formats,
     )
+    dispatcher = Dispatcher(
+        telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
+    )
+    fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens)
+    handover = Handover(fan_out, telemetry, seconds=settings.handover_seconds)
     pool = Pool(
         sources,
         _connector(settings, connections),
@@ -114,13 +121,10 @@ def create_app(
         startup_seconds=settings.startup_seconds,
         presets=settings.chosen_presets,
         names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
-    )
-    dispatcher = Dispatcher(
-        telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
+        leaving=handover.begin,
     )
     share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
     results = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
-    fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens)
     scorer = Scorer(MeteredCache(results, telemetry), fan_out)
     limiter: Limiter = share.limiter if share else LocalLimiter()
     quotas = Quotas(limiter, telemetry)
@@ -156,6 +160,7 @@ def create_app(
             if keys:
                 keys.stop()
             await pool.stop()
+            await handover.stop()
             await workers.stop()
             watchdog.stop()
             if share:
@@ -235,7 +240,8 @@ def _connector(settings: Settings, connections: Connections) -> Callable[[str, s
         client = EngineClient(
             url, connections, connect_seconds=settings.connect_seconds, engine_seconds=settings.engine_seconds, token=token
         )
-        return Replica(client, entry, Health(settings.eject_failures, settings.eject_seconds))
+        items = RecentItems(settings.handover_items, settings.handover_tokens)
+        return Replica(client, entry, Health(settings.eject_failures, settings.eject_seconds), items=items)
 
     return connect
 

@@ -123,6 +123,11 @@ class Telemetry:
         )
         self._registered = self._counter("registered_items", "Items registered: added, changed or unchanged.", "result")
         self._warmed = self._counter("warmed_items", "Registered items warmed, by what engines did: cached or computed.", "result")
+        self._moved = self._counter(
+            "moved_items",
+            "Items of engines that leave, by what other engines did (cached or computed), or left where the handover ended before.",
+            "result",
+        )
         self._text_wait = self._histogram("text_wait_seconds", "Time that a request waits for a text worker.", labels=())
         self._text_seconds = self._histogram("text_seconds", "Time that a text worker spends on one request.", labels=())
         self._text_ends = self._counter("text_workers_ended", "Text workers that were killed or ended by themselves.", "reason")
@@ -178,6 +183,15 @@ class Telemetry:
         """Count warmed items."""
         self._warmed.labels("cached").inc(cached)
         self._warmed.labels("computed").inc(computed)
+
+    def items_moved(self, cached: int, computed: int) -> None:
+        """Count items of an engine that leaves, which another engine has now."""
+        self._moved.labels("cached").inc(cached)
+        self._moved.labels("computed").inc(computed)
+
+    def items_left(self, items: int) -> None:
+        """Count items of an engine that leaves, which no other engine was asked to compute."""
+        self._moved.labels("left").inc(items)
 
     def text_waited(self, seconds: float) -> None:
         """Record how long a request waited for a text worker."""

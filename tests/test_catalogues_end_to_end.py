@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,17 +21,30 @@ from tests.redis import RedisServer
 TEMPLATE = "Item: {item}\nQuery:{query}"
 ITEMS = {f"i{number}": text for number, text in enumerate(["red shoes, blue", "", "an oak table " * 6, "Yés 👟", "d"])}
 QUERIES = [" Is it red?", " or", " Yes the fox"]
+LABELS = ("Yes", " No")
+PRESET = """
+name = "shop"
+task = "rerank"
+instruction = "Find it."
+template = ["{instruction}\\nItem: {document}\\nQuery: {query}\\nGood:"]
+labels = ["Yes", " No"]
+"""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+    folder = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+    (folder / "yardstick.toml").write_text(PRESET)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def pods(model: Path) -> Iterator[list[Pod]]:
+    """Two engines. A test that replaces one puts the new one into the list."""
     pods = [Pod(model, "--name", "tiny") for _ in range(2)]
-    yield [pod.wait_ready() for pod in pods]
+    for pod in pods:
+        pod.wait_ready()
+    yield pods
     for pod in pods:
         pod.close()
 
@@ -54,11 +71,14 @@ def reference(model: Path) -> Any:
 
 
 @torch.inference_mode()
-def expected(reference: Any, item: str, query: str) -> list[float]:
+def logits_after(reference: Any, text: str) -> torch.Tensor:
     decoder, tokenizer = reference
-    text = TEMPLATE.replace("{item}", item).replace("{query}", query)
-    probabilities = decoder(torch.tensor([tokenizer(text).input_ids])).logits[0, -1].softmax(-1)
-    return [probabilities[tokenizer(label).input_ids[0]].item() for label in ("Yes", " No")]
+    return decoder(torch.tensor([tokenizer(text).input_ids])).logits[0, -1]
+
+
+def expected(reference: Any, item: str, query: str) -> list[float]:
+    probabilities = logits_after(reference, TEMPLATE.replace("{item}", item).replace("{query}", query)).softmax(-1)
+    return [probabilities[reference[1](label).input_ids[0]].item() for label in LABELS]
 
 
 def register(gateway: Program, items: dict[str, str]) -> dict[str, Any]:
@@ -104,20 +124,82 @@ def test_scores_are_exact_cold_warm_registered_again_and_after_changes(gateway: 
     gateway.client.delete("/v1/catalogues/shop").raise_for_status()
 
 
-def test_items_of_a_lost_engine_are_computed_by_another(model: Path, reference: Any) -> None:
-    pods = [Pod(model, "--name", "tiny") for _ in range(2)]
-    gateway = Program("gateway", *(argument for pod in pods for argument in ("--engine", pod.url)))
+def test_a_catalogue_of_a_preset_ranks_as_the_same_texts_do(gateway: Program, reference: Any) -> None:
+    gateway.client.put("/v1/catalogues/shop", json={"preset": True}).raise_for_status()
+    register(gateway, ITEMS)
+    of_labels = [reference[1](label).input_ids[0] for label in LABELS]
+    for query in QUERIES:
+        texts = [f"Find it.\nItem: {item}\nQuery: {query}\nGood:" for item in ITEMS.values()]
+        relevance = [logits_after(reference, text)[of_labels].softmax(-1)[0].item() for text in texts]
+        asked = ({"documents": [*ITEMS.values()]}, {"catalogue": "shop", "ids": [*ITEMS]}, {"catalogue": "shop", "top_n": 5})
+        for _ in range(2):
+            for named in asked:
+                answer = gateway.client.post("/v1/rerank", json={"query": query} | named, headers={"cache-control": "no-cache"})
+                results = answer.raise_for_status().json()["results"]
+                found = {result.get("id", f"i{result['index']}"): result["relevance_score"] for result in results}
+                assert [found[id] for id in ITEMS] == pytest.approx(relevance, abs=1e-5), named
+    gateway.client.delete("/v1/catalogues/shop").raise_for_status()
+
+
+class Asking:
+    """Scores all items with one query after another in a thread, and compares."""
+
+    def __init__(self, gateway: Program, reference: Any) -> None:
+        self._url = gateway.url
+        self._expected = {query: [expected(reference, item, query) for item in ITEMS.values()] for query in QUERIES}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.answered = 0
+        self.failures: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def goes_on(self) -> None:
+        """Wait until all queries have been asked again."""
+        before = self.answered
+        wait_until(lambda: self.answered > before + len(QUERIES))
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=30) as client:
+            for query in cycle(QUERIES):
+                if self._stop.is_set():
+                    return
+                body = {"query": query, "catalogue": "shop", "ids": [*ITEMS], "labels": LABELS}
+                answer = client.post("/v1/score", json=body, headers={"cache-control": "no-cache"})
+                if answer.status_code != 200:
+                    self.failures.append(answer.text)
+                elif answer.json()["scores"] != [pytest.approx(row, abs=1e-5) for row in self._expected[query]]:
+                    self.failures.append(f"other scores: {answer.json()['scores']}")
+                self.answered += 1
+
+
+def test_scores_stay_equal_while_engines_restart_one_after_the_other(model: Path, pods: list[Pod], reference: Any) -> None:
+    gateway = Program("gateway", *(argument for pod in pods for argument in ("--engine", pod.url))).wait_ready()
+
+    def ready(count: int) -> bool:
+        return f"yardstick_engines_ready {count}.0" in gateway.client.get("/metrics").text
+
     try:
-        for pod in pods:
-            pod.wait_ready()
-        gateway.wait_ready()
-        wait_until(lambda: "yardstick_engines_ready 2.0" in gateway.client.get("/metrics").text)
+        wait_until(lambda: ready(2))
         gateway.client.put("/v1/catalogues/shop", json={"template": TEMPLATE}).raise_for_status()
         register(gateway, ITEMS)
         gateway.client.post("/v1/catalogues/shop/warm", json={}).raise_for_status()
-        pods[0].process.kill()
-        check(gateway, reference, ITEMS, QUERIES[0])
-        check(gateway, reference, ITEMS, QUERIES[1])
+        with Asking(gateway, reference) as asking:
+            for place, end in enumerate((signal.SIGKILL, signal.SIGTERM)):
+                pods[place].process.send_signal(end)
+                pods[place].process.wait(20)
+                pods[place].close()
+                wait_until(lambda: ready(1))
+                asking.goes_on()
+                pods[place] = Pod(model, "--name", "tiny", port=pods[place].port).wait_ready()
+                wait_until(lambda: ready(2))
+                asking.goes_on()
+        assert asking.failures == []
     finally:
-        for program in (gateway, *pods):
-            program.close()
+        gateway.close()

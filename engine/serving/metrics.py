@@ -31,6 +31,7 @@ COUNTERS = {
     "yardstick_engine_scored_items": ("Items scored that came before the query.", "scored_items"),
     "yardstick_engine_cached_items": ("Of these, items that were in the prefix cache whole.", "cached_items"),
     "yardstick_engine_evicted_item_tokens": ("Tokens of items evicted from the prefix cache.", "evicted_item_tokens"),
+    "yardstick_engine_displaced_pins": ("Pins that ended early for those of another cache salt.", "displaced_pins"),
     "yardstick_engine_unpinned_items": ("Items that were to be pinned and found no room.", "unpinned_items"),
     "yardstick_engine_lenvm_tokens": ("Tokens computed by the length model, candidates included.", "lenvm_tokens"),
     "yardstick_engine_guided_draws": ("Draws that the length model evaluated.", "guided_draws"),

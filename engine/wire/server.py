@@ -84,6 +84,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Slots that items never take from generations and queries."""
     unpinned_items: int = 0
     """Times that an item was to be pinned and was not, because pins have no more room."""
+    displaced_pins: int = 0
+    """Pins that ended early because another salt had less than its equal part of their room."""
     scored_items: int = 0
     """Items of :class:`ScoreItems` that were scored."""
     cached_items: int = 0

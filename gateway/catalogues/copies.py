@@ -17,7 +17,7 @@ MOST_CATALOGUES = 10_000
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """What is known of one catalogue."""
+    """One catalogue as the gateway knows it."""
 
     epoch: str
     version: int

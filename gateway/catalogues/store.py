@@ -28,7 +28,7 @@ PURGED_AT_ONCE = 500
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a catalogue is created with."""
+    """The unchangeable properties of a catalogue."""
 
     model: str
     text: str
@@ -37,6 +37,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     labels: list[str] = []
     label_ids: list[int] = []
     ttl_seconds: float | None = None
+    preset: str = ""
+    """Name of the model's preset that template, labels and the formula of a rank come from; empty for a catalogue with its own."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +78,9 @@ class StoreBounds(NamedTuple):
     """Bounds of a store, in bytes."""
 
     group_bytes: int
-    """Of the catalogues of one owner."""
+    """Bound of the catalogues of one owner."""
     bytes: int
-    """Of all catalogues."""
+    """Bound of all catalogues."""
 
 
 class Unavailable(Exception):

@@ -35,12 +35,13 @@ class Access:
 
 @dataclass(frozen=True)
 class Form:
-    """What a catalogue is created with; None is the server's default."""
+    """The properties of a new catalogue; None is the server's default."""
 
     model: str | None
     template: list[str] | None
     labels: list[str] | None
     ttl_seconds: float | None
+    preset: bool | None = None
 
 
 @dataclass(frozen=True)

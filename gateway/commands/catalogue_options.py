@@ -22,6 +22,7 @@ def load(
     url: Url = _LOCAL,
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Model of a new catalogue, if several are served.")] = None,
+    preset: Annotated[bool, typer.Option("--preset", help="Take template and labels of a new catalogue from the preset.")] = False,
     template: Annotated[
         list[str] | None, typer.Option(help="Prompts of a new catalogue, with {item} and {query}; repeat for several pieces.")
     ] = None,
@@ -40,7 +41,7 @@ def load(
     the server has with the same text keep their cached keys, values and scores."""
     from gateway.commands.catalogue import Form, Load, load
 
-    form = Form(model, template or None, label or None, ttl_seconds)
+    form = Form(model, template or None, label or None, ttl_seconds, preset or None)
     load(Load(file, catalogue, url, api_key, form, id_column, text_column, batch, concurrency, retry_seconds, start_row))
 
 

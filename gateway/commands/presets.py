@@ -33,7 +33,8 @@ def show_preset(name: str) -> None:
 def _models(preset: Preset) -> str:
     if preset.models:
         return ", ".join(preset.models)
-    return next(f"others that can {capability}" for capability, name in FALLBACKS.items() if name == preset.name)
+    fallback = (f"others that can {capability}" for capability, name in FALLBACKS.items() if name == preset.name)
+    return next(fallback, "those of the setting `presets`")
 
 
 def _read(preset: Preset) -> str:

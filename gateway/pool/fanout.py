@@ -131,14 +131,15 @@ class FanOut:
         groups: list[list[int]] = [[] for _ in replicas]
         if len(replicas) == 1:
             groups, items = [[*range(len(items))]], ()
-        breath = Breath()
+        breath, digests = Breath(), list[int]()
         for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt)):
             groups[placement.choose(digest, lengths[index])].append(index)
+            digests.append(digest)
             if breath.due:
                 await breath.take()
         row = wire.row_length(prompts.readout, prompts.suffix, model.info)
         return [
-            _Part([group[index] for index in few], preferred=replica)
+            _Part([group[index] for index in few], preferred=replica, digests=[digests[group[index]] for index in few if digests])
             for replica, group in zip(replicas, groups, strict=True)
             if group
             for few in split(
@@ -161,19 +162,26 @@ class FanOut:
             row_lengths = [wire.row_length(prompts.readout, branch, model.info) for branch in branches]
         tokens = len(prompts.prefix) + sum(map(len, branches)) + len(prompts.suffix) * len(branches)
 
-        async def ask(client: EngineClient, request: wire.Score | wire.ScoreItems = request) -> wire.Scored:
+        keeper: str | None = None  # URL of the engine that keeps the items from now on
+
+        async def ask(client: EngineClient, sent: wire.Score | wire.ScoreItems = request) -> wire.Scored:
+            nonlocal keeper
             if lease is not None:
-                lease.begin(request.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
-            scored = await client.score(request)
+                lease.begin(sent.id, tokens=len(prompts.prefix) * (len(branches) - 1) + tokens, items=len(branches))
+            scored = await client.score(sent)
             check_rows(scored.rows, row_lengths, prompts.readout)
+            keeper = client.url if sent is request else keeper
             return scored
 
         hedge = None
         if prompts.may_hedge and prompts.priority <= 0:
             hedge = Hedge(size_class(request, tokens), lambda client: ask(client, _without_keeping(request)))
-        return await self._dispatcher.call(
+        scored = await self._dispatcher.call(
             model, ask, tokens=tokens, affinity=part.affinity, preferred=part.preferred, caller=prompts.caller, hedge=hedge
         )
+        if part.digests and (replica := next((each for each in model.replicas if each.client.url == keeper), None)):
+            replica.items.add(part.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds)
+        return scored
 
 
 class _Part(NamedTuple):
@@ -182,6 +190,13 @@ class _Part(NamedTuple):
     places: list[int]
     affinity: bytes | None = None
     preferred: Replica | None = None
+    digests: Sequence[int] = ()
+    """Digest of each item, where there is a choice of replicas."""
+
+
+def any_readout(info: wire.Info) -> wire.Readout:
+    """Return a readout for requests whose rows nobody needs, because they fill prefix caches."""
+    return wire.Labels([0]) if "score" in info.capabilities else wire.Classes()
 
 
 def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreItems:

@@ -44,9 +44,11 @@ class Pool:
         presets: Mapping[str, str] | None = None,
         names: Names | None = None,
         clock: AwakeClock | None = None,
+        leaving: Callable[[ServedModel, Replica], None] = lambda *_: None,
     ) -> None:
         """``sources``: by entry of the setting ``engines``. ``connect``: creates the replica for a URL and the entry that listed
-        it. ``workers``: worker processes that load the models' tokenisers. ``presets``: name or file of models' presets."""
+        it. ``workers``: worker processes that load the models' tokenisers. ``presets``: name or file of models' presets.
+        ``leaving``: is called, perhaps repeatedly, for a replica that drains."""
         self._sources = sources
         self._connect = connect
         self._workers = workers
@@ -56,6 +58,7 @@ class Pool:
         self._presets = presets or {}
         self.names = names or Names()
         self._clock = clock or AwakeClock()
+        self._leaving = leaving
         self._telemetry = telemetry
         self._found: dict[str, Sequence[Endpoint]] = {}  # by entry, once it is known
         self._replicas: dict[str, Replica] = {}  # by URL
@@ -153,9 +156,16 @@ class Pool:
                 replica = self._replicas[url] = self._connect(url, entry)
                 self._watchers[replica] = asyncio.create_task(self._watch(replica))
                 logger.info("engine %s: found", url)
-            if endpoint.draining and not self._replicas[url].draining:
-                logger.info("engine %s: draining", url)
+            began = endpoint.draining and not self._replicas[url].draining
             self._replicas[url].draining = endpoint.draining
+            if began:
+                logger.info("engine %s: draining", url)
+                self._leave(self._replicas[url])
+
+    def _leave(self, replica: Replica) -> None:
+        for served in self._served.values():
+            if replica in served.replicas:
+                self._leaving(served, replica)
 
     def _forget(self, replica: Replica) -> None:
         """Send no more requests to ``replica``; open requests finish, and it is probed until then. Its model is remembered."""
@@ -199,6 +209,8 @@ class Pool:
         elif replica.ready and not ready:
             logger.warning("engine %s: not ready", replica.client.url)
         replica.ready = ready
+        if not ready and replica.unanswered_since is None:  # it says so itself
+            self._leave(replica)
 
     async def _probe(self, replica: Replica) -> bool:
         """Return whether the pod reports ready. :func:`watch_silence` acts while the answer is outstanding."""

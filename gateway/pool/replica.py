@@ -18,6 +18,7 @@ from gateway.pool.client import EngineClient
 from gateway.pool.health import Health
 from gateway.pool.hedging import Hedges
 from gateway.pool.pace import Pace
+from gateway.pool.recent_items import RecentItems
 from gateway.text.facts import Facts
 from gateway.text.vocabulary import Vocabulary
 
@@ -113,6 +114,8 @@ class Replica:
     """Tokens of the requests in progress on an engine."""
     unanswered_since: float | None = None
     """Time of the first unanswered probe, on :class:`gateway.pool.silence.AwakeClock`; None if all probes were answered."""
+    items: RecentItems = field(default_factory=RecentItems)
+    """Items that this gateway has sent to the pod lately."""
     expected: str | None = None
     """Name of the model that the pod reports to load or serve; known before the model is loaded."""
     _waits: set[Wait] = field(default_factory=set)

@@ -90,6 +90,12 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return bool(self.labels) and self.activation in ("none", "sigmoid")
 
     @property
+    def item_first(self) -> bool:
+        """Whether the document comes before the query, with and without an instruction. Its keys and values then serve every
+        query."""
+        return self.task == "rerank" and bool(self.template) and all(map(_puts_document_first, (self.template, self.instructed)))
+
+    @property
     def flat_labels(self) -> list[str]:
         """All tokens of all labels."""
         return [token for group in self.labels for token in ((group,) if isinstance(group, str) else group)]
@@ -130,6 +136,11 @@ def placeholders(text: str) -> set[str]:
 def fill(piece: str, values: dict[str, str]) -> str:
     """Return ``piece`` with its placeholders replaced, in one pass: a value's own braces are text."""
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), piece)
+
+
+def _puts_document_first(pieces: tuple[str, ...]) -> bool:
+    text = "".join(pieces)
+    return "{query}" not in text.partition("{document}")[0]
 
 
 def _check_pieces(name: str, pieces: tuple[str, ...]) -> None:

@@ -39,10 +39,10 @@ class CataloguePrompts:
     most_items: int
     """Most items of a request for a whole catalogue."""
 
-    async def find(self, request: Request[Any, Any, Any], name: str, ids: Sequence[str], asked: str | None) -> _Items:
+    async def find(self, request: Request[Any, Any, Any], name: str, ids: Sequence[str], asked: str | None) -> Items:
         """Return items, and the model that scores them. ``asked``: the request's ``model``. Raises :class:`GatewayError`."""
         found = await self.catalogues.find(owner_of(request), name, ids)
-        return _Items(found, ids, self._model(request, name, found.spec, asked))
+        return Items(found, ids, self._model(request, name, found.spec, asked))
 
     async def open(self, request: Request[Any, Any, Any], name: str, asked: str | None) -> Whole:
         """Return a whole catalogue. Raises as :meth:`find`, and :class:`InvalidRequest` for one with too many items."""
@@ -83,16 +83,20 @@ class CataloguePrompts:
         check_text(name, spec, model)
         return model
 
-    async def read(self, body: Reading[Any], items: _Items) -> Prepared:
+    async def read(self, body: Reading[Any], items: Items, *, reads_labels: bool = True) -> Prepared:
         """Return the prompts of ``items`` with the query in ``body``. Raises :class:`GatewayError`."""
-        prepared = await self.rows(body, items.model, items.found.spec, items.found.records, "ids[]")
+        spec, records = items.found.spec, items.found.records
+        prepared = await self.rows(body, items.model, spec, records, "ids[]", reads_labels=reads_labels)
         prepared.ids = items.ids
         return prepared
 
     async def rows(
         self, body: Reading[Any], model: ServedModel, spec: Spec, records: Records, param: str, *, reads_labels: bool = True
     ) -> Prepared:
-        """Return the prompts of the items in ``records``: at least one, and none of them None."""
+        """Return the prompts of the items in ``records``: at least one, and none of them None.
+
+        ``reads_labels``: whether the request needs labels.
+        """
         rows, behind, breath = list[PlacedIds](), list[bytes](), Breath()
         for begin in range(0, len(records), ROWS_AT_ONCE):
             for record in records[begin : begin + ROWS_AT_ONCE]:
@@ -118,16 +122,15 @@ class CataloguePrompts:
         if min(lengths) + shared == 0:
             raise _empty(param.replace("[]", f"[{lengths.index(0)}]"))
         labels = prepared.labels or spec.label_ids
-        if reads_labels:
-            if not labels:
-                raise InvalidRequest("Give `labels` or `label_token_ids`; the catalogue has no labels of its own.", param="labels")
-            self.bounds.check("max_scores", len(rows) * len(labels), "scores (items and labels)", "ids")
+        if reads_labels and not labels:
+            raise InvalidRequest("Give `labels` or `label_token_ids`; the catalogue has no labels of its own.", param="labels")
+        self.bounds.check("max_scores", len(rows) * len(labels), "scores (items and labels)", "ids")
         self.bounds.check("max_request_tokens", tokens, "tokens", "ids")
-        return Prepared(rows, (), prepared.suffix, labels, param=param)
+        return Prepared(rows, (), prepared.suffix, labels, param=param, query_truncated=prepared.query_truncated)
 
 
 @dataclass(frozen=True)
-class _Items:
+class Items:
     """Items that a request names, at one moment."""
 
     found: Found

@@ -18,13 +18,16 @@ from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.limits.base import Lease
 from gateway.pool.fanout import Prompts
+from gateway.presets.fitted import Fitted
 from gateway.routes.body import Body
 from gateway.routes.catalogue_prompts import CataloguePrompts, Whole
 from gateway.routes.reading import INLINE_BYTES, Reading
 from gateway.routes.scoring import Scoring
+from gateway.schemas.rerank import RerankRequest
+from gateway.schemas.score import ScoreRequest
 from gateway.schemas.truncation import MAX_ITEMS
 from gateway.streams import while_connected
-from gateway.tenancy import caller_of
+from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import Prepared
 
 SLACK = 1000
@@ -33,7 +36,7 @@ SLACK = 1000
 
 @dataclass(frozen=True)
 class Result:
-    """The row of one item."""
+    """One item of a catalogue, scored."""
 
     index: int
     """Place of the item in the order of scoring."""
@@ -48,8 +51,8 @@ class Scan:
     request: Request[Any, Any, Any]
     body: Reading[Any]
     whole: Whole
-    readout: Callable[[list[int]], wire.Readout]
-    """What is read for the ids of labels."""
+    fitted: Fitted | None = None
+    """The preset whose formula ranks the items; None reads the labels of the request or of the catalogue."""
     priority: int
     cache_salt: str | None
     items: int = 0
@@ -65,6 +68,16 @@ class Scanner:
 
     prompts: CataloguePrompts
     scoring: Scoring
+
+    async def open(
+        self, request: Request[Any, Any, Any], data: Body[Any], body: Reading[ScoreRequest] | Reading[RerankRequest]
+    ) -> Scan:
+        """Begin a request for a whole catalogue. Raises :class:`GatewayError` for one that cannot be answered within bounds."""
+        fields = body.fields
+        check_whole(data, top_n=fields.top_n, stream=bool(fields.stream))
+        whole = await self.prompts.open(request, fields.catalogue or "", fields.model)
+        priority = priority_of(request, fields.priority)
+        return Scan(request=request, body=body, whole=whole, priority=priority, cache_salt=fields.cache_salt)
 
     async def best(self, scan: Scan, rank: Callable[[Row], float], most: int) -> list[Result]:
         """Return the ``most`` items with the highest ranks, the highest first. Raises :class:`GatewayError`."""
@@ -84,13 +97,15 @@ class Scanner:
         async with aclosing(self.prompts.pages(scan.whole)) as pages:
             async for page in pages:
                 ids, records = [id for id, _ in page], [record for _, record in page]
-                prepared = await self.prompts.rows(scan.body, model, scan.whole.state.spec, records, "ids")
+                spec = scan.whole.state.spec
+                prepared = await self.prompts.rows(scan.body, model, spec, records, "ids", reads_labels=scan.fitted is None)
                 scan.labels = prepared.labels
                 if not charged:
                     charged = True
                     expected = _expected(scan.whole, prepared, records[0])
                     lease = await self.scoring.quotas.charge(scan.request, tokens=expected, items=scan.whole.state.items)
-                branches = Prompts((), prepared.rows, scan.readout(prepared.labels), scan.priority, caller, prepared.suffix)
+                readout = wire.Labels(prepared.labels) if scan.fitted is None else scan.fitted.readout
+                branches = Prompts((), prepared.rows, readout, scan.priority, caller, prepared.suffix)
                 scores = await self.scoring.scorer.score(model, branches, policy, lease)
                 first = scan.items
                 scan.items += len(ids)

@@ -18,7 +18,7 @@ from gateway.catalogues.catalogues import check_may_write, owner_of
 from gateway.catalogues.record import tokens_of
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
-from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.fanout import FanOut, Prompts, any_readout
 from gateway.routes.body import Body, post_json
 from gateway.routes.catalogue_prompts import CataloguePrompts, Whole
 from gateway.routes.catalogue_scan import check_whole
@@ -119,7 +119,8 @@ class _Warmer:
             async for records in pages:
                 prepared = await self.prompts.rows(warming.body, whole.model, whole.state.spec, records, "ids", reads_labels=False)
                 pin = warming.body.fields.pin_seconds
-                asked = Prompts((), prepared.rows, wire.Labels([0]), last, caller_of(request), _QUERY, pin, may_hedge=False)
+                readout = any_readout(whole.model.info)
+                asked = Prompts((), prepared.rows, readout, last, caller_of(request), _QUERY, pin, may_hedge=False)
 
                 def take(places: list[int], scored: wire.Scored) -> None:
                     warming.items += len(places)

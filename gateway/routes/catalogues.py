@@ -24,6 +24,7 @@ from gateway.pool.pool import Pool
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, put_json
 from gateway.routes.reading import Reader
+from gateway.routes.scoring import fitted_of
 from gateway.schemas.catalogue import (
     MAX_ID,
     CatalogueBody,
@@ -37,8 +38,7 @@ from gateway.schemas.catalogue import (
     RegisteredItems,
 )
 from gateway.schemas.usage import Usage
-from gateway.text.catalogue import Template
-from gateway.text.reading.catalogue import Opened, Records
+from gateway.text.reading.catalogue import Opened, Records, requested_template
 
 PATH = "/v1/catalogues"
 MOST_CATALOGUES = 100
@@ -75,15 +75,16 @@ def _create_route(parts: _Parts) -> HTTPRouteHandler:
         async with parts.reader.open(request, CatalogueRequest, data) as body:
             fields = body.fields
             model = requested_model(request, parts.pool, fields.model)
+            preset = fitted_of(model, "rerank").preset if fields.preset else None
             prepared = await body.read(model)
-        pieces = (fields.template,) if isinstance(fields.template, str) else tuple(fields.template)
         spec = Spec(
             model=fields.model or _only_model(request) or model.name,
             text=model.text,
-            template=Template(pieces, fields.add_special_tokens),
-            labels=fields.labels or [],
+            template=requested_template(fields, preset),
+            labels=(fields.labels or []) if preset is None else preset.flat_labels,
             label_ids=prepared.labels,
             ttl_seconds=fields.ttl_seconds,
+            preset="" if preset is None else preset.name,
         )
         await parts.quotas.charge(request, tokens=0)
         owner, store = owner_of(request), parts.catalogues.store
@@ -216,6 +217,7 @@ def _described(state: State) -> CatalogueBody:
     return CatalogueBody(
         id=state.name,
         model=state.spec.model,
+        preset=state.spec.preset or None,
         template=list(state.spec.template.pieces),
         add_special_tokens=state.spec.template.add_special_tokens,
         labels=state.spec.labels,

@@ -13,9 +13,9 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from engine import wire
 from gateway.breathing import Breath
 from gateway.cache.base import Row
+from gateway.catalogues.store import Spec
 from gateway.errors import InvalidRequest
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
@@ -25,7 +25,7 @@ from gateway.presets.fitted import Fitted
 from gateway.presets.preset import Preset
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
-from gateway.routes.catalogue_scan import Best, Result, Scan, Scanner, check_whole
+from gateway.routes.catalogue_scan import Best, Result, Scan, Scanner
 from gateway.routes.large import listed, with_rows
 from gateway.routes.reading import Reader, Reading
 from gateway.routes.scoring import RESULTS_PER_EVENT, Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
@@ -72,8 +72,9 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             if fields.catalogue is not None:
                 items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
                 model = items.model
-                prepared = await scanner.prompts.read(body, items)
-                fitted = Fitted(_BY_LABELS, [[label] for label in prepared.labels])
+                preset = _preset_of(model, items.found.spec)
+                prepared = await scanner.prompts.read(body, items, reads_labels=preset is None)
+                fitted = preset or _by_labels(prepared.labels)
             else:
                 model = requested_model(request, pool, fields.model)
                 fitted = fitted_of(model, "rerank")
@@ -121,19 +122,12 @@ class _WholeCatalogue:
     ) -> Response[RerankResponse]:
         """Return the best items, or with ``stream`` all results as they become known. Raises :class:`GatewayError`."""
         fields = body.fields
-        check_whole(data, top_n=fields.top_n, stream=bool(fields.stream))
-        scan = Scan(
-            request=request,
-            body=body,
-            whole=await self.scanner.prompts.open(request, fields.catalogue or "", fields.model),
-            readout=wire.Labels,
-            priority=priority_of(request, fields.priority),
-            cache_salt=fields.cache_salt,
-        )
+        scan = await self.scanner.open(request, data, body)
+        scan.fitted = _preset_of(scan.whole.model, scan.whole.state.spec)
         raw, id = bool(fields.raw_scores), f"rerank-{new_id()}"
 
         def rank(row: Row) -> float:
-            return Fitted(_BY_LABELS, [[label] for label in scan.labels]).score(row, raw=raw)
+            return (scan.fitted or _by_labels(scan.labels)).score(row, raw=raw)
 
         if fields.stream:
             return await self.scanner.scoring.streams.begin(self._events(scan, rank, id, fields.top_n), request)
@@ -150,6 +144,15 @@ class _WholeCatalogue:
                     yield sse(RerankChunk(id=id, results=list(_of_catalogue(few, rank))))
         yield sse(msgspec.structs.replace(_closing(scan, id), results=list(_of_catalogue(best.results, rank))))
         yield DONE
+
+
+def _preset_of(model: ServedModel, spec: Spec) -> Fitted | None:
+    """Return the preset that a catalogue was created with. It is still that of the model, as :func:`check_text` makes sure."""
+    return fitted_of(model, "rerank") if spec.preset else None
+
+
+def _by_labels(labels: list[int]) -> Fitted:
+    return Fitted(_BY_LABELS, [[label] for label in labels])
 
 
 def _closing(scan: Scan, id: str) -> RerankResponse:

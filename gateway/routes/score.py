@@ -14,7 +14,6 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from engine import wire
 from gateway.errors import InvalidRequest
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
@@ -22,7 +21,7 @@ from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
-from gateway.routes.catalogue_scan import Best, Result, Scan, Scanner, check_whole
+from gateway.routes.catalogue_scan import Best, Result, Scan, Scanner
 from gateway.routes.large import with_rows
 from gateway.routes.reading import Reader, Reading
 from gateway.routes.score_forms import LabelForm, ScoreAnswer, form_of
@@ -108,15 +107,7 @@ class _WholeCatalogue:
     ) -> Response[ScoreAnswer]:
         """Return the best items, or with ``stream`` all results as they become known. Raises :class:`GatewayError`."""
         fields = body.fields
-        check_whole(data, top_n=fields.top_n, stream=bool(fields.stream))
-        scan = Scan(
-            request=request,
-            body=body,
-            whole=await self.scanner.prompts.open(request, fields.catalogue or "", fields.model),
-            readout=wire.Labels,
-            priority=priority_of(request, fields.priority),
-            cache_salt=fields.cache_salt,
-        )
+        scan = await self.scanner.open(request, data, body)
         _check(scan.whole.model, fields)
         form, id = LabelForm([], softmax=bool(fields.apply_softmax)), f"score-{new_id()}"
         if fields.stream:

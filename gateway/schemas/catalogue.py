@@ -23,11 +23,15 @@ class CatalogueRequest(Parameters, kw_only=True):
     endpoint: ClassVar[Endpoint] = "catalogue"
     model: str | None = None
     """Name of the model; optional if only one is served."""
-    template: Piece | Annotated[list[Piece], msgspec.Meta(min_length=1, max_length=16)] = "{item}{query}"
-    """The prompt, with `{item}` and behind it `{query}`. Pieces of a list are tokenised by themselves; inside a piece, tokens may
-    span the places where texts meet. Control tokens of the template are control tokens; items and queries are plain text."""
-    add_special_tokens: bool = True
-    """Add the tokens, such as BOS, that the tokeniser puts around every text."""
+    preset: bool = False
+    """Take template, labels and the formula of `/v1/rerank` from the model's preset, which must put the document before the
+    query. Its default instruction is used."""
+    template: Piece | Annotated[list[Piece], msgspec.Meta(min_length=1, max_length=16)] | None = None
+    """The prompt, with `{item}` and behind it `{query}`; `{item}{query}` by default. Pieces of a list are tokenised by themselves;
+    inside a piece, tokens may span the places where texts meet. Control tokens of the template are control tokens; items and
+    queries are plain text."""
+    add_special_tokens: bool | None = None
+    """Add the tokens, such as BOS, that the tokeniser puts around every text; true by default."""
     labels: Annotated[list[str], msgspec.Meta(min_length=1, max_length=256)] | None = None
     """Texts of one token each, which are read for requests that name none. `/v1/rerank` needs them: the relevance is the
     probability of the first one among them."""
@@ -71,6 +75,8 @@ class CatalogueBody(msgspec.Struct, frozen=True, kw_only=True):
     """Its name."""
     object: Literal["catalogue"] = "catalogue"
     model: str
+    preset: str | None
+    """Name of the preset that template and labels come from; null without `preset`."""
     template: list[str]
     add_special_tokens: bool
     labels: list[str]

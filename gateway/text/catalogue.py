@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gateway.presets.preset import Preset, fill
 from gateway.text.bounds import Bounds, TooManyTokens
 from gateway.text.prompts import common_suffix
 from gateway.text.tokenizer import Tokenizer
@@ -27,10 +28,29 @@ class Template(msgspec.Struct, frozen=True, array_like=True):
     pieces: tuple[str, ...] = (ITEM + QUERY,)
     add_special_tokens: bool = True
     """Add the tokens that the tokeniser puts around every text."""
+    max_item_tokens: int | None = None
+    """Longer items are cut to this many tokens. None: never cut."""
+    max_query_tokens: int | None = None
+    """Longer queries are cut to this many tokens. None: never cut."""
 
 
 class TemplateError(ValueError):
     """A template cannot be used. The message says why."""
+
+
+def template_of(preset: Preset) -> Template:
+    """Return the template of a catalogue with the prompts of ``preset`` and its default instruction. Raises
+    :class:`TemplateError`."""
+    if not preset.item_first:
+        problem = f"the preset {preset.name!r} puts the query before the document, so no item can be computed before its query"
+        raise TemplateError(f"{problem}; give a `template`, or use a model that was trained with the document first")
+    values = {"document": ITEM, "query": QUERY, "instruction": preset.instruction}
+    return Template(
+        tuple(fill(piece, values) for piece in preset.template),
+        preset.add_special_tokens,
+        preset.max_tokens_per_doc,
+        preset.max_tokens_per_query,
+    )
 
 
 class Seams(NamedTuple):
@@ -38,6 +58,8 @@ class Seams(NamedTuple):
 
     rows: list[list[int]]
     suffix: list[int]
+    cut: bool = False
+    """Whether the query was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +76,7 @@ class Frame:
     def __init__(self, template: Template, tokenizer: Tokenizer) -> None:
         """Raises :class:`TemplateError`."""
         self._tokenizer = tokenizer
+        self._max_item, self._max_query = template.max_item_tokens, template.max_query_tokens
         parts = [part for piece in template.pieces for part in tokenizer.controls.divide(piece)]
         item, query = _place(parts, ITEM), _place(parts, QUERY)
         begin, end = tokenizer.affixes if template.add_special_tokens else ([], [])
@@ -98,6 +121,7 @@ class Frame:
         :class:`ItemTooLong` for an item with more than ``limit`` tokens."""
         stored, checked = [], False
         for index, item in enumerate(items):
+            item = self._shortened(item, self._max_item)[0]
             try:
                 if isinstance(item, list):
                     ids = [*self._encode(self._left, limit), *item, *self._encode(self._middle, limit)]
@@ -120,6 +144,10 @@ class Frame:
     def seams(self, tails: Sequence[str], query: str | list[int], limit: int, bounds: Bounds) -> Seams:
         """Return the tokens of ``query`` behind each of ``tails``, which are distinct. Raises :class:`TooManyTokens`, and
         :class:`InvalidRequest` for more than ``bounds``."""
+        query, cut = self._shortened(query, self._max_query)
+        return self._seams(tails, query, limit, bounds)._replace(cut=cut)
+
+    def _seams(self, tails: Sequence[str], query: str | list[int], limit: int, bounds: Bounds) -> Seams:
         if isinstance(query, list):
             shared = [*self._encode(self._query_left, limit), *query, *self._encode(self._query_right, limit), *self._after]
             return Seams([self._encode(tail, limit) for tail in tails], shared)
@@ -137,6 +165,14 @@ class Frame:
         shared_length = common_suffix(rows, len(self._encode(text[:cut], limit)))
         kept = [row[: len(row) - shared_length] for row in rows]
         return Seams(kept, [*rows[0][len(rows[0]) - shared_length :], *rest])
+
+    def _shortened(self, text: str | list[int], most: int | None) -> tuple[str | list[int], bool]:
+        """Return a text with at most ``most`` tokens, and whether it was cut."""
+        if most is None:
+            return text, False
+        if isinstance(text, list):
+            return text[:most], len(text) > most
+        return self._tokenizer.shorten(text, most)
 
     def _up_to_tail(self, text: str, limit: int, *, check: bool) -> Stored:
         """Divide an item at its last safe cut. ``check``: compare with the tokens of the whole text."""

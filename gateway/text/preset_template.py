@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gateway.presets.fitted import Fitted
 from gateway.presets.preset import Preset, PresetError, fill, placeholders
 from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
-from gateway.text.prompts import PrefixAndBranches, PromptTooLongError, tokenise_pairs
+from gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
 from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 Part = int | str
@@ -87,6 +87,16 @@ class PresetTemplate:
             parse_special_tokens=False,
         )
         return [*before, *prefix], [[*branch, *after] for branch in branches]
+
+    def items_first(self, rows: Sequence[Sequence[int]], query: str, instruction: str, *, instructed: bool) -> ItemsAndSuffix:
+        """Divide the whole prompts of :meth:`prompts` for other documents and the same texts: the beginning of each, and the tokens
+        that all end with, which are at most those behind the document."""
+        variant = self._instructed if instructed else self._plain
+        assert variant is not None, "the preset uses the chat template"
+        behind: list[list[Part]] = [[variant.right], *variant.after]
+        most = len(self._encode(behind, {"query": query, "instruction": instruction})) + len(self._end)
+        shared = common_suffix(rows, most)
+        return [[*row[: len(row) - shared]] for row in rows], [*rows[0][len(rows[0]) - shared :]]
 
     def _rows(self, texts: list[str], limit: int, bounds: Bounds, param: str) -> list[list[int]]:
         """Tokenise each text by itself."""

@@ -171,6 +171,11 @@ def _check_kv_pool(kv_pool: KVPool, with_aux: list[Request]) -> None:
         assert length == tokens
         pinned_roots[node.salt] += 1
     assert cache.pins.tokens == sum(tokens for _, tokens in cache.pins._until.values()) <= cache.pins.room
+    for root, held in cache.pins._held.items():
+        pins = {node: tokens for node, (_, tokens) in cache.pins._until.items() if node.root is root}
+        assert pins
+        assert (held.nodes.keys(), held.tokens) == (pins.keys(), sum(pins.values()))
+    assert sum(len(held.nodes) for held in cache.pins._held.values()) == len(cache.pins._until)
     for node in nodes:
         assert node.references == references[id(node)]
         assert len(node.tokens) == len(node.slots) > 0

@@ -105,6 +105,29 @@ def test_salts_shared_beginnings_and_callers_that_keep_nothing(causal: Path) -> 
     check(engine.loop._scheduler)
 
 
+def test_no_salt_takes_the_room_of_all_pins(causal: Path) -> None:
+    """Alone it may have all of it; others take back up to equal parts, and end its oldest pins first."""
+    engine = Engine(causal)
+    first, others = engine.items(37), [engine.items(37) for _ in range(2)]
+    assert engine.score(first, pin_seconds=60.0).pinned_items == 37
+    callers = [wire.Caller(cache_salt=salt) for salt in ("b", "c")]
+    pinned = [
+        engine.score(items, pin_seconds=60.0, caller=caller).pinned_items for items, caller in zip(others, callers, strict=True)
+    ]
+    assert pinned == [18, 12], "half of 375 slots, then a third"
+    engine.flood()
+    check(engine.loop._scheduler)
+    kept = [engine.score(first).cached_items]
+    kept += [engine.score(items, caller=caller).cached_items for items, caller in zip(others, callers, strict=True)]
+    assert kept == [12, 13, 12]
+    assert engine.loop.stats.displaced_pins == 18 + 12
+    assert engine.score(first[25:], pin_seconds=60.0).pinned_items == 12, "renewed"
+    assert engine.score(first[:5], pin_seconds=60.0).pinned_items == 0, "it has its part"
+    assert engine.score(others[0], pin_seconds=0.0, caller=callers[0]).pinned_items == 0
+    assert engine.score(first[:5], pin_seconds=60.0).pinned_items == 5, "others leave room"
+    check(engine.loop._scheduler)
+
+
 def test_pins_give_way_to_a_request_that_needs_all_slots(causal: Path) -> None:
     engine = Engine(causal)
     items = engine.items(30)

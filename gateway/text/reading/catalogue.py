@@ -5,20 +5,25 @@ What such a request needs besides its body, an :class:`Opened`, comes with the m
 
 from __future__ import annotations
 
+from itertools import chain
+
 import msgspec
 
 from gateway.catalogues.record import packed
 from gateway.errors import InvalidRequest
+from gateway.presets.preset import Preset
 from gateway.schemas.catalogue import CatalogueItem, CatalogueRequest, ItemsRequest, WarmRequest
 from gateway.text.bounds import TooManyTokens
-from gateway.text.catalogue import Frame, ItemTooLong, Template, TemplateError
+from gateway.text.catalogue import ITEM, QUERY, Frame, ItemTooLong, Template, TemplateError, template_of
 from gateway.text.prepared import Prepared
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.pairs import preset_of
 from gateway.text.tokenizer import Tokenizer
 
 MAX_TEMPLATE = 8192
 """Most characters of a template."""
 MAX_LABEL = 64
+DEFAULT_TEMPLATE = ITEM + QUERY
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
@@ -51,10 +56,10 @@ def query_prompts(query: str | list[int], labels: list[int], model: Model) -> Pr
     tails = [tail.decode() for tail in catalogue.tails]
     try:
         frame = _frame(catalogue.template, model.texts.tokenizer)
-        rows, suffix = frame.seams(tails, query, model.facts.context, model.bounds)
+        rows, suffix, cut = frame.seams(tails, query, model.facts.context, model.bounds)
     except TooManyTokens as error:
         raise model.facts.too_long(error, "query") from None
-    return Prepared(rows, (), suffix, labels)
+    return Prepared(rows, (), suffix, labels, query_truncated=cut)
 
 
 def _frame(template: Template, tokenizer: Tokenizer) -> Frame:
@@ -64,17 +69,38 @@ def _frame(template: Template, tokenizer: Tokenizer) -> Frame:
         raise InvalidRequest(f"`template`: {error}.", param="template") from None
 
 
+def requested_template(request: CatalogueRequest, preset: Preset | None) -> Template:
+    """Return the template of a new catalogue. ``preset``: the model's, if the request asks for it. Raises
+    :class:`InvalidRequest`."""
+    if preset is None:
+        given = DEFAULT_TEMPLATE if request.template is None else request.template
+        return Template((given,) if isinstance(given, str) else tuple(given), request.add_special_tokens is not False)
+    wrong = next((name for name in ("template", "labels", "add_special_tokens") if getattr(request, name) is not None), None)
+    if wrong is not None:
+        raise InvalidRequest(f"`{wrong}` does not go with `preset`.", param=wrong)
+    try:
+        return template_of(preset)
+    except TemplateError as error:
+        raise InvalidRequest(f"`preset`: {error}.", param="preset") from None
+
+
 def _create(request: CatalogueRequest, model: Model) -> Prepared:
     """Check the template; return the ids of the labels."""
-    pieces = (request.template,) if isinstance(request.template, str) else tuple(request.template)
-    if sum(map(len, pieces)) > MAX_TEMPLATE:
-        raise InvalidRequest(f"`template` has more than {MAX_TEMPLATE} characters.", param="template")
-    template = Template(pieces, request.add_special_tokens)
-    frame = _frame(template, model.texts.tokenizer)
+    tokenizer, preset = model.texts.tokenizer, preset_of(model, "rerank") if request.preset else None
+    template = requested_template(request, None if preset is None else preset.preset)
+    param = "template" if preset is None else "preset"
+    if sum(map(len, template.pieces)) > MAX_TEMPLATE:
+        raise InvalidRequest(f"`{param}`: the template has more than {MAX_TEMPLATE} characters.", param=param)
     try:
-        frame.check(template)
+        if preset is not None and tokenizer.controls.divide(preset.preset.instruction) != [preset.preset.instruction]:
+            raise TemplateError("the instruction contains a control token")
+        Frame(template, tokenizer).check(template)
     except TemplateError as error:
-        raise InvalidRequest(f"`template`: {error}.", param="template") from None
+        raise InvalidRequest(f"`{param}`: {error}.", param=param) from None
+    return Prepared([], labels=_labels(request, model) if preset is None else list(chain.from_iterable(preset.fitted.labels)))
+
+
+def _labels(request: CatalogueRequest, model: Model) -> list[int]:
     labels = []
     for index, text in enumerate(request.labels or []):
         ids = model.texts.tokenizer.encode(text[: MAX_LABEL + 1], add_special_tokens=False)
@@ -84,7 +110,7 @@ def _create(request: CatalogueRequest, model: Model) -> Prepared:
         labels += ids
     if len(labels) > model.facts.max_labels:
         raise InvalidRequest(f"`labels` has {len(labels)} labels; at most {model.facts.max_labels} are allowed.", param="labels")
-    return Prepared([], labels=labels)
+    return labels
 
 
 def _register(request: ItemsRequest, model: Model) -> Prepared:
@@ -133,7 +159,7 @@ CATALOGUE = Endpoint(
     bulk={},
     read=_create,
     is_light=lambda _: False,
-    characters=lambda request, _: sum(map(len, request.template)) + sum(map(len, request.labels or ())),
+    characters=lambda request, _: sum(map(len, request.template or ())) + sum(map(len, request.labels or ())),
 )
 CATALOGUE_ITEMS = _ItemsEndpoint(
     kind=ItemsRequest,

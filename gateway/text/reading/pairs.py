@@ -56,10 +56,17 @@ class Pairs:
         if self.partial:
             kept = self._fitting(kept)
         prefix, rows = self._build(kept) if kept else ([], [])
-        bounds.check("max_request_tokens", len(prefix) + sum(map(len, rows)), "tokens", self.param)
+        first = self.preset.preset.item_first and self.query is not None and len(rows) > 0
+        bounds.check("max_request_tokens", len(prefix) * (len(rows) if first else 1) + sum(map(len, rows)), "tokens", self.param)
+        suffix: list[int] = []
+        if first:
+            whole = [[*prefix, *row] for row in rows]
+            rows, suffix = self.preset.items_first(whole, self.query or "", self._instruction, instructed=self._instructed)
+            prefix = []
         return Prepared(
             rows,
             prefix,
+            suffix,
             texts=[*documents] if texts else None,
             param=f"{self.param}[]",
             truncated=self._truncated,
@@ -151,13 +158,22 @@ class Pairs:
         prefix, rows = self.preset.prompts(
             documents,
             query=self.query or "",
-            instruction=preset.instruction if self.instruction is None else self.instruction,
-            instructed=self.as_query or (preset.task != "embed" and bool(self.instruction)),
+            instruction=self._instruction,
+            instructed=self._instructed,
             limit=self.model.facts.context,
             bounds=self.model.bounds,
             param=self.param,
         )
         return (prefix, rows) if prefix else share_prefix([[*row] for row in rows])
+
+    @property
+    def _instruction(self) -> str:
+        return self.preset.preset.instruction if self.instruction is None else self.instruction
+
+    @property
+    def _instructed(self) -> bool:
+        """Whether the second variant of the template is used."""
+        return self.as_query or (self.preset.preset.task != "embed" and bool(self.instruction))
 
     def _by_chat_template(self, documents: Sequence[str]) -> PrefixAndBranches:
         """Render the model's own chat template for each document."""

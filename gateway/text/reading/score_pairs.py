@@ -20,6 +20,11 @@ def read_pairs(request: ScoreRequest, model: Model) -> Prepared:
     queries, query_param = _one_of(request, "text_1", "queries")
     documents, param = _one_of(request, "text_2", "documents")
     preset = preset_of(model, "rerank")
+    if request.item_first and not preset.preset.item_first:
+        message = (
+            f"The preset {preset.preset.name!r} puts the query before the document; send `query` and `items` with `item_first`."
+        )
+        raise InvalidRequest(message, param="item_first")
     partial = bool(request.partial_results)
     if len(queries) == 1:
         pairs = Pairs(model, preset, request, param, queries[0], request.instruction, query_param=query_param, partial=partial)
@@ -39,7 +44,7 @@ def read_pairs(request: ScoreRequest, model: Model) -> Prepared:
         if pair.refused:
             refused += [msgspec.structs.replace(refusal, index=index) for refusal in pair.refused]
             continue
-        prompts.append([*pair.prefix, *pair.rows[0]])
+        prompts.append([*pair.prefix, *pair.rows[0], *pair.suffix])
         tokens += len(prompts[-1])
         model.bounds.check("max_request_tokens", tokens, "tokens or more", param)
     prefix, rows = share_prefix(prompts) if prompts else ([], [])

@@ -123,5 +123,12 @@ class Release:
 
     def engine_metric(self, pod: str, metric: str) -> float:
         """What an engine reports on its own port, asked through the API; 0 where it has no such series yet."""
-        text = kubectl("get", "--raw", f"/api/v1/namespaces/{self.namespace}/pods/{pod}:8101/proxy/metrics", check=False)
+        return self._metric(f"{pod}:8101", metric)
+
+    def gateway_metric(self, pod: str, metric: str) -> float:
+        """What a gateway reports, named with its labels, asked through the API; 0 where it has no such series yet."""
+        return self._metric(f"{pod}:8000", metric)
+
+    def _metric(self, address: str, metric: str) -> float:
+        text = kubectl("get", "--raw", f"/api/v1/namespaces/{self.namespace}/pods/{address}/proxy/metrics", check=False)
         return next((float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{metric} ")), 0.0)

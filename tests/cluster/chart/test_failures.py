@@ -13,6 +13,8 @@ from tests.cluster.chart.kube import Release, kubectl, wait_for
 from tests.cluster.chart.load import Load
 
 ENGINES = "statefulset/yardstick-engine"
+KILL = "import os; [os.kill(int(p), 9) for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
+"""Ends all processes of a pod but the first, which then ends as well."""
 NEW_ENGINE_SECONDS = 5
 """From the moment a new engine is ready to the moment it works."""
 
@@ -52,9 +54,8 @@ def test_an_engine_pod_is_evicted_as_a_drained_node_does(ingress: IngressProxy, 
 
 
 def test_an_engine_is_killed(ingress: IngressProxy, release: Release):
-    kill = "import os; [os.kill(int(p), 9) for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
     with undisturbed(ingress, release):
-        release.kubectl("exec", "yardstick-engine-0", "--", "python", "-c", kill)
+        release.kubectl("exec", "yardstick-engine-0", "--", "python", "-c", KILL)
         time.sleep(5)
         release.rolled_out(ENGINES)
 

@@ -62,6 +62,11 @@ def test_a_file_is_loaded_once(client: httpx.Client, file: Path, capsys: pytest.
         command.status(access, "shop")
 
 
+def test_a_preset_that_puts_the_query_first_is_refused(client: httpx.Client, file: Path) -> None:
+    with pytest.raises(CommandError, match="puts the query before the document"):
+        load(client, file, catalogue="other", form=Form(None, None, None, None, preset=True))
+
+
 def test_a_load_that_breaks_off_tells_how_to_continue(client: httpx.Client, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines[:40], json.dumps({"id": "long", "text": "fox " * 9000}), *lines[40:]]))

@@ -68,7 +68,7 @@ DOCUMENTS = [
     "Relevance:1\r\n\r\n1",
 ]
 INSTRUCTION = "Rank current pages first?"
-LABELS = ["yes", "no", "1", "0", "Yes", " Yes", " yes", " No", " no"]
+LABELS = ["!", "yes", "no", "1", "0", "Yes", " Yes", " yes", " No", " no"]
 
 Encode = Callable[..., list[int]]
 """Token ids of a published template, filled with texts."""
@@ -263,6 +263,23 @@ def judge(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
     return encode(template, query=query, instruction=instruction, document=text)
 
 
+def ctxl_rerank_v2(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
+    """``format_prompts`` of the card of ContextualAI/ctxl-rerank-v2-instruct-multilingual-1b; its tokeniser adds no token."""
+    behind = "{query} {instruction}" if instruction else "{query}"
+    head = "Check whether a given document contains information helpful to answer the query."
+    return encode(f"{head}\n<Document> {{doc}}\n<Query> {behind} ??", doc=text, query=query, instruction=instruction)
+
+
+def judge_item_first(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
+    """This project's own prompt: docs/presets.md."""
+    template = (
+        "{instruction}\n\nDocument: {document}\n\nQuery: {query}\n\n"
+        "Does the document answer the query? Reply with Yes or No.\nReply:"
+    )
+    instruction = instruction or "You judge whether a document is relevant to a query."
+    return encode(template, query=query, instruction=instruction, document=text)
+
+
 def yardstick_demo(encode: Encode, query: str, text: str, instruction: str) -> list[int]:
     """This project's own prompt: docs/demo-models.md."""
     return encode("Query: {query}\nItem: {document}\nRelevant:", query=query, document=text)
@@ -278,7 +295,9 @@ RERANKERS = {
     "qwen3-reranker": (qwen3_reranker, ["", INSTRUCTION]),
     "mxbai-rerank-v2": (mxbai_rerank_v2, ["", INSTRUCTION]),
     "zerank-2": (zerank_2, ["", INSTRUCTION]),
+    "ctxl-rerank-v2": (ctxl_rerank_v2, ["", INSTRUCTION]),
     "judge": (judge, [""]),
+    "judge-item-first": (judge_item_first, ["", INSTRUCTION]),
     "yardstick-demo": (yardstick_demo, [""]),
 }
 TASK = "Given a web search query, retrieve relevant passages that answer the query"

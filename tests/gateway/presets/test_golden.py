@@ -17,6 +17,8 @@ from engine.wire import TokenizerFiles
 from gateway.presets.select import builtin_presets
 from gateway.schemas.truncation import Truncation
 from gateway.text.bounds import UNBOUND
+from gateway.text.catalogue import Frame, TemplateError
+from gateway.text.catalogue import template_of as template_for_items
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
 from gateway.text.preset_template import PresetTemplate
@@ -106,10 +108,31 @@ def test_the_request_of_a_client_gives_the_same_prompts(case: Case) -> None:
     as_query = template.preset.task == "embed" and bool(case.instruction)
     pairs = Pairs(model, template, Truncation(), "documents", case.query, case.instruction or None, as_query)
     prepared = pairs.prepared(case.documents)
-    assert joined((prepared.prefix, prepared.rows)) == case.prompts
+    assert [[*prepared.prefix, *row, *prepared.suffix] for row in prepared.rows] == case.prompts
+    assert bool(prepared.suffix) is template.preset.item_first
 
 
-@pytest.mark.parametrize("preset", ["qwen3-reranker", "mxbai-rerank-v2", "zerank-2", "judge", "yardstick-demo"])
+def test_a_catalogue_gives_the_same_prompts(case: Case) -> None:
+    """Items are tokenised without the query, which may be any."""
+    preset = case.template.preset
+    if not preset.item_first:
+        with pytest.raises(TemplateError, match="query before the document"):
+            template_for_items(preset)
+        return
+    if case.instruction:
+        preset = msgspec.structs.replace(preset, template=preset.instructed or preset.template, instruction=case.instruction)
+    frame = Frame(template_for_items(preset), case.template._tokenizer)
+    stored = frame.store(case.documents, 4096)
+    tails = list(dict.fromkeys(item.tail for item in stored))
+    seams = frame.seams(tails, case.query, 4096, UNBOUND)
+    rows = [[*item.ids, *seams.rows[tails.index(item.tail)], *seams.suffix] for item in stored]
+    assert rows == case.prompts
+    assert len(tails) == 1, "the tokens behind an item do not depend on it"
+
+
+@pytest.mark.parametrize(
+    "preset", ["qwen3-reranker", "mxbai-rerank-v2", "zerank-2", "ctxl-rerank-v2", "judge", "judge-item-first", "yardstick-demo"]
+)
 def test_the_labels(preset: str) -> None:
     fitted = template_of(preset).fitted
     groups = [(group,) if isinstance(group, str) else group for group in fitted.preset.labels]
@@ -119,6 +142,7 @@ def test_the_labels(preset: str) -> None:
 def test_the_ids_that_the_sources_name() -> None:
     assert template_of("qwen3-reranker").fitted.labels == [[9693], [2152]]
     assert template_of("zerank-2").fitted.labels == [[9454]]
+    assert template_of("ctxl-rerank-v2").fitted.labels == [[0]]
 
 
 @pytest.mark.parametrize(("preset", "joins"), [("qwen3-reranker", True), ("mxbai-rerank-v2", False)])

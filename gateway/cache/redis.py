@@ -84,18 +84,26 @@ class RedisCache:
 
     async def put_many(self, results: Mapping[bytes, Row]) -> None:
         """Queue ``results`` and return at once. Results beyond the queue's room, or while Redis is away, are dropped."""
+        room = 0 if self._link.is_open else QUEUE_ENTRIES - len(self._queue)
+        if len(results) <= room and self._queued_numbers + (numbers := sum(map(len, results.values()))) <= QUEUE_NUMBERS:
+            self._queue.extend(results.items())
+            self._queued_numbers += numbers
+        else:
+            self._put_some(results, room)
+        self._filled.set()
+
+    def _put_some(self, results: Mapping[bytes, Row], room: int) -> None:
+        """Queue those of ``results`` that have room. ``room``: most of them."""
         dropped = 0
         for entry in results.items():
             numbers = len(entry[1])
-            full = len(self._queue) >= QUEUE_ENTRIES or self._queued_numbers + numbers > QUEUE_NUMBERS
-            if self._link.is_open or full:
+            if room <= 0 or self._queued_numbers + numbers > QUEUE_NUMBERS:
                 dropped += 1
             else:
                 self._queue.append(entry)
                 self._queued_numbers += numbers
-        if dropped:
-            self._telemetry.cache_written("dropped", dropped)
-        self._filled.set()
+                room -= 1
+        self._telemetry.cache_written("dropped", dropped)
 
     async def _keep_writing(self) -> None:
         while True:
@@ -112,7 +120,8 @@ class RedisCache:
             batch.append(self._queue.popleft())
             numbers += len(batch[-1][1])
         self._queued_numbers -= numbers
-        entries = [(self._prefix + key, _packed(row), self._ttl()) for key, row in batch]
+        least, spread = (1 - JITTER) * self._ttl_ms, 2 * JITTER * self._ttl_ms
+        entries = [(self._prefix + key, _packed(row), int(least + spread * random.random()) or 1) for key, row in batch]
         try:
             await self._link.ask(lambda: self._store(entries), seconds=WRITE_SECONDS)
         except RedisAway:
@@ -132,10 +141,6 @@ class RedisCache:
         else:
             arguments = [part for _, value, ttl in entries for part in (value, ttl)]
             await _STORE(client, [name for name, _, _ in entries], arguments)
-
-    def _ttl(self) -> int:
-        """Time to live in milliseconds, with jitter."""
-        return max(1, int(self._ttl_ms * random.uniform(1 - JITTER, 1 + JITTER)))
 
 
 def _packed(row: Row) -> bytes:

@@ -56,7 +56,7 @@ class Generator:
         if fields.stream:
             outlet = Outlet()
             events = self._events(generations, answer, lease, account, fields, outlet)
-            return await self.streams.begin(events, request, outlet=outlet)
+            return self.streams.response(events, request, outlet=outlet)
         async with while_connected(request.scope):
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
@@ -139,9 +139,10 @@ class Generator:
         try:
             yield
         finally:
-            account.cached_tokens = sum(generation.cached_tokens for generation in generations)
-            account.completion_tokens = sum(generation.completion_tokens for generation in generations)
-            account.queue_seconds = max(generation.queue_seconds for generation in generations)
+            for generation in generations:
+                account.cached_tokens += generation.cached_tokens
+                account.completion_tokens += generation.completion_tokens
+                account.queue_seconds = max(account.queue_seconds, generation.queue_seconds)
             self.telemetry.generated(account)
             for generation in generations:
                 if calls := generation.tool_calls:
@@ -254,9 +255,11 @@ async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None
 
 def usage_of(generations: list[Generation]) -> Usage:
     """Return the token counts of a whole answer. A prompt counts once, however many completions it has."""
-    prompt = sum(len(generation.request.prompt) for generation in generations)
-    completion = sum(generation.completion_tokens for generation in generations)
-    cached = sum(generation.cached_tokens for generation in generations)
+    prompt = completion = cached = 0
+    for generation in generations:
+        prompt += len(generation.request.prompt)
+        completion += generation.completion_tokens
+        cached += generation.cached_tokens
     reasoning = generations[0].reasoning_tokens
     details = None if reasoning is None else CompletionTokensDetails(reasoning)
     return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached), details)

@@ -44,8 +44,8 @@ class Pieces:
         encode: Callable[[list[str]], list[list[int]]],
         dividing: Mapping[str, int] | None = None,
     ) -> None:
-        """``encode``: returns the library's ids of each of several texts. ``dividing``: ids of the added tokens at which the library
-        divides a text before all else."""
+        """``encode``: returns the library's ids of each of several texts. ``dividing``: ids of the added tokens, if the library
+        divides texts at them before all else."""
         self._dividing = dividing or {}
         self._findall = re.compile(_translated(expression)).findall
         self._added = re.compile("|".join(map(re.escape, sorted(added_tokens, key=len, reverse=True))) or "(?!)")

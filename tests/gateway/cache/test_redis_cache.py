@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Connection
 
 from gateway.cache.redis import QUEUE_ENTRIES, QUEUE_NUMBERS, RedisCache
 from gateway.redis.connect import open_client
@@ -130,6 +131,15 @@ def test_a_full_redis_evicts_and_goes_on(start: Start) -> None:
             assert redis.info("stats")["evicted_keys"] > 0
         score(client, [[301]])
         wait_until(lambda: hits(score(client, [[301]])) == "1/1")
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_commands_are_packed_as_the_library_packs_them(scheme: str) -> None:
+    client = open_client(Settings(engines=("http://x",), redis_url=f"{scheme}://127.0.0.1:1"))
+    command = ["CONFIG GET", b"a\r\n b", "\u00fc", "", 0, -5, 2.5, b"\x00" * 10_000]
+    ours, library = client.connection_pool.make_connection(), Connection()
+    assert len(ours.pack_command(*command)) == 1
+    assert b"".join(ours.pack_command(*command)) == b"".join(library.pack_command(*command))
 
 
 async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: RedisServer) -> None:

@@ -208,10 +208,10 @@ class _Line:
         """Whether :meth:`write` can be called now; otherwise it takes :meth:`send`."""
         return self._cycle is not None and self._cycle.writable
 
-    def write(self, event: bytes) -> None:
-        """Pass bytes of the body to the connection. Only while :attr:`writable`."""
+    def write(self, event: bytes, *, now: bool = False) -> None:
+        """Pass bytes of the body to the connection. Only while :attr:`writable`. ``now``: see :meth:`Cycle.write`."""
         assert self._cycle is not None
-        self._cycle.write(event)
+        self._cycle.write(event, now=now)
         self._sent = self._loop.time()
 
     async def send(self, event: bytes) -> None:

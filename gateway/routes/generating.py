@@ -177,7 +177,7 @@ class _Direct(Direct):
         for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
             usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
             if (event := self._answer.event(part, usage)) is not None:
-                line.write(event)
+                line.write(event, now=True)
 
 
 def system_fingerprint(model: ServedModel) -> str:

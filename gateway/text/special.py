@@ -134,17 +134,15 @@ class ControlTokens:
         return any(text[:length] in self._suffixes for length in range(1, min(self._longest, len(text) + 1)))
 
 
-def texts_in(value: Any) -> Iterable[str]:
-    """Yield all texts of a JSON value, including names."""
+def texts_in(value: Any) -> list[str]:
+    """Return all texts of a JSON value, including names."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from texts_in(each)
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield from texts_in(name)
-            yield from texts_in(each)
+        return [value]
+    if isinstance(value, list):
+        return [text for each in value for text in texts_in(each)]
+    if isinstance(value, dict):
+        return [text for pair in value.items() for each in pair for text in texts_in(each)]
+    return []
 
 
 def new_mark(texts: Iterable[str]) -> str:

@@ -156,6 +156,18 @@ async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: Red
     await link.stop()
 
 
+async def test_rows_of_different_lengths_are_kept_apart(server: RedisServer) -> None:
+    telemetry = Telemetry()
+    link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
+    cache = RedisCache(link, telemetry, prefix="lengths", ttl_seconds=60)
+    await closed(link)
+    rows = {place.to_bytes(16, "big"): tuple(float(place + number) for number in range(1 + place // 3 % 3)) for place in range(20)}
+    await cache.put_many(rows)
+    await cache.stop()
+    assert await cache.get_many(list(rows)) == list(rows.values())
+    await link.stop()
+
+
 async def test_long_rows_take_the_room_of_many(server: RedisServer) -> None:
     telemetry = Telemetry()
     link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)

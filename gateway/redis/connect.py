@@ -72,8 +72,8 @@ async def close(client: Client) -> None:
 
 
 class _Packing:
-    """Packs commands with hiredis. The library's asyncio connections pack in Python, which takes a microsecond for each argument
-    and copies the command again for it."""
+    """Packs commands with hiredis. The library's asyncio connections pack in Python, which takes twice as long for a hundred
+    arguments."""
 
     def pack_command(self, *args: Any) -> list[bytes]:
         """Return a command in Redis's protocol."""

@@ -59,8 +59,8 @@ def _with_body(
 
 
 class _CallHandler(ASGIMiddleware):
-    """Calls the handler with the request, the body and the parameters in the path, and sends its response. The framework's own way
-    from here to the handler takes as long as all that is before it.
+    """Calls the handler with the request, the body and the parameters in the path, and sends its response. The framework's way from
+    here to the handler and back takes a third of the time that all layers take for a handler that does nothing.
 
     The body arrives in one message, because :class:`gateway.limits.admission.Admission` has read it.
     """

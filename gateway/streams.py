@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -84,43 +84,32 @@ class Streams:
 
     keepalive_seconds: float
 
-    async def begin(
+    def response(
         self,
         events: AsyncGenerator[bytes, None],
         request: Request[Any, Any, Any],
         failure: Callable[[GatewayError], bytes] | None = None,
         outlet: Outlet | None = None,
     ) -> EventStream:
-        """Wait for the first event, at most ``keepalive_seconds``, and return the response. Raises what ``events`` raises in this
-        time, and :class:`ClientGone`. ``events`` is closed when the response ends, in every case. ``failure``: returns the last
-        event of a stream that breaks off; None: the error's body. ``outlet``: gets the response's connection."""
-        first = asyncio.ensure_future(anext(events))
-        try:
-            async with while_connected(request.scope):
-                await asyncio.wait({first}, timeout=self.keepalive_seconds)
-                if first.done():
-                    first.result()
-        except BaseException:
-            await _abandon(first)
-            await events.aclose()
-            raise
-        return EventStream(self, request, first, events, failure or (lambda error: sse(error.body)), outlet or Outlet())
+        """Return the response. What ``events`` raises before the beginning is raised where the response is sent. ``events`` is
+        closed when the response ends, in every case. ``failure``: returns the last event of a stream that breaks off; None: the
+        error's body. ``outlet``: gets the response's connection."""
+        return EventStream(self, request, events, failure or (lambda error: sse(error.body)), outlet or Outlet())
 
 
 class EventStream(Response[Any]):
-    """A response of events: ``first``, which may be outstanding, and ``rest``."""
+    """A response of events."""
 
     def __init__(
         self,
         streams: Streams,
         request: Request[Any, Any, Any],
-        first: asyncio.Future[bytes],
-        rest: AsyncGenerator[bytes, None],
+        events: AsyncGenerator[bytes, None],
         failure: Callable[[GatewayError], bytes],
         outlet: Outlet,
     ) -> None:
         self.headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        self._parts = (streams, request, first, rest, failure, outlet)
+        self._parts = (streams, request, events, failure, outlet)
 
     def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
         """Return the ASGI response that the framework sends."""
@@ -132,8 +121,7 @@ class _ASGIEventStream(ASGIResponse):
         self,
         streams: Streams,
         request: Request[Any, Any, Any],
-        first: asyncio.Future[bytes],
-        rest: AsyncGenerator[bytes, None],
+        events: AsyncGenerator[bytes, None],
         failure: Callable[[GatewayError], bytes],
         outlet: Outlet,
         *,
@@ -143,35 +131,31 @@ class _ASGIEventStream(ASGIResponse):
         self._streams = streams
         self._context = RequestContext.of(request)
         self._scope = request.scope
-        self._first = first
-        self._rest = rest
+        self._events = events
         self._failure = failure
         self._outlet = outlet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
-        """Send the head and all events, or those before the client leaves."""
-        await send({"type": "http.response.start", "status": 200, "headers": self._fields})
-        self._outlet.line = line = _Line(send, self._streams.keepalive_seconds, Incoming.of(self._scope).cycle())
+        """Send the head and all events, or those before the client leaves. Raises what happens before the beginning."""
+        line = _Line(send, self._streams.keepalive_seconds, Incoming.of(self._scope).cycle(), fields=self._fields)
+        self._outlet.line = line
         try:
-            async with aclosing(self._rest), while_connected(self._scope):
+            async with aclosing(self._events), while_connected(self._scope):
                 try:
-                    # in a task of its own, so that an event does not resume every frame between here and the server
-                    await asyncio.create_task(self._send_events(line))
+                    await self._send_events(line)
                 finally:
                     self._outlet.line = None
-                    await _abandon(self._first)
                     line.stop()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
+            if not line.begun:
+                raise
             self._context.outcome = "client_gone"
 
     async def _send_events(self, line: _Line) -> None:
         """Send the events; an error becomes the last event."""
         try:
-            if not self._first.done():
-                await line.send(KEEP_ALIVE)
-            await line.send(await self._first)
-            async for event in self._rest:
+            async for event in self._events:
                 if line.writable:
                     line.write(event)
                 else:
@@ -179,29 +163,38 @@ class _ASGIEventStream(ASGIResponse):
         except GatewayError as error:
             await self._send_error(line, error)
         except asyncio.CancelledError:
-            cut_off = self._context.cut_off()
+            cut_off = self._context.cut_off() if line.begun else None
             if cut_off is None:
                 raise
             await self._send_error(line, cut_off)
         except Exception:
+            if not line.begun:
+                raise
             logger.exception("a stream failed")
             await self._send_error(line, InternalError("An internal error occurred."))
 
     async def _send_error(self, line: _Line, error: GatewayError) -> None:
+        if not line.begun:
+            raise error
         self._context.failed(error)
         await line.send(self._failure(error))
 
 
 class _Line:
-    """Sends events, and a comment whenever nothing was sent for ``seconds``.
+    """Sends events, and a comment whenever nothing was sent for ``seconds``. The first of them begins the response.
 
     One timer compares the time of the last event, so that an event starts no timer. While an event waits for the client to read, no
     comment is sent. At most one comment waits for the client.
     """
 
-    def __init__(self, send: Send, seconds: float, cycle: Cycle | None = None) -> None:
-        """``cycle``: the server's side of the response; None: it is not known."""
+    def __init__(
+        self, send: Send, seconds: float, cycle: Cycle | None = None, *, fields: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """``cycle``: the server's side of the response; None: it is not known. ``fields``: the response's headers."""
+        self.begun = False
+        """Whether the response has begun."""
         self._send = send
+        self._fields = fields
         self._cycle = cycle
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
@@ -215,18 +208,19 @@ class _Line:
         """Whether :meth:`write` can be called now; otherwise it takes :meth:`send`."""
         return self._cycle is not None and self._cycle.writable
 
-    def write(self, event: bytes) -> None:
-        """Pass bytes of the body to the connection. Only while :attr:`writable`."""
+    def write(self, event: bytes, *, now: bool = False) -> None:
+        """Pass bytes of the body to the connection. Only while :attr:`writable`. ``now``: see :meth:`Cycle.write`."""
         assert self._cycle is not None
-        self._cycle.write(event)
+        self._cycle.write(event, now=now)
         self._sent = self._loop.time()
 
     async def send(self, event: bytes) -> None:
         """Send bytes of the body."""
         self._sending = True
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        if self._comment is not None and not self._comment.done():  # it may be about to begin the response
+            await asyncio.wait({self._comment})
+        await self._send_part(event)
         self._sending = False
-        self._sent = self._loop.time()
 
     def stop(self) -> None:
         """Stop sending comments."""
@@ -239,18 +233,12 @@ class _Line:
         if due <= now:
             due = now + self._seconds
             if not self._sending and (self._comment is None or self._comment.done()):
-                self._comment = asyncio.create_task(self._send_comment())
+                self._comment = asyncio.create_task(self._send_part(KEEP_ALIVE))
         self._timer = self._loop.call_at(due, self._look)
 
-    async def _send_comment(self) -> None:
-        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+    async def _send_part(self, body: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(self._fields)})
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
         self._sent = self._loop.time()
-
-
-async def _abandon(work: asyncio.Future[bytes]) -> None:
-    """Cancel ``work``, if it is not done, and wait until it has ended."""
-    if not work.done():
-        work.cancel()
-        await asyncio.wait({work})
-    if not work.cancelled():
-        work.exception()  # marks the exception as retrieved

@@ -16,6 +16,7 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from redis.asyncio import RedisCluster
 
@@ -37,10 +38,15 @@ WRITE_SECONDS = 1.0
 JITTER = 0.1
 """Largest relative change of an entry's time to live, in both directions."""
 
+# KEYS: names of entries. ARGV: their values, of equal length and joined, which costs the gateway less than an argument for each;
+# the time to live in milliseconds; its jitter.
 _STORE = Script(
     """
+    local size = #ARGV[1] / #KEYS
     for i = 1, #KEYS do
-        redis.call('SET', KEYS[i], ARGV[2 * i - 1], 'PX', ARGV[2 * i])
+        local spread = 1 + ARGV[3] * (string.byte(KEYS[i], -1) / 127.5 - 1)
+        local value = string.sub(ARGV[1], (i - 1) * size + 1, i * size)
+        redis.call('SET', KEYS[i], value, 'PX', math.max(1, math.floor(ARGV[2] * spread)))
     end
     """
 )
@@ -84,18 +90,26 @@ class RedisCache:
 
     async def put_many(self, results: Mapping[bytes, Row]) -> None:
         """Queue ``results`` and return at once. Results beyond the queue's room, or while Redis is away, are dropped."""
+        room = 0 if self._link.is_open else QUEUE_ENTRIES - len(self._queue)
+        if len(results) <= room and self._queued_numbers + (numbers := sum(map(len, results.values()))) <= QUEUE_NUMBERS:
+            self._queue.extend(results.items())
+            self._queued_numbers += numbers
+        else:
+            self._put_some(results, room)
+        self._filled.set()
+
+    def _put_some(self, results: Mapping[bytes, Row], room: int) -> None:
+        """Queue those of ``results`` that have room. ``room``: most of them."""
         dropped = 0
         for entry in results.items():
             numbers = len(entry[1])
-            full = len(self._queue) >= QUEUE_ENTRIES or self._queued_numbers + numbers > QUEUE_NUMBERS
-            if self._link.is_open or full:
+            if room <= 0 or self._queued_numbers + numbers > QUEUE_NUMBERS:
                 dropped += 1
             else:
                 self._queue.append(entry)
                 self._queued_numbers += numbers
-        if dropped:
-            self._telemetry.cache_written("dropped", dropped)
-        self._filled.set()
+                room -= 1
+        self._telemetry.cache_written("dropped", dropped)
 
     async def _keep_writing(self) -> None:
         while True:
@@ -106,41 +120,38 @@ class RedisCache:
             self._filled.clear()
 
     async def _write(self) -> None:
+        """Write the first results of the queue whose rows have the same length."""
         batch: list[tuple[bytes, Row]] = []
-        numbers = 0
-        while self._queue and len(batch) < BATCH_ENTRIES and (not batch or numbers < BATCH_NUMBERS):
+        length = len(self._queue[0][1])
+        most = min(BATCH_ENTRIES, 1 + BATCH_NUMBERS // max(1, length))
+        while self._queue and len(batch) < most and len(self._queue[0][1]) == length:
             batch.append(self._queue.popleft())
-            numbers += len(batch[-1][1])
-        self._queued_numbers -= numbers
-        entries = [(self._prefix + key, _packed(row), self._ttl()) for key, row in batch]
+        self._queued_numbers -= length * len(batch)
+        names = [self._prefix + key for key, _ in batch]
+        # float32 in the machine's byte order, which the tokens in the key have too
+        values = array("f", chain.from_iterable([row for _, row in batch])).tobytes()
         try:
-            await self._link.ask(lambda: self._store(entries), seconds=WRITE_SECONDS)
+            await self._link.ask(lambda: self._store(names, values), seconds=WRITE_SECONDS)
         except RedisAway:
-            self._telemetry.cache_written("dropped", len(entries))
+            self._telemetry.cache_written("dropped", len(names))
         else:
-            self._telemetry.cache_written("stored", len(entries))
+            self._telemetry.cache_written("stored", len(names))
 
-    async def _store(self, entries: list[tuple[bytes, bytes, int]]) -> None:
-        """Store ``entries``. One script call takes a fifth of the gateway's CPU time of separate SETs. The keys of a script must be
+    async def _store(self, names: list[bytes], values: bytes) -> None:
+        """Store entries. One script call takes a fifth of the gateway's CPU time of separate SETs. The keys of a script must be
         on one node, so a cluster gets SETs."""
         client = self._link.client
-        if isinstance(client, RedisCluster):
-            pipeline = client.pipeline()
-            for name, value, ttl in entries:
-                pipeline.execute_command("SET", name, value, "PX", ttl)
-            await pipeline.execute()
-        else:
-            arguments = [part for _, value, ttl in entries for part in (value, ttl)]
-            await _STORE(client, [name for name, _, _ in entries], arguments)
+        if not isinstance(client, RedisCluster):
+            await _STORE(client, names, [values, self._ttl_ms, JITTER])
+            return
+        pipeline, size = client.pipeline(), len(values) // len(names)
+        for place, name in enumerate(names):
+            pipeline.execute_command("SET", name, values[place * size : (place + 1) * size], "PX", self._ttl())
+        await pipeline.execute()
 
     def _ttl(self) -> int:
         """Time to live in milliseconds, with jitter."""
         return max(1, int(self._ttl_ms * random.uniform(1 - JITTER, 1 + JITTER)))
-
-
-def _packed(row: Row) -> bytes:
-    """Encode as float32 in the machine's byte order, which the tokens in the key have too."""
-    return array("f", row).tobytes()
 
 
 def _unpacked(value: bytes) -> Row | None:

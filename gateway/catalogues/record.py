@@ -48,6 +48,7 @@ def row_of(record: bytes) -> tuple[PlacedIds, bytes]:
     end = _HEADER.size + ID_BYTES * count
     row = PlacedIds("I", record[_HEADER.size : end])
     row.place = place
+    row.content = record[:DIGEST_BYTES]
     return row, record[end:]
 
 

@@ -11,6 +11,7 @@ from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster, SSLConnec
 from redis.asyncio.connection import Connection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.connection import HiredisRespSerializer
 from redis.credentials import CredentialProvider
 
 from gateway.settings import Settings
@@ -45,7 +46,7 @@ def open_client(settings: Settings) -> Client:
         options["ssl_ca_certs"] = str(settings.redis_ca_file)
     if url.scheme.endswith("+cluster"):
         return RedisCluster(ssl=tls, **options)
-    kind = SSLConnection if tls else Connection
+    kind = _PackingSSLConnection if tls else _PackingConnection
     return Redis.from_pool(BlockingConnectionPool(timeout=None, connection_class=kind, db=int(url.path.strip("/") or 0), **options))
 
 
@@ -68,6 +69,24 @@ async def close(client: Client) -> None:
     if isinstance(client, RedisCluster):  # it keeps connections open if it was about to refresh its nodes
         await client.nodes_manager.aclose()
         await client.nodes_manager.aclose("startup_nodes")
+
+
+class _Packing:
+    """Packs commands with hiredis. The library's asyncio connections pack in Python, which takes twice as long for a hundred
+    arguments."""
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        """Return a command in Redis's protocol."""
+        packed: list[bytes] = HiredisRespSerializer().pack(*args)
+        return packed
+
+
+class _PackingConnection(_Packing, Connection):
+    pass
+
+
+class _PackingSSLConnection(_Packing, SSLConnection):
+    pass
 
 
 class _Credentials(CredentialProvider):

@@ -9,9 +9,12 @@ import msgspec
 from litestar import Request, post, put
 from litestar._openapi.schema_generation import SchemaCreator
 from litestar.dto import AbstractDTO, DTOFieldDefinition
+from litestar.enums import ScopeType
 from litestar.handlers import HTTPRouteHandler
+from litestar.middleware import ASGIMiddleware
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.spec import Reference, Schema
+from litestar.types import ASGIApp, Receive, Scope, Send
 from litestar.typing import FieldDefinition
 
 from gateway.openapi import ERRORS, WRITE_ERRORS, ApiOperation
@@ -43,35 +46,41 @@ def _with_body(
     tag: str,
     errors: dict[int, ResponseSpec],
 ) -> HTTPRouteHandler:
-    dto = JsonBody[kind]  # type: ignore[valid-type]
     return method(
         path,
         status_code=200,
-        dto=dto,
+        dto=JsonBody[kind],  # type: ignore[valid-type]
         return_dto=None,
         responses=errors,
         operation_class=ApiOperation,
         tags=[tag],
-        request_class=_Whole,
+        middleware=[_CallHandler()],
     )
 
 
-class _Whole(Request[Any, Any, Any]):
-    """A request whose body arrives in one message, because :class:`gateway.limits.admission.Admission` has read it."""
+class _CallHandler(ASGIMiddleware):
+    """Calls the handler with the request, the body and the parameters in the path, and sends its response. The framework's way from
+    here to the handler and back takes a third of the time that all layers take for a handler that does nothing.
 
-    async def body(self) -> bytes:
-        """Return the body."""
-        message: Any = await self.receive()
-        body: bytes = message["body"]
-        return body
+    The body arrives in one message, because :class:`gateway.limits.admission.Admission` has read it.
+    """
+
+    scopes = (ScopeType.HTTP,)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:  # noqa: ARG002 - the last one
+        """Answer a request."""
+        request: Request[Any, Any, Any] = Request(scope, receive, send)
+        message: Any = await receive()
+        response = await scope["route_handler"].fn(request=request, data=Body(message["body"]), **scope["path_params"])
+        await response.to_asgi_response(None, request)(scope, receive, send)
 
 
 class JsonBody(AbstractDTO[T]):
-    """Passes the body on without decoding it; ``gateway/routes/reading.py`` decodes it."""
+    """Documents the struct in the body, which ``gateway/routes/reading.py`` decodes."""
 
     def decode_bytes(self, value: Any) -> Any:
-        """Wrap the body."""
-        return Body[T](value)
+        """Return the body. The framework does not call this, as :class:`_CallHandler` calls the handlers."""
+        return value
 
     @classmethod
     def create_for_field_definition(cls, *_: Any, **__: Any) -> None:

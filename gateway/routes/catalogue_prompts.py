@@ -113,7 +113,9 @@ class CataloguePrompts:
         seams = [array("I", seam) for seam in prepared.rows]
         if any(seams):
             for row, tail in zip(rows, behind, strict=True):
-                row.extend(seams[tails[tail]])
+                seam = seams[tails[tail]]
+                row.extend(seam)
+                row.content += seam.tobytes()
         lengths, shared = [*map(len, rows)], len(prepared.suffix)
         tokens = sum(lengths) + shared * len(rows)
         if max(lengths) + shared > model.context:

@@ -22,6 +22,7 @@ from gateway.pool.fanout import FanOut, Prompts, any_readout
 from gateway.routes.body import Body, post_json
 from gateway.routes.catalogue_prompts import CataloguePrompts, Whole
 from gateway.routes.catalogue_scan import check_whole
+from gateway.routes.large import JsonResponse
 from gateway.routes.reading import Reader, Reading
 from gateway.routes.scoring import Scoring
 from gateway.schemas.catalogue import WarmProgress, WarmRequest
@@ -86,11 +87,11 @@ def warm_route(reader: Reader, prompts: CataloguePrompts, scoring: Scoring, fan_
             if body.fields.pin_seconds is not None:
                 check_may_write(request)
         if body.fields.stream:
-            return await scoring.streams.begin(warmer.events(warming), request)
+            return scoring.streams.response(warmer.events(warming), request)
         async with while_connected(request.scope), aclosing(warmer.parts(warming)) as parts:
             async for _ in parts:
                 pass
-        return Response(warming.progress(done=True))
+        return JsonResponse(warming.progress(done=True))
 
     return warm
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from litestar import Request, delete, get
+from litestar import Request, Response, delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
@@ -23,6 +23,7 @@ from gateway.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation
 from gateway.pool.pool import Pool
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, put_json
+from gateway.routes.large import JsonResponse
 from gateway.routes.reading import Reader
 from gateway.routes.scoring import fitted_of
 from gateway.schemas.catalogue import (
@@ -68,7 +69,9 @@ def catalogue_routes(pool: Pool, reader: Reader, catalogues: Catalogues, quotas:
 
 def _create_route(parts: _Parts) -> HTTPRouteHandler:
     @put_json(f"{PATH}/{{name:str}}", CatalogueRequest, "catalogues")
-    async def create(request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[CatalogueRequest]]) -> CatalogueBody:
+    async def create(
+        request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[CatalogueRequest]]
+    ) -> Response[CatalogueBody]:
         """Create a catalogue of items that requests score by their ids. Repeating the request changes nothing."""
         check_may_write(request)
         check_name(name)
@@ -97,14 +100,16 @@ def _create_route(parts: _Parts) -> HTTPRouteHandler:
         if state.spec != spec:
             message = f"The catalogue {name!r} exists with another model, template, labels or time to live; delete it first."
             raise Conflict(message, param="name")
-        return _described(state)
+        return JsonResponse(_described(state))
 
     return create
 
 
 def _register_route(parts: _Parts) -> HTTPRouteHandler:
     @put_json(f"{PATH}/{{name:str}}/items", ItemsRequest, "catalogues")
-    async def register(request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[ItemsRequest]]) -> RegisteredItems:
+    async def register(
+        request: Request[Any, Any, Any], name: FromPath[str], data: JSONBody[Body[ItemsRequest]]
+    ) -> Response[RegisteredItems]:
         """Add or replace up to 2,000 items: a JSON array, or JSON lines. The answer comes when every gateway sees them.
 
         If there is no room for all of them, the first ones are registered.
@@ -126,13 +131,15 @@ def _register_route(parts: _Parts) -> HTTPRouteHandler:
         with parts.catalogues.errors(name):
             written = await store.put(owner, name, known.epoch, records.items, expires)
         parts.catalogues.telemetry.items_registered(written.added, written.changed, written.unchanged)
-        return RegisteredItems(
-            catalogue=name,
-            added=written.added,
-            changed=written.changed,
-            unchanged=written.unchanged,
-            version=version_of(known.epoch, written.version),
-            usage=Usage(records.tokens, records.tokens),
+        return JsonResponse(
+            RegisteredItems(
+                catalogue=name,
+                added=written.added,
+                changed=written.changed,
+                unchanged=written.unchanged,
+                version=version_of(known.epoch, written.version),
+                usage=Usage(records.tokens, records.tokens),
+            )
         )
 
     return register

@@ -57,7 +57,7 @@ class Generator:
         if fields.stream:
             outlet = Outlet()
             events = self._events(generations, answer, lease, account, fields, outlet)
-            return await self.streams.begin(events, request, outlet=outlet)
+            return self.streams.response(events, request, outlet=outlet)
         async with while_connected(request.scope):
             with self.counted(generations, lease, account):
                 async with aclosing(run_all(generations, self.dispatcher)) as batches:
@@ -140,9 +140,10 @@ class Generator:
         try:
             yield
         finally:
-            account.cached_tokens = sum(generation.cached_tokens for generation in generations)
-            account.completion_tokens = sum(generation.completion_tokens for generation in generations)
-            account.queue_seconds = max(generation.queue_seconds for generation in generations)
+            for generation in generations:
+                account.cached_tokens += generation.cached_tokens
+                account.completion_tokens += generation.completion_tokens
+                account.queue_seconds = max(account.queue_seconds, generation.queue_seconds)
             finished(sequence.finish for generation in generations for sequence in generation.sequences)
             self.telemetry.generated(account)
             for generation in generations:
@@ -178,7 +179,7 @@ class _Direct(Direct):
         for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
             usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
             if (event := self._answer.event(part, usage)) is not None:
-                line.write(event)
+                line.write(event, now=True)
 
 
 def system_fingerprint(model: ServedModel) -> str:
@@ -256,9 +257,11 @@ async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None
 
 def usage_of(generations: list[Generation]) -> Usage:
     """Return the token counts of a whole answer. A prompt counts once, however many completions it has."""
-    prompt = sum(len(generation.request.prompt) for generation in generations)
-    completion = sum(generation.completion_tokens for generation in generations)
-    cached = sum(generation.cached_tokens for generation in generations)
+    prompt = completion = cached = 0
+    for generation in generations:
+        prompt += len(generation.request.prompt)
+        completion += generation.completion_tokens
+        cached += generation.cached_tokens
     reasoning = generations[0].reasoning_tokens
     details = None if reasoning is None else CompletionTokensDetails(reasoning)
     return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached), details)

@@ -130,7 +130,7 @@ class _WholeCatalogue:
             return (scan.fitted or _by_labels(scan.labels)).score(row, raw=raw)
 
         if fields.stream:
-            return await self.scanner.scoring.streams.begin(self._events(scan, rank, id, fields.top_n), request)
+            return self.scanner.scoring.streams.response(self._events(scan, rank, id, fields.top_n), request)
         best = await self.scanner.best(scan, rank, fields.top_n or 0)
         headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
         results = _of_catalogue(best, rank)

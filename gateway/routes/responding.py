@@ -44,7 +44,7 @@ class Responder:
         lease = await self.generator.quotas.charge(request, tokens=generation.expected_tokens)
         events = self._events(request, run, lease)
         if run.streamed:
-            return await self.generator.streams.begin(events, request, run.failed)
+            return self.generator.streams.response(events, request, run.failed)
         async with while_connected(request.scope), aclosing(events):
             async for _ in events:
                 pass

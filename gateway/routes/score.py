@@ -111,7 +111,7 @@ class _WholeCatalogue:
         _check(scan.whole.model, fields)
         form, id = LabelForm([], softmax=bool(fields.apply_softmax)), f"score-{new_id()}"
         if fields.stream:
-            return await self.scanner.scoring.streams.begin(self._events(scan, form, id, fields.top_n), request)
+            return self.scanner.scoring.streams.response(self._events(scan, form, id, fields.top_n), request)
         best = await self.scanner.best(scan, form.rank, fields.top_n or 0)
         headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
         rows = (form.item(result.index, result.id, result.row).scores for result in best)

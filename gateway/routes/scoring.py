@@ -99,7 +99,7 @@ class Scoring:
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
 
-        return await self.streams.begin(events(), job.request)
+        return self.streams.response(events(), job.request)
 
     async def _score(self, job: ScoringJob, arrived: Arrived | None = None) -> Scores:
         prepared = job.prepared

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.parameters import Endpoint, Parameters
+from gateway.schemas.parameters import Endpoint, Parameters, TokenId
 from gateway.schemas.usage import Usage
 
 MAX_REGISTERED = 2000
@@ -45,7 +45,7 @@ class CatalogueItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: ItemId
     """Up to 128 ASCII letters, digits, and `._:@/+=-`; the first is a letter or digit."""
     text: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
 
 
 class ItemsRequest(Parameters, kw_only=True):

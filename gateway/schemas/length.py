@@ -8,12 +8,12 @@ import msgspec
 
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.length_guidance import Gamma
-from gateway.schemas.parameters import Endpoint, Parameters
+from gateway.schemas.parameters import Endpoint, Parameters, TokenId
 from gateway.schemas.score import CacheSalt, Priority
 from gateway.schemas.truncation import MAX_ITEMS
 from gateway.schemas.usage import Usage
 
-Texts = str | Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1, max_length=1 << 20)]
+Texts = str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1, max_length=1 << 20)]
 MAX_TEXTS = MAX_ITEMS
 
 

@@ -15,6 +15,8 @@ import msgspec
 
 from gateway.time_limits import MAX_SECONDS
 
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+
 Endpoint = Literal[
     "score",
     "rerank",

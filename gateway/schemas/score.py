@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.schemas.parameters import Endpoint
+from gateway.schemas.parameters import Endpoint, TokenId
 from gateway.schemas.truncation import MAX_ITEMS, ItemError, Truncation
 from gateway.schemas.usage import ItemUsage, Usage
 
@@ -24,9 +24,9 @@ class ScoreRequest(Truncation, kw_only=True):
     and `text_2`, score pairs of texts as the model's preset prescribes."""
 
     endpoint: ClassVar[Endpoint] = "score"
-    query: str | list[int] | None = None
+    query: str | list[TokenId] | None = None
     """The common part of all prompts, as text or token ids."""
-    items: str | Annotated[list[str | list[int]], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
+    items: str | Annotated[list[str | list[TokenId]], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
     """Items to score, of the same kind as the query: texts, or lists of token ids. One text means a list of one."""
     catalogue: str | None = None
     """Name of a catalogue: its items are scored in place of `items`, as its template prescribes."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from gateway.schemas.chat import ChatMessage
-from gateway.schemas.parameters import Endpoint, Parameters
+from gateway.schemas.parameters import Endpoint, Parameters, TokenId
 from gateway.schemas.tools import Tools
 
 MAX_TOKENS = 1 << 20
@@ -64,7 +64,7 @@ class DetokenizeRequest(Parameters, kw_only=True):
     endpoint: ClassVar[Endpoint] = "detokenize"
     model: str | None = None
     """Name of the model; optional if only one is served."""
-    tokens: Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS)]
     """Token ids."""
     user: str | None = None
     """Accepted for compatibility and not used."""

@@ -1,5 +1,6 @@
 """Cache keys of scores. Within one salt, equal prompts, readouts and fingerprints have equal keys, wherever a prompt is divided
-into prefix, branch and suffix. Likelihoods are an exception, because the division says which tokens they are of."""
+into prefix, branch and suffix. Likelihoods are an exception, because the division says which tokens they are of, and so are
+registered items, whose digests are hashed in place of their tokens: they share no results with prompts that are given whole."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine import wire
+from gateway.text.prepared import PlacedIds
 
 
 def result_keys(
@@ -26,7 +28,8 @@ def result_keys(
     Token ids are in [0, 2**32). ``salt`` is hexadecimal; only requests with equal salts share results. An empty salt gives the keys
     of a server whose API keys share all results.
     """
-    common = hashlib.blake2b(digest_size=16)
+    registered = bool(branches) and isinstance(branches[0], PlacedIds)
+    common = hashlib.blake2b(digest_size=16, person=b"registered" if registered else b"")
     # The encoding is unambiguous: no part contains a separator, a salt ends with a colon, and JSON begins with a brace.
     asked = ",".join(map(str, readout.tokens)) if isinstance(readout, wire.Labels) else msgspec.json.encode(readout).decode()
     divided = f"{len(prefix)}\0" if isinstance(readout, wire.Likelihood) else ""
@@ -36,7 +39,13 @@ def result_keys(
     keys = []
     for branch in branches:
         digest = common.copy()
-        digest.update(branch if isinstance(branch, array) else array("I", branch))
+        digest.update(_bytes_of(branch))
         digest.update(end)
         keys.append(digest.digest())
     return keys
+
+
+def _bytes_of(branch: Sequence[int]) -> bytes | array[int]:
+    if isinstance(branch, PlacedIds):
+        return branch.content
+    return branch if isinstance(branch, array) else array("I", branch)

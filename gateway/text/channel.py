@@ -55,7 +55,7 @@ class Channel(asyncio.Protocol):
         self._buffer = bytearray()
         self._wanted = HEADER.size
         self._in_header = True
-        self._answer: asyncio.Future[bytearray] | None = None
+        self._answer: asyncio.Future[bytearray | memoryview] | None = None
         self._lost: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Number of the signal that ended the process."""
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -165,6 +165,12 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Collect an answer and deliver it when it is complete. A bytearray grows in place; to join parts at the end takes a
         millisecond for each megabyte."""
+        if not self._buffer and self._in_header and len(data) > HEADER.size:
+            size, _body, last = HEADER.unpack_from(data)
+            if len(data) == HEADER.size + size:  # one answer, as nearly always
+                self.retiring |= last
+                self._deliver(memoryview(data)[HEADER.size :])
+                return
         self._buffer += data
         while len(self._buffer) >= self._wanted:
             part, self._buffer = self._buffer, self._buffer[self._wanted :]
@@ -178,7 +184,7 @@ class Channel(asyncio.Protocol):
                 self._deliver(part)
             self._in_header = not self._in_header
 
-    def _deliver(self, answer: bytearray) -> None:
+    def _deliver(self, answer: bytearray | memoryview) -> None:
         self.answered += 1
         waiting, self._answer = self._answer, None
         if waiting is not None and not waiting.done():

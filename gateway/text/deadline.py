@@ -28,22 +28,28 @@ def keep_alarm() -> None:
     _keeps_alarm = True
 
 
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raise :class:`TimeIsUp` from the block after ``seconds``. Works only in the main thread of a process.
+class at_most:
+    """A context manager that raises :class:`TimeIsUp` from its block after ``seconds``. Works only in the main thread of a process,
+    and not inside another one. It is no generator, because every chat enters it.
 
     If the block uses CPU time of :data:`HARD_FACTOR` times ``seconds``, the kernel ends the process with SIGVTALRM.
     """
-    previous = None if _keeps_alarm else signal.signal(signal.SIGALRM, _raise)
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds * HARD_FACTOR)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
+
+    __slots__ = ("_previous", "_seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._previous = None if _keeps_alarm else signal.signal(signal.SIGALRM, _raise)
+        signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds * HARD_FACTOR)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if not _keeps_alarm:
-            signal.signal(signal.SIGALRM, previous)
+            signal.signal(signal.SIGALRM, self._previous)
 
 
 @contextmanager

@@ -23,10 +23,11 @@ class Facts(msgspec.Struct, frozen=True):
     """Most labels of one score request."""
 
     def check_ids(self, ids: list[int], param: str) -> None:
-        """Raise :class:`InvalidRequest` unless all of a prompt's ``ids`` are below the vocabulary size and not negative."""
-        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):
+        """Raise :class:`InvalidRequest` unless all of a prompt's ``ids`` are below the vocabulary size. Decoders refuse negative
+        ones."""
+        if not ids or max(ids) < self.vocab_size:
             return
-        place, id = next((place, id) for place, id in enumerate(ids) if not 0 <= id < self.vocab_size)
+        place, id = next((place, id) for place, id in enumerate(ids) if id >= self.vocab_size)
         message = f"`{param}[{place}]`: {id} is not a token of {self.name!r}; ids are 0 to {self.vocab_size - 1}."
         raise InvalidRequest(message, param=f"{param}[{place}]")
 

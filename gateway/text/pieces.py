@@ -6,7 +6,7 @@ distinct piece come from the library once and are kept.
 
 The ids are exact because the pieces are: the expression is one of those that ``cuts.py`` knows, and the text has only characters
 whose properties are the same in all versions of Unicode (:func:`_safe_characters`). Any other text is left to the library: with
-combining marks, emoji, newer characters, or added tokens. A piece alone is divided into itself, because no alternative looks
+combining marks, emoji or newer characters. A piece alone is divided into itself, because no alternative looks
 behind, and at the end of a text the lookahead of whitespace holds.
 
 All tenants share the kept pieces, as they share the library's own cache. Only single words are kept, never texts, so the time of a
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -37,17 +37,43 @@ _CLASSES = re.compile(r"\\p\{(\w+)\}|\\([sS])")
 class Pieces:
     """The pieces of one tokeniser whose ids are known. Not safe to use from several threads."""
 
-    def __init__(self, expression: str, added_tokens: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> None:
-        """``encode``: returns the library's ids of each of several texts."""
+    def __init__(
+        self,
+        expression: str,
+        added_tokens: Iterable[str],
+        encode: Callable[[list[str]], list[list[int]]],
+        dividing: Mapping[str, int] | None = None,
+    ) -> None:
+        """``encode``: returns the library's ids of each of several texts. ``dividing``: ids of the added tokens, if the library
+        divides texts at them before all else."""
+        self._dividing = dividing or {}
         self._findall = re.compile(_translated(expression)).findall
         self._added = re.compile("|".join(map(re.escape, sorted(added_tokens, key=len, reverse=True))) or "(?!)")
         self._unsafe = _unsafe()
         self._encode = encode
         self._ids: dict[str, list[int]] = {}
 
-    def encode(self, text: str) -> list[int] | None:
-        """Return the ids of ``text``; None if the library must encode it."""
-        if (not text.isascii() and self._unsafe.search(text)) or self._added.search(text):
+    def encode(self, text: str, *, parses: bool = False) -> list[int] | None:
+        """Return the ids of ``text``; None if the library must encode it. ``parses``: added tokens in it are tokens."""
+        match = self._added.search(text)
+        if match is None:
+            return self._encode_text(text)
+        ids: list[int] = []
+        start = 0
+        while match is not None:
+            id, before = self._dividing.get(match[0]) if parses else None, self._encode_text(text[start : match.start()])
+            if id is None or before is None:
+                return None
+            ids += before
+            ids.append(id)
+            start = match.end()
+            match = self._added.search(text, start)
+        rest = self._encode_text(text[start:])
+        return None if rest is None else ids + rest
+
+    def _encode_text(self, text: str) -> list[int] | None:
+        """Return the ids of a text without added tokens; None if the library must encode it."""
+        if not text.isascii() and self._unsafe.search(text):
             return None
         pieces: list[str] = self._findall(text)
         if len("".join(pieces)) != len(text):

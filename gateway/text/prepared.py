@@ -20,11 +20,14 @@ Ids = Sequence[int]
 
 
 class PlacedIds(array):  # type: ignore[type-arg]
-    """Token ids of a prompt with a registered item, and the number that places the item on a replica. The number does not depend on
-    the query, unlike the last tokens of the row."""
+    """Token ids of a prompt with a registered item."""
 
-    __slots__ = ("place",)
+    __slots__ = ("content", "place")
+    content: bytes
+    """Digest of the item, and the bytes of the row's tokens that depend on the query too: what hashing the row would tell, in a
+    fraction of the time."""
     place: int
+    """Number that places the item on a replica. It does not depend on the query, unlike the last tokens of the row."""
 
 
 class Items(msgspec.Struct, frozen=True, array_like=True):

@@ -17,12 +17,16 @@ import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _BARRED = re.compile(r"[<\[{(][|｜].*|.*[|｜][>\]})]", re.DOTALL)
 
+MAX_NAME = 16
+NAMES = 256
+"""Longest texts, and how many of them, for which :meth:`ControlTokens.may_form` is remembered: names of fields and roles."""
 _SPELLED = re.compile(r"<\|\w+\|>")
 
 Flags = tuple[bool, bool]
@@ -61,6 +65,7 @@ class ControlTokens:
         self._longest = max(map(len, self._ids), default=0)
         self._first_characters = {text[:1] for text in self._ids}
         self._last_characters = {text[-1:] for text in self._ids}
+        self._name_may_form = lru_cache(NAMES)(self._may_form)
 
     @property
     def flags(self) -> set[Flags]:
@@ -89,6 +94,9 @@ class ControlTokens:
 
     def may_form(self, text: str) -> bool:
         """Whether ``text`` contains a control token, or a part of one that a template may complete."""
+        return self._name_may_form(text) if len(text) <= MAX_NAME else self._may_form(text)
+
+    def _may_form(self, text: str) -> bool:
         return self._pattern is not None and (
             self._pattern.search(text) is not None or self._begins_one(text) or self._ends_one(text)
         )
@@ -126,17 +134,15 @@ class ControlTokens:
         return any(text[:length] in self._suffixes for length in range(1, min(self._longest, len(text) + 1)))
 
 
-def texts_in(value: Any) -> Iterable[str]:
-    """Yield all texts of a JSON value, including names."""
+def texts_in(value: Any) -> list[str]:
+    """Return all texts of a JSON value, including names."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from texts_in(each)
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield from texts_in(name)
-            yield from texts_in(each)
+        return [value]
+    if isinstance(value, list):
+        return [text for each in value for text in texts_in(each)]
+    if isinstance(value, dict):
+        return [text for pair in value.items() for each in pair for text in texts_in(each)]
+    return []
 
 
 def new_mark(texts: Iterable[str]) -> str:

@@ -65,7 +65,8 @@ class Tokenizer(Vocabulary):
         self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
         expression = expression_of(document) if self._cuts else None
         contents = [*(token["content"] for token in added), *(token.content for token in self._sentinels.values())]
-        self._pieces = Pieces(expression, contents, self._by_library) if expression else None
+        dividing = self._added if all(map(_divides, added)) else None
+        self._pieces = Pieces(expression, contents, self._by_library, dividing) if expression else None
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:
@@ -209,7 +210,9 @@ class Tokenizer(Vocabulary):
         return ids
 
     def _whole(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = self._pieces.encode(text) if self._pieces and len(text) <= 2 * SLICE_CHARACTERS else None
+        ids, parses = None, not self._library.encode_special_tokens
+        if self._pieces and len(text) <= 2 * SLICE_CHARACTERS:
+            ids = self._pieces.encode(text, parses=parses)
         if ids is None:
             (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoding.ids
@@ -264,6 +267,11 @@ class Tokenizer(Vocabulary):
 def _sentinel(lstrip: bool, rstrip: bool) -> tokenizers.AddedToken:
     """Return a token with a secret spelling, which replaces a control token while the library treats these as plain text."""
     return tokenizers.AddedToken(f"\ue000{secrets.token_hex(16)}\ue001", lstrip=lstrip, rstrip=rstrip, normalized=False)
+
+
+def _divides(token: dict[str, Any]) -> bool:
+    """Whether the library divides texts at an added token exactly where it is spelled, before it normalises them."""
+    return not any(token.get(name) for name in ("lstrip", "rstrip", "normalized", "single_word"))
 
 
 def _described(token: tokenizers.AddedToken) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def told(answer: httpx.Response) -> dict[str, Any]:
         ("score", {**SCORE, "items": ["b", [1]]}, 400, "items[1]", "another kind"),
         ("score", {**IDS, "items": [[1], "b"]}, 400, "items[1]", "another kind"),
         ("score", {**IDS, "items": "b"}, 400, "items[0]", "another kind"),
-        ("score", {**IDS, "items": [[2], [-1]]}, 400, "items[1][0]", "-1 is not a token"),
+        ("score", {**IDS, "items": [[2], [-1]]}, 400, "items[1][0]", "`int` >= 0"),
         ("score", {**IDS, "query": [10**6]}, 400, "query[0]", "is not a token"),
         ("score", {**SCORE, "query": "", "items": ["b", ""]}, 400, "items[1]", "both empty"),
         ("score", {**SCORE, "items": ["b"] * 10_001}, 400, "items", "length"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Connection
 
 from gateway.cache.redis import QUEUE_ENTRIES, QUEUE_NUMBERS, RedisCache
 from gateway.redis.connect import open_client
@@ -132,6 +133,15 @@ def test_a_full_redis_evicts_and_goes_on(start: Start) -> None:
         wait_until(lambda: hits(score(client, [[301]])) == "1/1")
 
 
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_commands_are_packed_as_the_library_packs_them(scheme: str) -> None:
+    client = open_client(Settings(engines=("http://x",), redis_url=f"{scheme}://127.0.0.1:1"))
+    command = ["CONFIG GET", b"a\r\n b", "\u00fc", "", 0, -5, 2.5, b"\x00" * 10_000]
+    ours, library = client.connection_pool.make_connection(), Connection()
+    assert len(ours.pack_command(*command)) == 1
+    assert b"".join(ours.pack_command(*command)) == b"".join(library.pack_command(*command))
+
+
 async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: RedisServer) -> None:
     telemetry = Telemetry()
     link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
@@ -143,6 +153,18 @@ async def test_what_the_queue_has_no_room_for_is_dropped_and_counted(server: Red
     await cache.stop()
     assert b'yardstick_cache_writes_total{result="stored"} 20000.0' in b"".join(telemetry.exposition())
     assert await cache.get_many([(7).to_bytes(16, "big"), (QUEUE_ENTRIES + 1).to_bytes(16, "big")]) == [(7.0,), None]
+    await link.stop()
+
+
+async def test_rows_of_different_lengths_are_kept_apart(server: RedisServer) -> None:
+    telemetry = Telemetry()
+    link = Link(open_client(Settings(engines=("http://x",), redis_url=server.url)), telemetry, seconds=1)
+    cache = RedisCache(link, telemetry, prefix="lengths", ttl_seconds=60)
+    await closed(link)
+    rows = {place.to_bytes(16, "big"): tuple(float(place + number) for number in range(1 + place // 3 % 3)) for place in range(20)}
+    await cache.put_many(rows)
+    await cache.stop()
+    assert await cache.get_many(list(rows)) == list(rows.values())
     await link.stop()
 
 

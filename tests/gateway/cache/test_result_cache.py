@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
+from array import array
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from engine import wire
 from gateway.cache.flights import Flights
 from gateway.cache.memory import MemoryCache, _size
+from gateway.catalogues.record import packed, row_of
 from gateway.scoring.keys import result_keys
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
@@ -75,6 +78,25 @@ def test_a_key_depends_on_everything_else() -> None:
         *result_keys("f", wire.Labels([12]), [3], [[4]], salt=""),
     ]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_registered_item_is_known_by_its_digest() -> None:
+    def keys(*rows: tuple[list[int], str], seam: bytes = b"", suffix: Sequence[int] = (8,)) -> list[bytes]:
+        placed = [row_of(packed(*row))[0] for row in rows]
+        for row in placed:
+            row.frombytes(seam)
+            row.content += seam
+        return result_keys("f", wire.Labels([1]), [], placed, suffix, salt="")
+
+    seven = array("I", [7]).tobytes()
+    assert keys(([4, 5], "")) == keys(([4, 5], ""))
+    different = [
+        *keys(([4, 5], ""), ([4, 6], ""), ([4, 5], "a"), ([], "")),
+        *keys(([4, 5], ""), seam=seven),
+        *keys(([4, 5], ""), suffix=(9,)),
+        *result_keys("f", wire.Labels([1]), [], [[4, 5]], [8], salt=""),
+    ]
+    assert len(set(different)) == len(different)
 
 
 async def test_flights_land_or_bring_nothing() -> None:

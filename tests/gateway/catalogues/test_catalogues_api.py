@@ -97,6 +97,15 @@ def test_scores_are_those_of_the_joined_text(client: httpx.Client, template: Any
         assert got == pytest.approx(expected(prompt)), (text, query)  # Redis keeps float32
 
 
+def test_queries_that_differ_where_they_join_an_item_share_no_result(client: httpx.Client, name: str) -> None:
+    texts = ["red sho", "blue ta", "over th", "jum"]
+    register(client, name, {f"i{place}": text for place, text in enumerate(texts)})
+    for head in ("es", "ble", "e", "ps", "x", "es"):
+        query = f"{head} red fox"
+        scores = score(client, name, [f"i{place}" for place in range(len(texts))], query).raise_for_status().json()["scores"]
+        assert scores == [pytest.approx(expected(ids(text + query))) for text in texts], head
+
+
 def test_items_are_replaced_and_removed(client: httpx.Client, name: str) -> None:
     answer = register(client, name, {"a": "one", "b": "two"})
     assert (answer["added"], answer["changed"], answer["unchanged"]) == (2, 0, 0)

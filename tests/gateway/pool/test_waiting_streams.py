@@ -106,6 +106,9 @@ def test_a_client_that_leaves_while_it_waits(start: Start, after: int) -> None:
     assert "yardstick_broken_streams_total{" not in client.get("/metrics").text
 
 
+HEAD = b"the response's head"
+
+
 class Client:
     """A client that reads only when it is allowed to."""
 
@@ -119,7 +122,7 @@ class Client:
         self.waiting += 1
         await self.reads.wait()
         self.waiting -= 1
-        self.got.append(message["body"])
+        self.got.append(message.get("body", HEAD))
 
 
 async def test_comments_do_not_pile_up_before_a_client_that_does_not_read() -> None:
@@ -133,7 +136,7 @@ async def test_comments_do_not_pile_up_before_a_client_that_does_not_read() -> N
     await asyncio.sleep(0.1)
     client.reads.set()
     await sending
-    assert client.got == [b"first", KEEP_ALIVE, b"second"]
+    assert client.got == [HEAD, b"first", KEEP_ALIVE, b"second"]
     client.reads.clear()
     client.got.clear()
     sending = asyncio.create_task(line.send(b"third"))
@@ -144,3 +147,18 @@ async def test_comments_do_not_pile_up_before_a_client_that_does_not_read() -> N
     await sending
     await asyncio.sleep(0.05)
     assert client.got == [b"third"]
+
+
+async def test_a_response_begins_once() -> None:
+    client = Client()
+    client.reads.clear()
+    line = _Line(client.send, 0.02)
+    assert not line.begun
+    await asyncio.sleep(0.1)
+    assert line.begun, "with a comment, for which the client is not ready"
+    sending = asyncio.create_task(line.send(b"first"))
+    await asyncio.sleep(0.05)
+    client.reads.set()
+    await sending
+    line.stop()
+    assert client.got == [HEAD, KEEP_ALIVE, b"first"]

@@ -52,7 +52,7 @@ class Stream:
         cycle.disconnected = False
         cycle.flow = self.flow  # type: ignore[assignment]
         cycle.scope = {"method": "POST"}  # type: ignore[typeddict-item]
-        cycle.transport = SimpleNamespace(write_now=self.written.extend)  # type: ignore[assignment]
+        cycle.transport = SimpleNamespace(write=self.written.extend, write_now=self.written.extend)  # type: ignore[assignment]
         return cycle
 
     @property

@@ -126,7 +126,7 @@ def test_another_replica_answers_where_one_fails(start: Start) -> None:
         ({"input": [[1], []]}, "input[1]", "empty"),
         ({"input": ["a", 1]}, "input", "mixes kinds"),
         ({"input": [10**6]}, "input[0]", "not a token"),
-        ({"input": [[1], [-1]]}, "input[1][0]", "not a token"),
+        ({"input": [[1], [-1]]}, "input[1][0]", "`int` >= 0"),
         ({"input": [1] * 2049}, "input", "context"),
         ({"input": ["a"] * 10_001}, "input", "at most 10000"),
         ({"prompt": "", "partial": ["a", ""]}, "partial[1]", "empty"),

@@ -138,7 +138,7 @@ def test_the_model_is_named_where_several_are_served(start: Start) -> None:
         ("tokenize", {"prompt": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "not truncated"),
         ("detokenize", {}, "tokens", "missing"),
         ("detokenize", {"tokens": "a"}, "tokens", "got `str`"),
-        ("detokenize", {"tokens": [1, -1]}, "tokens[1]", "-1 is not a token"),
+        ("detokenize", {"tokens": [1, -1]}, "tokens[1]", "`int` >= 0"),
         ("detokenize", {"tokens": [10**30]}, "tokens[0]", "is not a token"),
         ("detokenize", {"tokens": [[1]]}, "tokens[0]", "got `array`"),
         ("detokenize", {"tokens": [1] * (1 << 20) + [1]}, "tokens", "length <= 1048576"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from gateway.text import pieces as module
@@ -19,6 +21,8 @@ from tests.gateway.text.test_cuts import TEXT
 
 PROSE = Path(__file__).parents[3].joinpath("README.md").read_text()
 IN_CONTEXTS = "a{0}b 1{0}2 .{0}.{0}{0} '{0} {0}\n{0}"
+SAID = ["<|im_start|>", "<|im_end|>", "<think>", "user\n", " red shoes", "\n\n", "  ", "'s", "<"]
+QWEN = from_library(byte_level()), byte_level()
 BY_PIECES = [name for name in CUTTABLE if name != "digits"]
 """Tokenisers whose texts one expression divides."""
 
@@ -78,6 +82,25 @@ def test_prose_is_read_by_pieces(library: Library, tokenizer: Tokenizer) -> None
 @pytest.mark.parametrize("text", ["<think>", "a <|im_end|> b", "cafe\u0301", "😀", "\u0e33", "new \U0001fae9", "ſ"])
 def test_other_texts_are_left_to_the_library(text: str) -> None:
     assert by_pieces(from_library(byte_level()), text) is None
+
+
+@settings(max_examples=200)
+@given(parts=st.lists(st.sampled_from(SAID), max_size=9))
+def test_conversations_are_divided_at_control_tokens(parts: list[str]) -> None:
+    tokenizer, library = QWEN
+    text = "".join(parts)
+    assert tokenizer._pieces is not None
+    assert tokenizer._pieces.encode(text, parses=True) == library.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "normalized", "single_word"])
+def test_tokens_that_change_their_surroundings_divide_nothing(flag: str) -> None:
+    library = byte_level()
+    library.add_tokens([AddedToken("<|odd|>", **{"normalized": False, flag: True})])
+    tokenizer = from_library(library)
+    for text in ("red <|odd|> shoes", "red<|odd|>shoes", "red <|im_end|> shoes"):
+        assert tokenizer.encode(text, add_special_tokens=False) == library.encode(text, add_special_tokens=False).ids
+        assert tokenizer._pieces is None or tokenizer._pieces.encode(text, parses=True) is None
 
 
 def test_a_second_text_asks_the_library_for_nothing() -> None:

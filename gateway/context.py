@@ -148,9 +148,10 @@ async def answer_request(
             call()
         now = time.perf_counter()
         route = scope.get("path_template", "none")
-        telemetry.answered(route, context.status, (context.first_byte or now) - context.began, now - context.began)
+        model, first_byte = context.account.model, context.first_byte or now
+        telemetry.answered(route, model, context.status, first_byte - context.began, now - context.began)
         if context.broke:
-            telemetry.broke(context.error or context.outcome)
+            telemetry.broke(model, context.error or context.outcome)
         if log is not None:
             log.ended(context, route, now - context.began)
 

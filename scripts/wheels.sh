@@ -13,4 +13,4 @@ download() { "$PYTHON" -m pip download --quiet --dest wheels --only-binary=:all:
 
 rm -rf wheels
 download --no-deps --retries 1 ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH"
-"$PYTHON" scripts/requirements.py engine | download --find-links wheels --constraint constraints.txt --requirement /dev/stdin "${also[@]}"
+"$PYTHON" scripts/requirements.py engine s3 | download --find-links wheels --constraint constraints.txt --requirement /dev/stdin "${also[@]}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from loadgen.errors import LoadError
 
 if TYPE_CHECKING:
-    from obstore.store import S3Store
+    from obstore.store import ClientConfig, S3Store
 
 NAMES = ("records.jsonl", "report.txt", "report.html", "summary.json", "search.html", "search.json")
 """Files that runs and searches leave. Other files of the folder are not copied."""
@@ -84,13 +84,17 @@ def _open(address: Address) -> S3Store:
     endpoint = os.environ.get("AWS_ENDPOINT_URL") or None
     if endpoint is not None and not re.fullmatch(r"https?://[\w.:\[\]-]+/?", endpoint, re.ASCII):
         raise LoadError("AWS_ENDPOINT_URL is no URL of a store; write it like https://s3.example.com")
-    seconds = {"connect_timeout": timedelta(seconds=CONNECT_SECONDS), "timeout": timedelta(seconds=REQUEST_SECONDS)}
+    options: ClientConfig = {
+        "allow_http": endpoint is not None and endpoint.startswith("http://"),
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "timeout": timedelta(seconds=REQUEST_SECONDS),
+    }
     try:
         return S3Store(
             address.bucket,
             endpoint=endpoint,
             region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or _DEFAULT_REGION,
-            client_options={"allow_http": endpoint is not None and endpoint.startswith("http://"), **seconds},
+            client_options=options,
             retry_config={"max_retries": TRIES - 1, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
         )
     except BaseError as error:

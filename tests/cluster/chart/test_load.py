@@ -1,4 +1,4 @@
-"""The load generator as a Job, and the scenarios that change the cluster under its load: what a user has, from its folders."""
+"""The load generator as a Job, and the scenarios that change the cluster under its load."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ def play(release: Release, name: str, seconds: int, folder: Path, **environment:
         "SETTLE": str(SETTLE),
         "LOGS": str(folder),
     }
-    command = [ROOT / "loadgen" / "scenarios" / f"{name}.sh"]
-    done = subprocess.run(command, env=os.environ | given | environment, capture_output=True, text=True, timeout=400, check=False)
+    command = [sys.executable, "-m", "loadgen.scenarios", name]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | given | environment
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.rstrip().endswith(f"{name}: PASS")
     made = report((folder / f"{name}.log").read_text(), folder / "run")
@@ -126,7 +127,7 @@ def test_an_engine_is_deleted_under_load(release: Release, tmp_path: Path):
 
 @pytest.mark.slow
 def test_an_engine_is_torn_away_under_load(release: Release, tmp_path: Path):
-    play(release, "delete-engine", 30, tmp_path, HOW="--grace-period=0 --force")
+    play(release, "delete-engine", 30, tmp_path, GRACE="0")
 
 
 @pytest.mark.slow

@@ -49,7 +49,6 @@ def import_all() -> int:
 
 def check_cuda() -> None:
     """Check what only the variant for GPUs has. Raises an exception that names what is missing."""
-    import flashinfer
     import torch
     import triton
 
@@ -58,7 +57,7 @@ def check_cuda() -> None:
     assert torch.version.cuda, f"torch {torch.__version__} is without CUDA"
     assert metadata.version("flashinfer-python") == VERSION, f"the engine needs FlashInfer {VERSION}"
     compile_extension(Path(sysconfig.get_path("include")))
-    loaded = load_modules(Path(flashinfer.__file__).parent / "data" / "aot")
+    loaded = load_modules(_folder("flashinfer") / "data" / "aot")
     print(f"torch {torch.__version__}, triton {triton.__version__}, FlashInfer {VERSION} with {loaded} compiled modules")
 
 

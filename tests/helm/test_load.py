@@ -91,6 +91,7 @@ def test_the_key_is_the_first_or_a_given_one() -> None:
 @pytest.mark.parametrize(
     ("load_test", "others"),
     [
+        ({"run": "2"}, {}),
         ({"scenario": "name = 'other'"}, {}),
         ({"workers": 1, "deadlineSeconds": 60}, {}),
         ({"podLabels": {"a": "b"}}, {}),

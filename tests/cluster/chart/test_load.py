@@ -98,7 +98,7 @@ def test_the_chart_runs_a_load(release: Release, tmp_path: Path):
         assert made["failures_by_kind"] == {}
     finally:
         release.upgrade({"loadTest": {"enabled": False}})
-    assert not release.objects(("batch/v1", "Job"))
+    wait_for(lambda: not release.objects(("batch/v1", "Job")), 60, "the Job is gone")
 
 
 def play(release: Release, name: str, seconds: int, folder: Path, **environment: str) -> None:

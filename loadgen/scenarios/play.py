@@ -8,12 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from loadgen.errors import LoadError
-from loadgen.scenarios.cluster import Kind, State
+from loadgen.scenarios.cluster import Cluster, Kind
 
 START_SECONDS = 120
 READY_SECONDS = 300
@@ -41,33 +40,10 @@ class Settings(msgspec.Struct, frozen=True):
     api_start: str = ""
 
 
-class Place(Protocol):
-    """The cluster; :class:`loadgen.scenarios.cluster.Cluster` describes the methods."""
-
-    @property
-    def engines(self) -> str: ...
-    @property
-    def gateways(self) -> str: ...
-    @property
-    def service(self) -> str: ...
-    @property
-    def engine_pods(self) -> list[str]: ...
-    def scale(self, count: int) -> None: ...
-    def delete_pod(self, name: str, grace_seconds: int | None) -> None: ...
-    def restart(self, kind: Kind, name: str) -> None: ...
-    def is_rolled_out(self, kind: Kind, name: str) -> bool: ...
-    def answers(self) -> bool: ...
-    def delete_load(self) -> None: ...
-    def has_load(self) -> bool: ...
-    def start_load(self, scenario: str, image: str | None) -> None: ...
-    def load_log(self) -> str: ...
-    def load_state(self) -> State: ...
-
-
 class Play:
     """One run of a scenario."""
 
-    def __init__(self, name: str, cluster: Place, settings: Settings, pause: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, name: str, cluster: Cluster, settings: Settings, pause: Callable[[float], None] = time.sleep) -> None:
         self.name, self.cluster, self.settings, self._pause = name, cluster, settings, pause
 
     def run(self) -> None:

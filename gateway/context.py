@@ -158,9 +158,10 @@ async def answer_request(
         now = time.perf_counter()
         route = scope.get("path_template", "none")
         exemplar = None if trace is None else trace.exemplar
-        telemetry.answered(route, context.status, (context.first_byte or now) - context.began, now - context.began, exemplar)
+        model, first_byte = context.account.model, context.first_byte or now
+        telemetry.answered(route, model, context.status, first_byte - context.began, now - context.began, exemplar)
         if context.broke:
-            telemetry.broke(context.error or context.outcome)
+            telemetry.broke(model, context.error or context.outcome)
         if log is not None:
             log.ended(context, route, now - context.began)
         if tracer is not None and trace is not None:

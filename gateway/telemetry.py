@@ -63,10 +63,13 @@ class Telemetry:
         self._sub_batches = Histogram(
             "yardstick_sub_batches", "Messages to engines for one score request.", buckets=SUB_BATCHES, registry=self._registry
         )
-        self._requests = self._counter("requests", "Requests answered.", "route", "status")
-        self._seconds = self._histogram("request_seconds", "Time from a request to the end of its answer.")
-        self._first_seconds = self._histogram("first_byte_seconds", "Time from a request to the start of its answer.")
-        self._broken = self._counter("broken_streams", "Streams that ended with an error after status 200.", "code")
+        self._requests = self._counter("requests", "Requests answered.", "route", "model", "status")
+        labels = ("route", "model")
+        self._seconds = self._histogram("request_seconds", "Time from a request to the end of its answer.", labels=labels)
+        self._first_seconds = self._histogram(
+            "first_byte_seconds", "Time from a request to the start of its answer.", labels=labels
+        )
+        self._broken = self._counter("broken_streams", "Streams that ended with an error after status 200.", "model", "code")
         self._tokens = self._counter("tokens", "Tokens of answers.", "model", "kind")
         self._items = self._counter("items", "Items scored, by the source of the result.", "model", "source")
         self._guided = self._counter(
@@ -80,7 +83,7 @@ class Telemetry:
         self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "code")
         self._lookups = self._counter("cache_lookups", "Results looked up in the cache.", "result")
         self._hits, self._misses = self._lookups.labels("hit"), self._lookups.labels("miss")
-        self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS, labels=())
+        self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS)
         self._cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
         self._redis_up = Gauge(
             "yardstick_redis_available", "Whether Redis is in use: 0 while it is unavailable.", registry=self._registry
@@ -128,8 +131,8 @@ class Telemetry:
             "Items of engines that leave, by what other engines did (cached or computed), or left where the handover ended before.",
             "result",
         )
-        self._text_wait = self._histogram("text_wait_seconds", "Time that a request waits for a text worker.", labels=())
-        self._text_seconds = self._histogram("text_seconds", "Time that a text worker spends on one request.", labels=())
+        self._text_wait = self._histogram("text_wait_seconds", "Time that a request waits for a text worker.")
+        self._text_seconds = self._histogram("text_seconds", "Time that a text worker spends on one request.")
         self._text_ends = self._counter("text_workers_ended", "Text workers that were killed or ended by themselves.", "reason")
 
         self._children()
@@ -211,17 +214,24 @@ class Telemetry:
         queue.set_function(read)
 
     def answered(
-        self, route: str, status: int, first_seconds: float, seconds: float, exemplar: dict[str, str] | None = None
+        self,
+        route: str,
+        model: str | None,
+        status: int,
+        first_seconds: float,
+        seconds: float,
+        exemplar: dict[str, str] | None = None,
     ) -> None:
-        """Record a finished request to ``route`` (a template, not a path). ``exemplar``: labels that lead to its trace."""
-        requests, first, whole = self._answered(route, status)
+        """Record a finished request to ``route`` (a template, not a path). ``model``: None if the request named no known model.
+        ``exemplar``: labels that lead to its trace."""
+        requests, first, whole = self._answered(route, model or "", status)
         requests.inc()
         first.observe(first_seconds, exemplar)
         whole.observe(seconds, exemplar)
 
-    def broke(self, code: str) -> None:
+    def broke(self, model: str | None, code: str) -> None:
         """Count a stream that ended with an error event of this code after its beginning."""
-        self._broken.labels(code).inc()
+        self._broken.labels(model or "", code).inc()
 
     def scored(self, account: Account) -> None:
         """Count an answered score request."""
@@ -351,10 +361,10 @@ class Telemetry:
     def _children(self) -> None:
         """Cache the labelled metrics: finding one costs more than counting with it."""
         self._answered = cache(
-            lambda route, status: (
-                self._requests.labels(route, status),
-                self._first_seconds.labels(route),
-                self._seconds.labels(route),
+            lambda route, model, status: (
+                self._requests.labels(route, model, status),
+                self._first_seconds.labels(route, model),
+                self._seconds.labels(route, model),
             )
         )
         self._scored = cache(lambda model: (self._items.labels(model, "cache"), self._items.labels(model, "engine")))
@@ -364,7 +374,5 @@ class Telemetry:
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"yardstick_{name}", help, labels, registry=self._registry)
 
-    def _histogram(
-        self, name: str, help: str, buckets: tuple[float, ...] = SECONDS, labels: tuple[str, ...] = ("route",)
-    ) -> Histogram:
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = SECONDS, labels: tuple[str, ...] = ()) -> Histogram:
         return Histogram(f"yardstick_{name}", help, labels, buckets=buckets, registry=self._registry)

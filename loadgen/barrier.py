@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from loadgen.arrivals import Share
-from loadgen.errors import LoadError
+from loadgen.errors import LoadError, reason_of
 
 WAIT_SECONDS = 600.0
 """Longest wait for the other workers."""
@@ -26,7 +26,7 @@ async def meet(folder: Path, share: Share, stopped: Callable[[], bool]) -> None:
                 raise LoadError(f"{ready} of {share.of} workers were ready within {WAIT_SECONDS:g} s; {remedy}")
             await asyncio.sleep(_PAUSE)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         raise LoadError(f"cannot use {folder} for --together: {reason}; name a folder that all workers can write") from None
 
 

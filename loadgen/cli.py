@@ -1,4 +1,4 @@
-"""``yardstick load``: the subcommands run, search, report and compare."""
+"""``yardstick load``: the subcommands run, search, report, upload and compare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +50,10 @@ Objectives = Annotated[
 ]
 ApiKey = Annotated[str | None, typer.Option(envvar=KEY_VARIABLES, help="API key, if the gateway needs one.")]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File that has the key in its first line.")]
+Upload = Annotated[
+    str | None,
+    typer.Option(metavar="s3://BUCKET/PREFIX", help="Also copy the files of --out there; AWS_… variables have the credentials."),
+]
 
 
 @app.command()
@@ -71,9 +75,10 @@ def run(
     worker: Annotated[str, typer.Option(help="INDEX/COUNT: this worker's share of the load; the first index is 0.")] = "0/1",
     together: Annotated[Path | None, typer.Option(help="Folder that all workers share: start when all are ready.")] = None,
     log_records: Annotated[bool, typer.Option("--log-records", help="Also print the records, for `report -`.")] = False,
+    upload: Upload = None,
 ) -> None:
     """Send the scenario's requests; exit code 1 if an objective is not met."""
-    from loadgen.files import write_reports
+    from loadgen.files import check_written, write_reports
     from loadgen.records import to_log
     from loadgen.report import show
     from loadgen.runner import run as start
@@ -82,14 +87,17 @@ def run(
 
     flags = {"target.url": url, "target.model": model, "arrivals.rate": rate, "duration_s": duration, "seed": seed}
     plan = load(scenario, [*_stages(stages), *(settings or ()), *_given(flags, objectives)])
+    copy = _copier(upload, out)
     done = start(plan, _share(worker), _key(api_key, api_key_file), _command(), out, together)
     results = evaluate(done)
     if log_records:
         for line in to_log(done):
             print(line)
-    if out is not None:
-        write_reports(results, out)
     show(results)
+    if out is not None:
+        check_written(done, out)
+        write_reports(results, out)
+    copy()
     raise typer.Exit(not results.passed)
 
 
@@ -110,10 +118,11 @@ def search(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the result, and for each run's records and reports.")] = None,
+    upload: Upload = None,
 ) -> None:
     """Search for the highest rate that meets the objectives; exit code 1 if no rate does, or if a signal ends the search."""
     from loadgen import found as reports
-    from loadgen.files import write_reports
+    from loadgen.files import check_written, write_reports
     from loadgen.runner import run as send
     from loadgen.scenario import Scenario, load
     from loadgen.search import Plan
@@ -123,18 +132,22 @@ def search(
     plan, key = Plan(start, most, tolerance, probes, limit), _key(api_key, api_key_file)
     flags = {"target.url": url, "target.model": model, "arrivals.rate": start, "duration_s": duration, "seed": seed}
     chosen = load(scenario, [*(settings or ()), *_given(flags, objectives)])
+    copy = _copier(upload, out)
 
     def measure(changed: Scenario, number: int) -> Results:
         folder = out / f"run-{number:02}" if out is not None else None
-        results = evaluate(send(changed, Share(), key, _command(), folder))
+        done = send(changed, Share(), key, _command(), folder)
+        results = evaluate(done)
         if folder is not None:
+            check_written(done, folder)
             write_reports(results, folder)
         return results
 
     found = find(chosen, plan, _command(), measure)
+    reports.show(found)
     if out is not None:
         reports.write(found, out)
-    reports.show(found)
+    copy()
     raise typer.Exit(found.rate is None or found.reason == "interrupted")
 
 
@@ -159,6 +172,15 @@ def report(
 
 
 @app.command()
+def upload(
+    folder: Annotated[Path, typer.Argument(help="Folder that a run or a search has left.")],
+    address: Annotated[str, typer.Argument(metavar="s3://BUCKET/PREFIX")],
+) -> None:
+    """Copy the files of a run to an S3-compatible store; AWS_… variables have the credentials."""
+    _copier(address, folder)()
+
+
+@app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="Folder or file of records.")],
     second: Annotated[Path, typer.Argument(help="Folder or file of records.")],
@@ -170,6 +192,23 @@ def compare(
 
     results = [evaluate(merge(read([source]))) for source in (first, second)]
     show(results[0], results[1], (str(first), str(second)))
+
+
+def _copier(address: str | None, folder: Path | None) -> Callable[[], None]:
+    """Return a function that copies the files of ``folder`` to ``address``, if there is one. Raises :class:`LoadError` at once."""
+    from loadgen import store
+
+    if address is None:
+        return lambda: None
+    place = store.parse(address)
+    if folder is None:
+        raise LoadError("--upload copies the files of --out, and there is none; name a folder")
+
+    def copy() -> None:
+        for key in store.upload(folder, place):
+            print(f"wrote s3://{place.bucket}/{key}", file=sys.stderr)
+
+    return copy
 
 
 def _toml(value: str | float) -> str:

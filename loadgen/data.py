@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from loadgen.errors import LoadError
+from loadgen.errors import LoadError, reason_of
 
 T = TypeVar("T")
 FILE_BYTES = 2 << 30
@@ -65,7 +65,7 @@ def read(source: Data, seed: int, convert: Callable[[Row], T | None]) -> list[T]
     try:
         kept = _choose(source, seed, convert)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         raise LoadError(f"cannot read {source.file}: {reason}; name a file of requests in `data.file`") from None
     if not kept:
         raise LoadError(f"{source.file} has no row that this workload can use; see docs/load.md for the fields of each kind")

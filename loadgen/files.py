@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from loadgen import records
-from loadgen.errors import LoadError
+from loadgen.errors import LoadError, reason_of
 from loadgen.page import page
 from loadgen.records import Run
 from loadgen.report import as_json, as_text
@@ -29,6 +29,13 @@ def write_records(runs: Sequence[Run], folder: Path) -> None:
             stream.writelines(records.lines(run))
 
 
+def check_written(run: Run, folder: Path) -> None:
+    """Raise :class:`LoadError` if the records of the run could not be written to ``folder`` during the run."""
+    if run.unwritten:
+        left = f"{folder / records.RECORDS} has the first ones"
+        raise LoadError(f"cannot write all records to {folder}: {run.unwritten}; {left}; choose another --out")
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Create ``folder``, and convert errors of writing to :class:`LoadError`."""
@@ -36,5 +43,4 @@ def writing(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise LoadError(f"cannot write to {folder}: {reason}; choose another --out") from None
+        raise LoadError(f"cannot write to {folder}: {reason_of(error)}; choose another --out") from None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from loadgen.arrivals import Share
-from loadgen.errors import LoadError
+from loadgen.errors import LoadError, reason_of
 from loadgen.scrapes import Scrape
 
 Failure = Literal["connect", "exhausted", "lost", "timeout", "status", "bad_body", "cut", "stream_error", "unfinished"]
@@ -113,6 +113,8 @@ class Run(msgspec.Struct):
     """Whether some worker did not complete its run."""
     scrapes: list[Scrape] = []
     """Metrics of the servers."""
+    unwritten: str = ""
+    """The reason why not all records could be written to the file, if so."""
 
     @property
     def scenario(self) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def read(sources: Sequence[Path]) -> list[Run]:
         try:
             runs += parse(file.read_bytes().splitlines(), str(file))
         except OSError as error:
-            raise LoadError(f"cannot read {file}: {(error.strerror or str(error)).lower()}") from None
+            raise LoadError(f"cannot read {file}: {reason_of(error)}") from None
     return runs
 
 

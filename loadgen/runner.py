@@ -7,8 +7,8 @@ import resource
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import uvloop
@@ -16,7 +16,7 @@ import uvloop
 from loadgen.arrivals import Share
 from loadgen.barrier import meet
 from loadgen.client import Client
-from loadgen.errors import LoadError
+from loadgen.errors import LoadError, reason_of
 from loadgen.machine import describe
 from loadgen.maker import Maker, Order
 from loadgen.progress import Teller
@@ -26,19 +26,21 @@ from loadgen.scrapes import Scrape, Scraper
 
 
 class Recorder:
-    """The file of records. It is written during the run, so that little is lost if the process ends."""
+    """The file of records. It is written during the run, so that little is lost if the process ends. A full disk does not end the
+    run: the file then keeps the records so far, as whole lines, and ``problem`` has the reason."""
 
     def __init__(self, folder: Path | None) -> None:
         """Open the file; without a ``folder``, nothing is written. Raises :class:`LoadError`."""
+        self.problem = ""
         self._written = 0
-        self._stream: BinaryIO | None = None
+        self._whole = 0  # length of the file up to the last complete write
+        self._stream: FileIO | None = None
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._stream = (folder / RECORDS).open("ab")
+                self._stream = FileIO(folder / RECORDS, "a")
             except OSError as error:
-                reason = (error.strerror or str(error)).lower()
-                raise LoadError(f"cannot write to {folder}: {reason}; choose another --out") from None
+                raise LoadError(f"cannot write to {folder}: {reason_of(error)}; choose another --out") from None
 
     def begin(self, info: RunInfo) -> None:
         """Write the first line, in place of earlier records: a run that cannot begin leaves them."""
@@ -62,9 +64,18 @@ class Recorder:
             self._stream.close()
 
     def _write(self, documents: Sequence[msgspec.Struct]) -> None:
-        if self._stream is not None:
-            self._stream.write(b"".join(msgspec.json.encode(document) + b"\n" for document in documents))
-            self._stream.flush()
+        if self._stream is None or self.problem:
+            return
+        text = memoryview(b"".join(msgspec.json.encode(document) + b"\n" for document in documents))
+        try:
+            sent = 0
+            while sent < len(text):
+                sent += self._stream.write(text[sent:])
+            self._whole += len(text)
+        except OSError as error:
+            self.problem = reason_of(error)
+            with suppress(OSError):
+                self._stream.truncate(self._whole)
 
 
 def run(
@@ -116,7 +127,8 @@ async def _run(
     scrapes = scraper.results()
     recorder.add(client.records)
     recorder.finish(client.interrupted, scrapes)
-    return Run([info], sorted(client.records, key=lambda record: record.scheduled), client.interrupted, scrapes)
+    records = sorted(client.records, key=lambda record: record.scheduled)
+    return Run([info], records, client.interrupted, scrapes, recorder.problem)
 
 
 def _raise_limit() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from loadgen.arrivals import Arrivals, Closed, Constant, Poisson, Ramp, Stage, Stages, Trace
 from loadgen.data import Data
 from loadgen.distributions import Empirical, LogNormal, Uniform
-from loadgen.errors import LoadError
+from loadgen.errors import LoadError, reason_of
 from loadgen.objectives import Objective
 from loadgen.workloads import AnyWorkload, Score
 
@@ -118,7 +118,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise LoadError(f"cannot read {file}: {(error.strerror or str(error)).lower()}") from None
+        raise LoadError(f"cannot read {file}: {reason_of(error)}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise LoadError(f"{file} is not TOML: {error}") from None
 

@@ -11,10 +11,10 @@ host_python=${HOST_PYTHON:-3.12}
 host_may_have=(numpy tokenizers safetensors huggingface-hub packaging requests tqdm click filelock fsspec markupsafe typing-extensions)
 not_needed='torch|triton|transformers|mypy|ruff|import-linter|flashinfer-python|apache-tvm-ffi'
 # For tests that need no GPU, for plots, and for a gateway in Kubernetes.
-not_needed+='|axe-playwright-python|helm-python-sdk|jsonschema|kubernetes|kubernetes-validate|matplotlib|openai|opentelemetry-exporter-otlp-proto-http'
+not_needed+='|axe-playwright-python|helm-python-sdk|jsonschema|kubernetes|kubernetes-validate|matplotlib|obstore|openai|opentelemetry-exporter-otlp-proto-http'
 not_needed+='|opentelemetry-sdk|pillow|playwright|pyarrow|rotel|testcontainers'
-# What `import flashinfer` and its attention need. Its other dependencies take gigabytes, and one is torch.
-flashinfer_needs=(click einops ninja nvidia-ml-py packaging requests tabulate tqdm)
+# What `import flashinfer` and its attention need beside the extra gpu. Its other dependencies take gigabytes, and one is torch.
+flashinfer_needs=(click packaging requests tqdm)
 
 platforms=(--platform manylinux2014_x86_64)
 for glibc in 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done

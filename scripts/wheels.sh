@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Collects in wheels/ the wheels that the images install if a build has no index (`make wheels`, then `make images OFFLINE=1`).
 # Reads PYTHON (an interpreter with pip), TORCH (the requirement of torch), TORCH_INDEX (an index in addition to PyPI, or empty) and IMAGE_PYTHON
-# (the version of the images' Python).
+# (the version of the images' Python), and VARIANT: cuda, with an empty TORCH_INDEX, collects those for GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${PYTHON:?}" "${TORCH:?}" "${IMAGE_PYTHON:?}"
@@ -13,4 +13,7 @@ download() { "$PYTHON" -m pip download --quiet --dest wheels --only-binary=:all:
 
 rm -rf wheels
 download --no-deps --retries 1 ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH"
-"$PYTHON" scripts/requirements.py engine tracing | download --find-links wheels --constraint constraints.txt --requirement /dev/stdin "${also[@]}"
+"$PYTHON" scripts/requirements.py engine s3 tracing | download --find-links wheels --constraint constraints.txt --requirement /dev/stdin "${also[@]}"
+if [ "${VARIANT:-cpu}" = cuda ]; then
+  "$PYTHON" scripts/requirements.py gpu | download --no-deps --find-links wheels --constraint constraints.txt --requirement /dev/stdin
+fi

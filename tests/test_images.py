@@ -40,7 +40,7 @@ def test_they_say_what_they_are(path: str) -> None:
 def test_the_gateways_has_no_engine_but_the_contract() -> None:
     text = (ROOT / "gateway" / "Dockerfile").read_text()
     assert re.findall(r"^COPY (engine\S*.*) /opt", text, flags=re.M) == ["engine/__init__.py", "engine/wire"]
-    assert re.findall(r"\['optional-dependencies'\]\['(\w+)'\]", text) == ["tracing"]
+    assert re.findall(r"extras\['(\w+)'\]", text) == ["s3", "tracing"]
 
 
 def test_only_sources_go_into_the_context() -> None:
@@ -61,3 +61,20 @@ def test_benchmarks_examples_and_tests_are_not_in_the_wheel() -> None:
         "gateway.console": ["*.html", "*.css", "*.js", "*.svg"],
         "gateway.presets": ["builtin/*.toml"],
     }
+
+
+def test_the_cuda_image_compiles_launchers_and_no_kernels_of_flashinfer() -> None:
+    text = (ROOT / "engine" / "Dockerfile").read_text()
+    last = text.rpartition("\nFROM ")[2]
+    assert re.search(r"apt-get install --yes --no-install-recommends gcc libc6-dev \$\{headers\}", last)
+    assert not re.search(r"cuda-toolkit|nvidia-cuda-nvcc|cuda:", text)
+    assert text.index("USER 10001") < text.index("python -m engine.image_check"), "as the user of the pods"
+    assert "yardstick_flashinfer_modules-*.whl" in text
+
+
+def test_cuda_s_packages_are_pinned() -> None:
+    """Those that torch 2.13.0 asks for on Linux; it leaves the versions of some open."""
+    pins = (ROOT / "constraints.txt").read_text()
+    for name in ("cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"):
+        assert re.search(rf"^{name}==\S+$", pins, flags=re.M), name
+    assert re.search(r"^triton==3\.7\.1$", pins, flags=re.M)

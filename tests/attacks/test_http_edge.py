@@ -293,7 +293,7 @@ def test_what_is_not_http_is_told_so_and_counted(gateway: Program, sent: bytes) 
 
 
 def test_a_chunk_that_breaks_later_is_a_400_of_the_route(gateway: Program) -> None:
-    route = 'yardstick_requests_total{route="/v1/score",status="400"}'
+    route = 'yardstick_requests_total{model="",route="/v1/score",status="400"}'
     counted = metric_of(gateway, route)
     with connected(gateway) as connection:
         connection.sendall(POST + b"transfer-encoding: chunked\r\nx-request-id: mine\r\n\r\n1\r\n{\r\n")
@@ -446,7 +446,7 @@ def test_connections_without_a_request_are_closed(gateway: Program) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_does_not_come(gateway: Program, chunked: bool) -> None:
-    route = 'yardstick_requests_total{route="/v1/score",status="408"}'
+    route = 'yardstick_requests_total{model="",route="/v1/score",status="408"}'
     counted = metric_of(gateway, route)
     with connected(gateway) as connection:
         began = time.monotonic()
@@ -488,7 +488,7 @@ def test_a_stream_that_is_not_read_ends_with_its_work(gateway: Program, engine: 
 @pytest.mark.slow
 def test_an_answer_that_is_not_read_ends_with_its_connection(gateway: Program, engine: FakeEngine) -> None:
     body = json.dumps({**ENDLESS, "prompt": [[index] for index in range(8)], "max_tokens": 250, "logprobs": 20}).encode()
-    route = 'yardstick_requests_total{route="/v1/completions",status="200"}'
+    route = 'yardstick_requests_total{model="fake",route="/v1/completions",status="200"}'
     answered = metric_of(gateway, route)
     with connected(gateway, receive_buffer=4096) as connection:
         connection.sendall(request("/v1/completions", body))

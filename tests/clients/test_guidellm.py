@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from engine.demo import MODELS
+from loadgen.records import Record, read
 from tests.clients.environments import run_shell
 from tests.processes import Program
 
@@ -16,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def test_every_request_is_measured(demo: Program, cache: dict[str, str], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    run_shell("guidellm_run.sh", demo.url, str(MODELS / "base"), str(report), environment="evaluation", seconds=200, **cache)
+    run_shell("guidellm_run.sh", demo.url, str(MODELS / "base"), str(report), "5", environment="evaluation", seconds=200, **cache)
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     requests = benchmark["requests"]
     assert (len(requests["successful"]), requests["incomplete"], requests["errored"]) == (5, [], [])
@@ -35,3 +39,67 @@ def test_a_sweep_runs_to_its_end(demo: Program, cache: dict[str, str], tmp_path:
         assert requests["errored"] == []
         assert requests["successful"]
         assert all(request["output_metrics"]["text_tokens"] == 8 for request in requests["successful"])
+
+
+REQUESTS = 40
+SCENARIO = """
+duration_s = 4
+
+[arrivals]
+kind = "closed"
+clients = 1
+
+[[workloads]]
+kind = "chat"
+max_tokens = 8
+extra = {{ ignore_eos = true }}
+data = {{ file = "{prompts}", rows = {rows} }}
+"""
+
+
+@pytest.mark.alone
+def test_guidellm_and_yardstick_load_agree(demo: Program, cache: dict[str, str], tmp_path: Path) -> None:
+    """Both send the same prompts to the same server, one after another."""
+    report = tmp_path / "report.json"
+    run_shell(
+        "guidellm_run.sh",
+        demo.url,
+        str(MODELS / "base"),
+        str(report),
+        str(REQUESTS),
+        environment="evaluation",
+        seconds=300,
+        **cache,
+    )
+    theirs = json.loads(report.read_text())["benchmarks"][0]["requests"]["successful"]
+    bodies = [json.loads(request["request_args"])["body"] for request in theirs]
+    prompts = [body["messages"][0]["content"][0]["text"] for body in bodies]
+    ours = load_run(demo.url, prompts, tmp_path)
+
+    assert len(theirs) == REQUESTS
+    assert len(ours) >= REQUESTS
+    lengths = [request["input_metrics"]["text_tokens"] for request in theirs]
+    assert [record.prompt_tokens for record in ours[:REQUESTS]] == lengths
+    assert {record.completion_tokens for record in ours} == {request["output_metrics"]["text_tokens"] for request in theirs} == {8}
+    for name, measured, expected in (
+        ("latency", [record.latency for record in ours], [request["request_latency"] for request in theirs]),
+        ("ttft", [record.ttft for record in ours], [request["time_to_first_token_ms"] / 1000 for request in theirs]),
+        ("tpot", [record.tpot for record in ours], [request["inter_token_latency_ms"] / 1000 for request in theirs]),
+    ):
+        low, _, high = statistics.quantiles(measured, n=4)
+        least, _, most = statistics.quantiles(expected, n=4)
+        assert low <= most, (name, low, most)
+        assert least <= high, (name, least, high)
+
+
+def load_run(url: str, prompts: list[str], folder: Path) -> list[Record]:
+    """The requests of `yardstick load run` with these prompts."""
+    file, scenario = folder / "prompts.jsonl", folder / "scenario.toml"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    scenario.write_text(SCENARIO.format(prompts=file, rows=len(prompts)))
+    command = [sys.executable, "-m", "loadgen", "run", str(scenario), "--url", url, "--out", str(folder / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = read([folder / "out"])
+    assert not [record for record in run.records if record.failure]
+    return run.records

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kubernetes.client import AppsV1Api, CoreV1Api
 
-from gateway.pool.discovery.access import find_access
-from tests.cluster.chart.kube import HelmError, Release, wait_for
-from tests.helm.chart import ROOT, Values
+from tests.cluster.chart.kube import HelmError, Release, first_chart, wait_for
+from tests.helm.chart import Values
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(not os.environ.get("KUBECONFIG"), reason="KUBECONFIG names no cluster"),
 ]
 ENGINE = "yardstick-engine"
-FIRST_CHART = "99a68da"
-"""Commit of the chart 0.1.0."""
 
 
 class Cluster:
     """A release without pods that run, and the API."""
 
     def __init__(self) -> None:
-        self.client = find_access(os.environ).client
-        self.core, self.apps = CoreV1Api(self.client), AppsV1Api(self.client)
         self.release = Release(f"yardstick-chart-{uuid.uuid4().hex[:6]}")
-        self.namespace = self.release.namespace
+        self.core, self.apps, self.namespace = self.release.core, self.release.apps, self.release.namespace
 
     def install(self, values: Values) -> None:
         self.release.install(values, wait=False)
@@ -57,8 +50,7 @@ def cluster() -> Iterator[Cluster]:
     try:
         yield cluster
     finally:
-        cluster.core.delete_namespace(cluster.namespace)
-        cluster.client.close()
+        cluster.release.delete_namespace()
 
 
 def test_secrets_are_kept_and_redis_is_not_restarted(cluster: Cluster) -> None:
@@ -72,11 +64,7 @@ def test_secrets_are_kept_and_redis_is_not_restarted(cluster: Cluster) -> None:
 
 def test_the_chart_of_version_0_1_0_is_upgraded(cluster: Cluster, tmp_path: Path) -> None:
     """Kubernetes refuses an upgrade that changes selectors, names of Services or claims."""
-    archive = subprocess.run(["git", "archive", FIRST_CHART, "helm"], cwd=ROOT, capture_output=True)
-    if archive.returncode != 0:
-        pytest.skip("this checkout has no history")
-    subprocess.run(["tar", "-x", "-C", tmp_path], input=archive.stdout, check=True)
-    cluster.release.run_helm("install", tmp_path / "helm", "--create-namespace", values={"engine": {"replicas": 2}})
+    cluster.release.install({"engine": {"replicas": 2}}, wait=False, source=first_chart(tmp_path))
     names = ["yardstick-engine-token", "yardstick-first-key", "yardstick-api-keys"]
     before, password = [cluster.secret(name) for name in names], cluster.secret("yardstick-redis")["password"]
     cluster.upgrade({})
@@ -101,7 +89,7 @@ def test_an_autoscaler_takes_over_the_number_of_pods(cluster: Cluster) -> None:
     cluster.install({"engine": {"replicas": 3}})
     cluster.upgrade({"engine": {"autoscaling": {"enabled": True, "kind": "hpa", "maxReplicas": 8}}})
     assert cluster.replicas() == 3
-    cluster.release.kubectl("scale", f"statefulset/{ENGINE}", "--replicas=5")
+    cluster.release.scale(ENGINE, 5)
     cluster.upgrade({"gateway": {"replicas": 3}})
     assert cluster.replicas() == 5
 
@@ -112,7 +100,8 @@ def test_a_claim_for_each_pod_can_be_added_later(cluster: Cluster) -> None:
     with pytest.raises(HelmError, match=r"[Ff]orbidden"):
         cluster.upgrade({"engine": {"modelCache": {"persistent": True}}})
     old = cluster.core.list_namespaced_pod(cluster.namespace, label_selector="app.kubernetes.io/component=engine").items
-    cluster.release.kubectl("delete", f"statefulset/{ENGINE}", "--cascade=orphan")
+    cluster.apps.delete_namespaced_stateful_set(ENGINE, cluster.namespace, propagation_policy="Orphan")
+    wait_for(lambda: not cluster.release.objects(("apps/v1", "StatefulSet")), 60, "the StatefulSet is gone")
     cluster.upgrade({"engine": {"modelCache": {"persistent": True, "size": "7Gi"}}})
     found = cluster.apps.read_namespaced_stateful_set(ENGINE, cluster.namespace).spec.volume_claim_templates
     assert [claim.spec.resources.requests for claim in found] == [{"storage": "7Gi"}]

@@ -190,14 +190,16 @@ def test_metrics_count_what_happened(start: Start) -> None:
     for _ in range(2):
         client.post("/v1/score", json={"query": [1, 2], "items": [[3], [4]], "label_token_ids": [1]})
     client.post("/v1/score", json={})
+    client.post("/v1/score", json={"model": "unknown", "query": [1], "items": [[2]], "label_token_ids": [1]})
     client.post("/v1/completions", json={"prompt": [1, 2, 3]})
     client.get("/nowhere/at/all")
     for name, value in {
-        'yardstick_requests_total{route="/v1/score",status="200"}': 2,
-        'yardstick_requests_total{route="/v1/score",status="400"}': 1,
-        'yardstick_requests_total{route="none",status="404"}': 1,
-        'yardstick_request_seconds_count{route="/v1/score"}': 3,
-        'yardstick_first_byte_seconds_count{route="/v1/completions"}': 1,
+        'yardstick_requests_total{model="fake",route="/v1/score",status="200"}': 2,
+        'yardstick_requests_total{model="fake",route="/v1/score",status="400"}': 1,
+        'yardstick_requests_total{model="",route="/v1/score",status="404"}': 1,
+        'yardstick_requests_total{model="",route="none",status="404"}': 1,
+        'yardstick_request_seconds_count{model="fake",route="/v1/score"}': 3,
+        'yardstick_first_byte_seconds_count{model="fake",route="/v1/completions"}': 1,
         'yardstick_items_total{model="fake",source="cache"}': 2,
         'yardstick_items_total{model="fake",source="engine"}': 2,
         'yardstick_tokens_total{kind="prompt",model="fake"}': 15,

@@ -96,6 +96,15 @@ EVERYTHING: Values = {
     "auth": {"keys": [{"name": "ci", "sha256": "ab" * 32}]},
     "tracing": {"endpoint": "http://collector.observability:4318", "ratio": 0.1, "headersSecret": "collector"},
     "networkPolicy": {"gatewayFrom": [{"namespaceSelector": {"matchLabels": {"name": "ingress"}}}]},
+    "loadTest": {
+        "enabled": True,
+        "workers": 4,
+        "results": {
+            "existingClaim": "results",
+            "store": {"address": "s3://runs/nightly", "endpoint": "http://10.0.0.9:9000", "credentialsSecret": "store"},
+        },
+        "serviceAccount": {"create": True, "annotations": {"iam.example.com/role": "results"}},
+    },
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "podMonitor": {"enabled": True, "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}]},

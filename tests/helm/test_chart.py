@@ -380,19 +380,6 @@ def expressions() -> list[str]:
     return [*panels, *rules, *queries, *adapters]
 
 
-def test_streams_that_break_count_as_failures():
-    """Also while no series of one of the two counters exists: a sum with an absent one would be absent."""
-    rules = one(manifests(EVERYTHING), "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]
-    (errors,) = [rule["expr"] for rule in rules if rule["alert"] == "YardstickErrors"]
-    numerator, _, denominator = errors.partition(" / ")
-    assert re.fullmatch(
-        r"\(\(sum\(rate\(yardstick_requests_total\{[^}]*status=~\"5\.\.\"\}\[5m\]\)\) or vector\(0\)\)"
-        r" \+ \(sum\(rate\(yardstick_broken_streams_total\{[^}]*\}\[5m\]\)\) or vector\(0\)\)\)",
-        numerator,
-    )
-    assert "vector" not in denominator
-
-
 def test_dashboards_rules_and_scaling_ask_for_metrics_that_exist():
     known = metric_names()
     for expression in expressions():

@@ -185,6 +185,28 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.slow
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    """The limit of a file's size fails as a full disk does, in the middle of a write."""
+    command = [sys.executable, "-m", "loadgen", "run", "--rate", "100", "--duration", "2", "--out", str(tmp_path)]
+    with serving(good) as url:
+        done = subprocess.run(
+            ["bash", "-c", 'ulimit -f 4; exec "$@"', "-", *command, "--url", url],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert done.stderr.rstrip().endswith(
+        f"cannot write all records to {tmp_path}: file too large; {tmp_path}/records.jsonl has the first ones; choose another --out"
+    )
+    assert json.loads(done.stdout.splitlines()[-1])["requests"] > 150, "all requests are reported"
+    lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
+    assert 0 < len(lines) < 150
+    assert all(json.loads(line) for line in lines)
+    assert lines[-1].endswith("\n"), "no part of a line is left"
+
+
 def test_workers_share_a_run(tmp_path: Path) -> None:
     scenario = ("--rate", "20", "--duration", "1", "--set", "workloads[0].items=2", "--objective", "requests >= 10")
     with serving(good) as url:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from loadgen.errors import LoadError
 from loadgen.scenario import load
+from loadgen.scenarios.cluster import State, job
+from loadgen.scenarios.play import Play, Settings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "loadgen" / "deploy"
-SCENARIOS = ROOT / "loadgen" / "scenarios"
 
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 
@@ -72,86 +75,124 @@ def test_the_commands_are_of_the_program() -> None:
         assert command.make_context("run", words[4:]).params["log_records"] is True
 
 
-KUBECTL = """#!/usr/bin/env bash
-# Answers as a cluster does whose load ends, a moment after the first question, with STATE.
-echo "$*" >> "$ASKED"
-while [[ ${1:-} == --namespace ]]; do shift 2; done
-case "$1 $2" in
-  "get service") echo yardstick ;;
-  "get statefulset") echo statefulset.apps/yardstick-engine ;;
-  "get deployment") echo deployment.apps/yardstick ;;
-  "get pods") printf 'pod/yardstick-engine-0\\npod/yardstick-engine-1\\n' ;;
-  "logs job/yardstick-load") printf 'sending to http://yardstick\\nyardstick-load-records 0 1/1 AAAA\\nthe table\\n' ;;
-  "get job/yardstick-load")
-    if [[ $(grep -c 'get job/' "$ASKED") -gt ${RUNNING:-4} ]]; then echo "$STATE"; else echo /; fi ;;
-  "apply --kustomize") cp -r "$3" "$ASKED.applied" ;;
-  "version "*) exit "$(test -e "$ASKED.away" && echo 1 || echo 0)" ;;
-esac
-"""
+class FakeCluster:
+    """Two engines and their gateways; the load ends ``running`` looks after it began."""
+
+    engines, gateways, service = "yardstick-engine", "yardstick", "yardstick"
+
+    def __init__(self, ends: State = "passed", running: int = 4, away: Path | None = None) -> None:
+        """``away``: a file that exists while the API does not answer."""
+        self.acts: list[str] = []
+        self._ends, self._looks, self._old, self._away = ends, running, True, away
+        self.scenario, self.image = "", ""
+
+    @property
+    def engine_pods(self) -> list[str]:
+        return ["yardstick-engine-0", "yardstick-engine-1"]
+
+    def scale(self, count: int) -> None:
+        self.acts.append(f"scale to {count}")
+
+    def delete_pod(self, name: str, grace_seconds: int | None) -> None:
+        self.acts.append(f"delete {name} with {grace_seconds}")
+
+    def restart(self, kind: str, name: str) -> None:
+        self.acts.append(f"restart {name}")
+
+    def is_rolled_out(self, kind: str, name: str) -> bool:
+        return True
+
+    def answers(self) -> bool:
+        return self._away is None or not self._away.exists()
+
+    def delete_load(self) -> None:
+        self.acts.append("delete load")
+
+    def has_load(self) -> bool:
+        self._old, old = False, self._old
+        return old
+
+    def start_load(self, scenario: str, image: str | None) -> None:
+        self.acts.append("load")
+        self.scenario, self.image = scenario, str(image)
+
+    def load_log(self) -> str:
+        return "sending to http://yardstick\nyardstick-load-records 0 1/1 AAAA\nthe table\n"
+
+    def load_state(self) -> State:
+        self._looks -= 1
+        return self._ends if self._looks < 0 else "running"
 
 
-def play(folder: Path, name: str, state: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Run a scenario against answers that are made up; what it asked."""
-    tools = folder / "bin"
-    tools.mkdir()
-    for tool, text in (("kubectl", KUBECTL), ("sleep", "#!/bin/sh\n")):
-        (tools / tool).write_text(text)
-        (tools / tool).chmod(0o755)
-    asked = folder / "asked"
-    given = {"PATH": f"{tools}:{os.environ['PATH']}", "ASKED": str(asked), "STATE": state, "NAMESPACE": "ranking", **environment}
-    done = subprocess.run([SCENARIOS / f"{name}.sh"], env=given, capture_output=True, text=True, timeout=60, check=False)
-    return done, asked.read_text()
+def play(cluster: FakeCluster, name: str, **changes: Any) -> None:
+    settings = msgspec.structs.replace(Settings(rate=7, duration=30, api_stop="true", api_start="true"), **changes)
+    Play(name, cluster, settings, pause=lambda seconds: None).run()
 
 
-AWAY = {"APISERVER_STOP": 'touch "$ASKED.away"', "APISERVER_START": 'rm "$ASKED.away"'}
+LOADED = ["delete load", "load"]
 ACTS = {
-    "delete-engine": ["delete pod/yardstick-engine-0 --wait=false"],
-    "scale-engines": [f"scale statefulset.apps/yardstick-engine --replicas {count}" for count in (2, 4, 1)],
-    "rolling-restart": ["rollout restart statefulset.apps/yardstick-engine", "rollout restart deployment.apps/yardstick"],
-    "apiserver-away": ["version"],
+    "delete-engine": ["scale to 2", *LOADED, "delete yardstick-engine-0 with 0"],
+    "scale-engines": ["scale to 2", *LOADED, "scale to 4", "scale to 1"],
+    "rolling-restart": ["scale to 2", *LOADED, "restart yardstick-engine", "restart yardstick"],
 }
 
 
-def test_every_scenario_is_known() -> None:
-    assert {file.stem for file in SCENARIOS.glob("*.sh")} == {*ACTS, "lib"}
-    assert all(os.access(SCENARIOS / f"{name}.sh", os.X_OK) for name in ACTS)
-
-
 @pytest.mark.parametrize("name", ACTS)
-@pytest.mark.parametrize(("state", "code"), [("1/", 0), ("/1", 1)])
-def test_a_scenario_acts_and_ends_by_the_loads_verdict(tmp_path: Path, name: str, state: str, code: int) -> None:
-    done, asked = play(
-        tmp_path, name, state, IMAGE="registry:5000/gw:1.2", RATE="7", DURATION="30", LOGS=str(tmp_path / "logs"), **AWAY
-    )
-    assert done.returncode == code, done.stderr
-    assert ("PASS" if code == 0 else "FAIL") in done.stderr.splitlines()[-1]
-    assert done.stdout == "sending to http://yardstick\nthe table\n"
-    place = 0
-    for act in ACTS[name]:
-        assert f"--namespace ranking {act}" in asked[place:]
-        place = asked.index(act, place)
-    assert asked.index("apply --kustomize") < asked.rindex(ACTS[name][-1]), "under load"
-    (log,) = (tmp_path / "logs").iterdir()
-    assert "yardstick-load-records" in log.read_text()
-    applied = load(Path(f"{tmp_path}/asked.applied/scenario.toml"))
+def test_a_scenario_acts_under_load(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = FakeCluster()
+    play(cluster, name, image="registry:5000/gw:1.2", logs=tmp_path / "logs", grace_seconds=0)
+    assert cluster.acts == ACTS[name]
+    told = capsys.readouterr()
+    assert told.out == "sending to http://yardstick\nthe table\n"
+    assert told.err.rstrip().endswith(f"{name}: PASS")
+    assert "yardstick-load-records" in (tmp_path / "logs" / f"{name}.log").read_text()
+    file = tmp_path / "scenario.toml"
+    file.write_text(cluster.scenario)
+    applied = load(file)
     assert (applied.name, applied.duration_s, applied.arrivals.rate) == (name, 30, 7)  # type: ignore[union-attr]
-    if shutil.which("kubectl"):
-        (container,) = rendered(Path(f"{tmp_path}/asked.applied"))["Job"]["spec"]["template"]["spec"]["containers"]
-        assert container["image"] == "registry:5000/gw:1.2"
+    assert (applied.target.url, applied.target.cache, applied.target.keep_alive) == ("http://yardstick", False, True)
+    assert cluster.image == "registry:5000/gw:1.2"
 
 
-def test_a_load_that_ended_too_early_proves_nothing(tmp_path: Path) -> None:
-    done, _ = play(tmp_path, "rolling-restart", "1/", RUNNING="0")
-    assert done.returncode == 1
-    assert "raise DURATION" in done.stderr
+@pytest.mark.parametrize("name", [*ACTS, "apiserver-away"])
+def test_a_missed_objective_fails_the_scenario(name: str, tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    with pytest.raises(LoadError, match="an objective was not met"):
+        play(FakeCluster(ends="failed", away=away), name, api_stop=f"touch {away}", api_start=f"rm {away}")
 
 
-def test_stopping_the_api_needs_to_be_told_how(tmp_path: Path) -> None:
-    done = subprocess.run([SCENARIOS / "apiserver-away.sh"], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "APISERVER_STOP" in done.stderr
+def test_an_api_that_goes_on_answering_fails_and_is_started_again(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="APISERVER_STOP did not stop it"):
+        play(FakeCluster(), "apiserver-away", api_start=f"touch {tmp_path}/started")
+    assert (tmp_path / "started").exists()
+    with pytest.raises(LoadError, match="APISERVER_STOP and APISERVER_START are not set"):
+        play(FakeCluster(), "apiserver-away", api_stop="")
 
 
-def test_scripts_are_shell() -> None:
-    for file in SCENARIOS.glob("*.sh"):
-        subprocess.run(["bash", "-n", shlex.quote(str(file))], check=True)
+def test_a_load_that_ended_too_early_proves_nothing() -> None:
+    with pytest.raises(LoadError, match="raise --duration"):
+        play(FakeCluster(running=0), "rolling-restart")
+
+
+def test_the_job_has_the_image_of_make_images() -> None:
+    (container,) = job(None)["spec"]["template"]["spec"]["containers"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert container["image"] == f"localhost/yardstick-gateway:{version}"
+    assert job("registry:5000/gw:1.2")["spec"]["template"]["spec"]["containers"][0]["image"] == "registry:5000/gw:1.2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["other"], "there is no scenario 'other'"),
+        (["delete-engine", "--objectives", "failures"], "write a list in TOML"),
+        (["delete-engine"], "KUBECONFIG gives no access to a cluster"),
+    ],
+)
+def test_what_cannot_begin_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    environment = os.environ | {"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "loadgen.scenarios", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kubernetes import client
 
 from tests.cluster.chart.apiserver import ApiServer
 from tests.cluster.chart.ingress import IngressProxy
-from tests.cluster.chart.kube import Release, kubectl
+from tests.cluster.chart.kube import Release, api
 
 VALUES = {
     "engine": {
@@ -43,8 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cluster() -> None:
     """A cluster that answers; the tests fail without one, rather than pass for nothing."""
     assert os.environ.get("KUBECONFIG"), "set KUBECONFIG to a cluster's, or run tests/cluster/local.sh, which starts one"
-    done = subprocess.run(["kubectl", "version"], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, f"the cluster does not answer: {done.stderr.strip()}"
+    client.VersionApi(api()).get_code(_request_timeout=30)
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +54,7 @@ def release(cluster: None) -> Iterator[Release]:
         release.install(VALUES)
         yield release
     finally:
-        kubectl("delete", "namespace", release.namespace, "--wait=false")
+        release.delete_namespace()
 
 
 @pytest.fixture(scope="session")

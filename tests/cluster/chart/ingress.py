@@ -14,8 +14,9 @@ from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
+from kubernetes import client
 
-from tests.cluster.chart.kube import Release
+from tests.cluster.chart.kube import Release, api
 
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
 
@@ -24,10 +25,10 @@ class IngressProxy:
     """Serves on a port of this machine between entering and leaving, in a thread of its own."""
 
     def __init__(self, release: Release) -> None:
-        self._ingress = release.get("ingress", release.name)
-        service = release.get("service", release.name)
-        self._backend = f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
-        (self._rule,) = self._ingress["spec"]["rules"]
+        self._ingress = client.NetworkingV1Api(api()).read_namespaced_ingress(release.name, release.namespace)
+        service = release.core.read_namespaced_service(release.name, release.namespace).spec
+        self._backend = f"http://{service.cluster_ip}:{service.ports[0].port}"
+        (self._rule,) = self._ingress.spec.rules
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.url = ""
@@ -46,10 +47,10 @@ class IngressProxy:
     @property
     def host(self) -> str:
         """What the Host header must be."""
-        return str(self._rule["host"])
+        return str(self._rule.host)
 
     async def _start(self) -> None:
-        size = re.fullmatch(r"(\d+)m", self._ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"])
+        size = re.fullmatch(r"(\d+)m", self._ingress.metadata.annotations["nginx.ingress.kubernetes.io/proxy-body-size"])
         assert size
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False, timeout=aiohttp.ClientTimeout(total=None))
@@ -66,7 +67,7 @@ class IngressProxy:
         await self._session.close()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        paths = [path["path"] for path in self._rule["http"]["paths"]]
+        paths = [path.path for path in self._rule.http.paths]
         if request.host != self.host or not any(_under(request.path, path) for path in paths):
             return web.Response(status=404, text="no rule of the Ingress")
         body = await request.read()

@@ -1,36 +1,52 @@
-"""kubectl and Helm as the tests use them, on the cluster that KUBECONFIG names."""
+"""A release of the chart on the cluster that KUBECONFIG names, by Helm and by the API of Kubernetes."""
 
 from __future__ import annotations
 
 import base64
-import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
+from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.exceptions import ResourceNotFoundError
+from kubernetes.stream import stream
 
+from gateway.pool.discovery.access import find_access
 from tests.helm.chart import CHART, ROOT, Values
 
 READY_SECONDS = 240
+RESTARTED = "kubectl.kubernetes.io/restartedAt"
 BIN = Path(__file__).parents[1] / "bin"
+FIRST_CHART = Path(__file__).parents[1] / "chart-0.1.0.tgz"
+"""The chart of version 0.1.0, as `git archive` packs it."""
 HELM = [found] if (found := shutil.which("helm")) else [sys.executable, str(BIN / "helm")]
-"""The machine's own, else what stands in for it."""
+"""The machine's own Helm, else what stands in for it."""
+
+
+@cache
+def api() -> client.ApiClient:
+    """A client of the cluster's API, with the rights of KUBECONFIG."""
+    return find_access(os.environ).client
 
 
 @cache
 def chart() -> Path:
     """The chart for the cluster that KUBECONFIG names. That cluster may be older than Chart.yaml allows, with newer APIs added to
     it; the chart then is a copy that allows it."""
-    version = json.loads(kubectl("version", "-o", "json"))["serverVersion"]
-    if int(version["minor"].rstrip("+")) >= 23:
+    if int(client.VersionApi(api()).get_code().minor.rstrip("+")) >= 23:
         return CHART
     copy = Path(tempfile.mkdtemp()) / "helm"
     shutil.copytree(CHART, copy)
@@ -39,15 +55,15 @@ def chart() -> Path:
     return copy
 
 
+def first_chart(folder: Path) -> Path:
+    """Unpack the chart of version 0.1.0 in ``folder``; returns its path."""
+    with tarfile.open(FIRST_CHART) as packed:
+        packed.extractall(folder, filter="data")
+    return folder / "helm"
+
+
 class HelmError(RuntimeError):
-    """What Helm says was wrong."""
-
-
-def kubectl(*arguments: str, input: str | None = None, check: bool = True) -> str:
-    """What kubectl prints; on failure the test fails with what it says."""
-    done = subprocess.run(["kubectl", *arguments], input=input, capture_output=True, text=True, timeout=READY_SECONDS + 60)
-    assert not check or done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr.strip()}"
-    return done.stdout
+    """Helm's error message."""
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> float:
@@ -64,18 +80,11 @@ class Release:
 
     def __init__(self, namespace: str, name: str = "yardstick") -> None:
         self.namespace, self.name = namespace, name
+        self.core, self.apps, self.batch = client.CoreV1Api(api()), client.AppsV1Api(api()), client.BatchV1Api(api())
 
-    def kubectl(self, *arguments: str, input: str | None = None, check: bool = True) -> str:
-        """In the release's namespace."""
-        return kubectl("-n", self.namespace, *arguments, input=input, check=check)
-
-    def get(self, *arguments: str) -> Any:
-        """Objects, as JSON."""
-        return json.loads(self.kubectl("get", *arguments, "-o", "json"))
-
-    def install(self, values: Values, *, wait: bool = True) -> None:
-        """Install, and wait until all of it is ready."""
-        self.run_helm("install", chart(), "--create-namespace", *(["--wait"] if wait else []), values=values)
+    def install(self, values: Values, *, wait: bool = True, source: Path | None = None) -> None:
+        """Install the chart, or that of the folder ``source``, and wait until all of it is ready."""
+        self.run_helm("install", source or chart(), "--create-namespace", *(["--wait"] if wait else []), values=values)
 
     def upgrade(self, values: Values, *, wait: bool = True) -> None:
         """Change the values given, keep the others, and wait."""
@@ -90,11 +99,11 @@ class Release:
         self.run_helm("uninstall", "--wait")
 
     def test(self) -> str:
-        """What its own test says."""
+        """The output of the chart's own test."""
         return self.run_helm("test", "--logs")
 
     def run_helm(self, command: str, *arguments: str | Path, values: Values | None = None) -> str:
-        """What a command of Helm prints. Raises HelmError."""
+        """The output of a command of Helm. Raises HelmError."""
         given = ["--namespace", self.namespace, "--timeout", f"{READY_SECONDS}s", *(() if values is None else ("--values", "-"))]
         told = [*HELM, command, self.name, *arguments, *given]
         text = None if values is None else yaml.safe_dump(values)
@@ -103,32 +112,130 @@ class Release:
             raise HelmError(f"helm {command} {self.name}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
+    def create_namespace(self) -> None:
+        """Create the namespace before Helm does, unless it exists."""
+        try:
+            self.core.create_namespace({"metadata": {"name": self.namespace}})
+        except ApiException as error:
+            if error.status != 409:
+                raise
+
+    def delete_namespace(self) -> None:
+        """Delete the namespace with all that is in it, without waiting."""
+        try:
+            self.core.delete_namespace(self.namespace)
+        except ApiException as error:
+            if error.status != 404:
+                raise
+
     def secret(self, name: str, key: str) -> str:
         """A value of a Secret."""
-        return base64.b64decode(self.get("secret", name)["data"][key]).decode()
+        return base64.b64decode(self.core.read_namespaced_secret(name, self.namespace).data[key]).decode()
 
     @property
     def key(self) -> str:
         """The API key that the chart made."""
         return self.secret(f"{self.name}-first-key", "key")
 
+    def objects(self, *kinds: tuple[str, str]) -> set[str]:
+        """Names, as KIND/NAME, of the objects of these API versions and kinds. A kind that the cluster lacks has none."""
+        dynamic, found = DynamicClient(api()), set()
+        for version, kind in kinds:
+            try:
+                resource = dynamic.resources.get(api_version=version, kind=kind)
+            except ResourceNotFoundError:
+                continue
+            found |= {f"{kind}/{item.metadata.name}" for item in resource.get(namespace=self.namespace).items}
+        return found
+
     def pods(self, component: str) -> list[str]:
         """Names of the pods that are not ending."""
-        found = self.get("pods", "-l", f"app.kubernetes.io/component={component}")["items"]
-        return sorted(pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"])
+        labels = f"app.kubernetes.io/component={component}"
+        found = self.core.list_namespaced_pod(self.namespace, label_selector=labels).items
+        return sorted(pod.metadata.name for pod in found if pod.metadata.deletion_timestamp is None)
 
-    def rolled_out(self, what: str) -> None:
-        """Wait until ``kind/name`` is as it is meant to be."""
-        self.kubectl("rollout", "status", what, f"--timeout={READY_SECONDS}s")
+    def delete_pod(self, name: str, grace_seconds: int | None = None) -> None:
+        """Delete a pod without waiting; with 0 seconds of grace it is killed."""
+        self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=grace_seconds)
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Set the number of pods of a StatefulSet."""
+        self.apps.patch_namespaced_stateful_set_scale(name, self.namespace, {"spec": {"replicas": replicas}})
+
+    def restart(self, deployment: str) -> None:
+        """Replace all pods of a Deployment, as ``kubectl rollout restart`` does."""
+        annotations = {RESTARTED: datetime.now(UTC).isoformat()}
+        change = {"spec": {"template": {"metadata": {"annotations": annotations}}}}
+        self.apps.patch_namespaced_deployment(deployment, self.namespace, change)
+
+    def rolled_out(self, name: str) -> None:
+        """Wait until all pods of a StatefulSet are of its newest version and ready."""
+        wait_for(lambda: self._is_rolled_out(name), READY_SECONDS, f"{name} is rolled out")
+
+    def _is_rolled_out(self, name: str) -> bool:
+        found = self.apps.read_namespaced_stateful_set(name, self.namespace)
+        status, wanted = found.status, found.spec.replicas
+        return bool(
+            status.observed_generation == found.metadata.generation
+            and status.replicas == (status.ready_replicas or 0) == wanted
+            and status.current_revision == status.update_revision
+        )
+
+    def deployed(self, name: str) -> None:
+        """Wait until all pods of a Deployment are of its newest version and available, and no other is left."""
+        wait_for(lambda: self._is_deployed(name), READY_SECONDS, f"{name} is rolled out")
+
+    def _is_deployed(self, name: str) -> bool:
+        found = self.apps.read_namespaced_deployment(name, self.namespace)
+        status, wanted = found.status, found.spec.replicas
+        counts = {status.replicas, status.updated_replicas, status.available_replicas}
+        return bool(status.observed_generation == found.metadata.generation and counts == {wanted})
+
+    def ready(self, pod: str) -> bool:
+        """Whether a pod exists and is ready."""
+        try:
+            conditions = self.core.read_namespaced_pod_status(pod, self.namespace).status.conditions or []
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            return False
+        return any(one.type == "Ready" and one.status == "True" for one in conditions)
+
+    def run_in(self, pod: str, *command: str) -> str:
+        """Run a command in a pod's first container; returns what it prints, and the API's error where it cannot run."""
+        try:
+            connect = self.core.connect_get_namespaced_pod_exec
+            told = stream(connect, pod, self.namespace, command=list(command), stdout=True, stderr=True, _request_timeout=60)
+        except ApiException as error:
+            return str(error.reason)
+        return str(told)
 
     def engine_metric(self, pod: str, metric: str) -> float:
-        """What an engine reports on its own port, asked through the API; 0 where it has no such series yet."""
+        """A metric of an engine's own port, read through the API; 0 where it has no such series yet."""
         return self._metric(f"{pod}:8101", metric)
 
     def gateway_metric(self, pod: str, metric: str) -> float:
-        """What a gateway reports, named with its labels, asked through the API; 0 where it has no such series yet."""
+        """A metric of a gateway, named with its labels, read through the API; 0 where it has no such series yet."""
         return self._metric(f"{pod}:8000", metric)
 
     def _metric(self, address: str, metric: str) -> float:
-        text = kubectl("get", "--raw", f"/api/v1/namespaces/{self.namespace}/pods/{address}/proxy/metrics", check=False)
+        try:
+            text = self.core.connect_get_namespaced_pod_proxy_with_path(address, self.namespace, "metrics")
+        except ApiException:
+            return 0.0
         return next((float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{metric} ")), 0.0)
+
+    def job_ended(self, name: str, condition: str, seconds: float) -> None:
+        """Wait until a Job has the condition ``Complete`` or ``Failed``."""
+
+        def ended() -> set[str]:
+            status: Any = self.batch.read_namespaced_job_status(name, self.namespace).status
+            return {one.type for one in status.conditions or [] if one.status == "True"}
+
+        wait_for(lambda: bool(ended() & {"Complete", "Failed"}), seconds, f"{name} ends")
+        assert condition in ended()
+
+    def log(self, selector: str) -> str:
+        """The whole log of the one pod that has these labels."""
+        (pod,) = self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+        return str(self.core.read_namespaced_pod_log(pod.metadata.name, self.namespace))

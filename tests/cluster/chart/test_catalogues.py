@@ -106,7 +106,8 @@ def engines_known(release: Release, count: int) -> bool:
 
 
 def restarts(release: Release) -> int:
-    return int(release.get("pod", "yardstick-engine-0")["status"]["containerStatuses"][0]["restartCount"])
+    status = release.core.read_namespaced_pod_status("yardstick-engine-0", release.namespace).status
+    return int(status.container_statuses[0].restart_count)
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def shop(ingress: IngressProxy, release: Release) -> Iterator[Shop]:
     shop = Shop(ingress, release)
     yield shop
     shop.client.close()
-    release.kubectl("scale", ENGINES, "--replicas=2")
+    release.scale(ENGINES, 2)
     release.rolled_out(ENGINES)
 
 
@@ -124,19 +125,19 @@ def test_scores_of_a_catalogue_stay_the_same(shop: Shop, release: Release) -> No
     with Load(shop, expected) as load:
         load.goes_on()
         killed = restarts(release)
-        release.kubectl("exec", "yardstick-engine-0", "--", "python", "-c", KILL)
+        release.run_in("yardstick-engine-0", "python", "-c", KILL)
         load.goes_on()
         wait_for(lambda: restarts(release) > killed, 60, "the engine is started again")
         wait_for(lambda: engines_known(release, 2), 60, "the engine is back")
         shop.warm()
         assert shop.warm() == 0, "where engines are the same, items are too"
-        release.kubectl("scale", ENGINES, "--replicas=4")
+        release.scale(ENGINES, 4)
         wait_for(lambda: engines_known(release, 4), 120, "four engines")
         load.goes_on()
         away = shop.warm()
         assert 0 < away <= MOST_MOVED * len(OTHERS)
         before = moved(release)
-        release.kubectl("scale", ENGINES, "--replicas=2")
+        release.scale(ENGINES, 2)
         wait_for(lambda: engines_known(release, 2), 60, "two engines")
         load.goes_on()
         wait_for(lambda: moved(release) > before, 10, "items of engines that leave are computed by the others")

@@ -1,4 +1,4 @@
-"""The load generator as a Job, and the scenarios that change the cluster under its load: what a user has, from its folders."""
+"""The load generator as a Job, and the scenarios that change the cluster under its load."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kubernetes.client.exceptions import ApiException
 
 from tests.cluster.chart.apiserver import ApiServer
-from tests.cluster.chart.kube import Release
+from tests.cluster.chart.kube import Release, wait_for
 from tests.cluster.chart.readme import commands, follow
 from tests.helm.chart import ROOT
 
-JOB = "job/yardstick-load"
+JOB = "yardstick-load"
+LABEL = "app.kubernetes.io/name=yardstick-load"
 DEPLOY = ROOT / "loadgen" / "deploy"
 RATE = 2
 SETTLE = 3
@@ -33,7 +36,10 @@ generatorOptions: {{disableNameSuffixHash: true}}
 @pytest.fixture(autouse=True)
 def no_job_left(release: Release) -> Iterator[None]:
     yield
-    release.kubectl("delete", JOB, "configmap/yardstick-load", "--ignore-not-found")
+    for delete in (release.batch.delete_namespaced_job, release.core.delete_namespaced_config_map):
+        with suppress(ApiException):
+            delete(JOB, release.namespace, propagation_policy="Foreground")
+    wait_for(lambda: not release.objects(("batch/v1", "Job")), 60, "the Job is gone")
 
 
 def apply(release: Release, folder: Path, **changes: str) -> None:
@@ -44,7 +50,8 @@ def apply(release: Release, folder: Path, **changes: str) -> None:
         assert count == 1, key
     (folder / "scenario.toml").write_text(text)
     (folder / "kustomization.yaml").write_text(OVERLAY.format(deploy=os.path.relpath(DEPLOY, folder.resolve())))
-    release.kubectl("apply", "-k", str(folder))
+    command = ["kubectl", "-n", release.namespace, "apply", "-k", str(folder)]
+    subprocess.run(command, capture_output=True, timeout=60, check=True)
 
 
 def report(log: str, folder: Path) -> dict[str, Any]:
@@ -58,9 +65,9 @@ def report(log: str, folder: Path) -> dict[str, Any]:
 
 def test_a_job_tells_how_it_goes_and_its_log_is_the_run(release: Release, tmp_path: Path):
     apply(release, tmp_path, duration_s="12", warmup_s="1")
-    follow_it = f"until kubectl -n {release.namespace} logs --follow {JOB}; do sleep 1; done"
+    follow_it = f"until kubectl -n {release.namespace} logs --follow job/{JOB}; do sleep 1; done"
     log = subprocess.run(["bash", "-c", follow_it], capture_output=True, text=True, timeout=120, check=True).stdout
-    release.kubectl("wait", "--for=condition=complete", "--timeout=30s", JOB)
+    release.job_ended(JOB, "Complete", 30)
     assert "sending to http://yardstick for 12 s\n" in log
     assert re.search(r"^\d+ s of 12 · \d+ sent · ", log, flags=re.M), "progress"
     (told,) = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
@@ -73,8 +80,25 @@ def test_a_job_tells_how_it_goes_and_its_log_is_the_run(release: Release, tmp_pa
 
 def test_a_missed_objective_fails_the_job(release: Release, tmp_path: Path):
     apply(release, tmp_path, duration_s="4", warmup_s="0", objectives='["p50 <= 0.001ms"]')
-    release.kubectl("wait", "--for=condition=failed", "--timeout=60s", JOB)
-    assert "p50 <= 0.001ms" in release.kubectl("logs", JOB)
+    release.job_ended(JOB, "Failed", 60)
+    assert "p50 <= 0.001ms" in release.log(LABEL)
+
+
+def test_the_chart_runs_a_load(release: Release, tmp_path: Path):
+    """The Job of ``loadTest``, without a claim and a store: its log is the run."""
+    scenario = (
+        (DEPLOY / "scenario.toml").read_text().replace("duration_s = 30", "duration_s = 4").replace("warmup_s = 5", "warmup_s = 1")
+    )
+    try:
+        release.upgrade({"loadTest": {"enabled": True, "scenario": scenario, "resources": {}}}, wait=False)
+        (job,) = release.batch.list_namespaced_job(release.namespace, label_selector="app.kubernetes.io/component=load").items
+        release.job_ended(job.metadata.name, "Complete", 120)
+        made = report(release.log("app.kubernetes.io/component=load"), tmp_path / "run")
+        assert made["requests"] > 2
+        assert made["failures_by_kind"] == {}
+    finally:
+        release.upgrade({"loadTest": {"enabled": False}})
+    wait_for(lambda: not release.objects(("batch/v1", "Job")), 60, "the Job is gone")
 
 
 def play(release: Release, name: str, seconds: int, folder: Path, **environment: str) -> None:
@@ -86,8 +110,9 @@ def play(release: Release, name: str, seconds: int, folder: Path, **environment:
         "SETTLE": str(SETTLE),
         "LOGS": str(folder),
     }
-    command = [ROOT / "loadgen" / "scenarios" / f"{name}.sh"]
-    done = subprocess.run(command, env=os.environ | given | environment, capture_output=True, text=True, timeout=400, check=False)
+    command = [sys.executable, "-m", "loadgen.scenarios", name]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | given | environment
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.rstrip().endswith(f"{name}: PASS")
     made = report((folder / f"{name}.log").read_text(), folder / "run")
@@ -102,7 +127,7 @@ def test_an_engine_is_deleted_under_load(release: Release, tmp_path: Path):
 
 @pytest.mark.slow
 def test_an_engine_is_torn_away_under_load(release: Release, tmp_path: Path):
-    play(release, "delete-engine", 30, tmp_path, HOW="--grace-period=0 --force")
+    play(release, "delete-engine", 30, tmp_path, GRACE="0")
 
 
 @pytest.mark.slow

@@ -19,12 +19,12 @@ STOP_LOOP = "import os, signal; os.kill(int(open('/proc/1/task/1/children').read
 
 @pytest.fixture
 def only_engine(release: Release) -> Iterator[str]:
-    release.kubectl("scale", ENGINES, "--replicas=1")
+    release.scale(ENGINES, 1)
     wait_for(lambda: release.pods("engine") == ["yardstick-engine-0"], 60, "one engine is left")
     try:
         yield "yardstick-engine-0"
     finally:
-        release.kubectl("scale", ENGINES, "--replicas=2")
+        release.scale(ENGINES, 2)
         release.rolled_out(ENGINES)
 
 
@@ -36,9 +36,9 @@ def test_the_only_engine_is_restarted(ingress: IngressProxy, release: Release, o
     ):
         wait_for(lambda: cached.hits == cached.items and fresh.answered > 5, 30, "requests are answered before anything happens")
         before = cached.answered
-        release.kubectl("delete", "pod", only_engine, "--wait=false")
+        release.delete_pod(only_engine)
         time.sleep(5)
-        addresses = release.get("endpoints", release.name)["subsets"][0]["addresses"]
+        addresses = release.core.read_namespaced_endpoints(release.name, release.namespace).subsets[0].addresses
         assert len(addresses) == 2, "both gateways are ready without an engine"
         release.rolled_out(ENGINES)
         after = fresh.answered
@@ -50,11 +50,12 @@ def test_the_only_engine_is_restarted(ingress: IngressProxy, release: Release, o
 
 def test_an_engine_whose_loop_stands_still_is_restarted(ingress: IngressProxy, release: Release) -> None:
     def restarts() -> int:
-        return int(release.get("pod", "yardstick-engine-0")["status"]["containerStatuses"][0]["restartCount"])
+        status = release.core.read_namespaced_pod_status("yardstick-engine-0", release.namespace).status
+        return int(status.container_statuses[0].restart_count)
 
     before = restarts()
     with undisturbed(ingress, release):
-        release.kubectl("exec", "yardstick-engine-0", "--", "python", "-c", STOP_LOOP)
+        release.run_in("yardstick-engine-0", "python", "-c", STOP_LOOP)
         wait_for(lambda: restarts() > before, 120, "the liveness probe restarts the container")
         release.rolled_out(ENGINES)
 
@@ -101,7 +102,7 @@ def test_a_version_is_replaced_by_another_pool(ingress: IngressProxy, release: R
         with undisturbed(ingress, release), Answers(ingress, release) as answers:
             blue = answers.ask(**{"cache-control": "no-cache"})
             release.upgrade({"pools": {"green": green}})
-            release.rolled_out("statefulset/yardstick-engine-green")
+            release.rolled_out("yardstick-engine-green")
             release.upgrade({"engine": {"enabled": False}})
             wait_for(lambda: not [pod for pod in release.pods("engine") if "green" not in pod], 60, "the old pool is gone")
             new = answers.ask(**{"cache-control": "no-cache"})

@@ -67,13 +67,13 @@ def test_an_error_has_its_own_status_until_the_first_comment(start: Start) -> No
     engine.faults.fail = wire.Failed("", "internal", "broken")
     engine.faults.delay = 0.1
     assert client.post("/v1/completions", json={"prompt": "x", "stream": True}).status_code == 500
-    assert metric(client, 'yardstick_broken_streams_total{code="internal_error"}') == 0
+    assert metric(client, 'yardstick_broken_streams_total{code="internal_error",model="fake"}') == 0
     engine.faults.delay = 2.5
     *comments, last = lines_of(client)
     assert set(comments) == {COMMENT}
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
-    assert metric(client, 'yardstick_broken_streams_total{code="internal_error"}') == 1
-    assert metric(client, 'yardstick_requests_total{route="/v1/completions",status="500"}') == 1
+    assert metric(client, 'yardstick_broken_streams_total{code="internal_error",model="fake"}') == 1
+    assert metric(client, 'yardstick_requests_total{model="fake",route="/v1/completions",status="500"}') == 1
 
 
 @pytest.mark.slow

@@ -133,13 +133,13 @@ def test_a_chat_with_the_same_messages_has_the_same_answer(client: httpx.Client,
 
 
 def test_a_broken_stream_ends_with_a_failed_response(client: httpx.Client, engine: FakeEngine) -> None:
-    before = metric(client, 'yardstick_broken_streams_total{code="internal_error"}')
+    before = metric(client, 'yardstick_broken_streams_total{code="internal_error",model="fake"}')
     engine.faults.fail_after = 3
     last = stream(client, store=True)[-1]
     assert last["type"] == "response.failed"
     assert (last["response"]["status"], last["response"]["error"]["code"]) == ("failed", "server_error")
     assert last["response"]["store"] is False
-    assert metric(client, 'yardstick_broken_streams_total{code="internal_error"}') == before + 1
+    assert metric(client, 'yardstick_broken_streams_total{code="internal_error",model="fake"}') == before + 1
     engine.faults.fail_after = None
     engine.faults.fail = wire.Failed("", "overloaded", "full")
     assert client.post(PATH, json=ASK | {"stream": True}).status_code == 429

@@ -1,0 +1,127 @@
+"""Alerts and the dashboard, checked by Prometheus's own ``promtool``; alerts about requests are evaluated on made-up series."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm.chart import CHART, Values, manifests, one
+
+pytestmark = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing; Debian's package prometheus has it")
+
+RULES: Values = {"monitoring": {"rules": {"enabled": True}}}
+MINUTES = 12
+"""Duration of the made-up series, with a sample each minute: longer than the rate's window and the alert's delay together."""
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of rules."""
+    file = tmp_path_factory.mktemp("rules") / "rules.yaml"
+    file.write_text(yaml.safe_dump(one(manifests(RULES), "PrometheusRule", "yardstick")["spec"]))
+    return file
+
+
+def promtool(*arguments: str | Path) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def requests(per_minute: int, status: int, model: str = "a", route: str = "/v1/score", start: int = 0) -> dict[str, str]:
+    labels = f'namespace="apps",route="{route}",status="{status}",model="{model}"'
+    return {"series": f"yardstick_requests_total{{{labels}}}", "values": f"{start}+{per_minute}x{MINUTES}"}
+
+
+def broken(per_minute: int, model: str = "a") -> dict[str, str]:
+    labels = f'namespace="apps",code="engine_lost",model="{model}"'
+    return {"series": f"yardstick_broken_streams_total{{{labels}}}", "values": f"0+{per_minute}x{MINUTES}"}
+
+
+def check(rules: Path, alert: str, series: list[dict[str, str]], expected: list[dict[str, Any]]) -> None:
+    """Fail unless ``alert`` fires at the end of ``series`` as ``expected``."""
+    case = {"eval_time": f"{MINUTES}m", "alertname": alert, "exp_alerts": expected}
+    tests = [{"interval": "1m", "input_series": series, "alert_rule_test": [case]}]
+    file = rules.with_name("tests.yaml")
+    file.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": "1m", "tests": tests}))
+    promtool("test", "rules", file)
+
+
+def errors(*models: str) -> list[dict[str, Any]]:
+    """The alert for these models; an empty name stands for no model."""
+    summary = "More than 1 % of the requests{} fail, including broken streams."
+    return [alarm("critical", model, summary) for model in models]
+
+
+def refusals(*models: str) -> list[dict[str, Any]]:
+    return [alarm("warning", model, "More than 5 % of the requests{} are refused with 429.") for model in models]
+
+
+def alarm(severity: str, model: str, summary: str) -> dict[str, Any]:
+    labels = {"severity": severity} | ({"model": model} if model else {})
+    of_model = f" of the model {model}" if model else ""
+    return {"exp_labels": labels, "exp_annotations": {"summary": summary.format(of_model)}}
+
+
+def test_promtool_accepts_all_rules(rules: Path) -> None:
+    promtool("check", "rules", rules)
+
+
+def test_the_dashboard_is_valid_and_shows_the_chosen_models(tmp_path: Path) -> None:
+    dashboard = json.loads((CHART / "dashboards" / "yardstick.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    for expression in asked:
+        by_model = re.search(r"by \([^)]*\bmodel\b", expression)
+        assert not by_model or 'model=~"$model"' in expression, expression
+    assert {variable["name"] for variable in dashboard["templating"]["list"]} >= set(re.findall(r"\$([a-z]\w*)", " ".join(asked)))
+    recorded = [{"record": f"panel:{i}", "expr": text.replace("$__rate_interval", "5m")} for i, text in enumerate(asked)]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
+    promtool("check", "rules", file)
+
+
+PROBES = requests(60, 503, "", "/readyz")
+SCRAPES = requests(4, 200, "", "/metrics")
+
+
+@pytest.mark.parametrize(
+    ("series", "firing"),
+    [
+        pytest.param([], [], id="no series"),
+        pytest.param([PROBES, SCRAPES], [], id="only probes, which answer 503"),
+        pytest.param([PROBES, requests(0, 200)], [], id="a model without traffic"),
+        pytest.param([PROBES, requests(0, 200), requests(0, 500, start=7)], [], id="failures of an earlier day"),
+        pytest.param([PROBES, requests(60, 200)], [], id="probes answer 503, requests succeed"),
+        pytest.param([requests(60, 200), requests(60, 429)], [], id="refusals"),
+        pytest.param([requests(995, 200), requests(5, 500)], [], id="half a percent"),
+        pytest.param([requests(95, 200), requests(5, 500)], ["a"], id="five percent"),
+        pytest.param([requests(0, 200), requests(5, 503)], ["a"], id="no engine"),
+        pytest.param([requests(95, 200), broken(5)], ["a"], id="broken streams alone"),
+        pytest.param([requests(99_000, 200, "b"), requests(95, 200), requests(5, 500)], ["a"], id="a small model beside another"),
+        pytest.param([requests(9, 502), requests(9, 504, "b"), requests(99, 200, "c")], ["a", "b"], id="two of three models"),
+        pytest.param([requests(1, 503, "", "/v1/chat/completions")], [""], id="before any model is known"),
+        pytest.param([requests(990, 200), requests(1, 500, "")], [], id="few failures before the model is known"),
+        pytest.param([requests(90, 200), requests(9, 503, "")], [""], id="many failures before the model is known"),
+    ],
+)
+def test_errors_are_a_share_of_each_models_requests(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
+    check(rules, "YardstickErrors", series, errors(*firing))
+
+
+@pytest.mark.parametrize(
+    ("series", "firing"),
+    [
+        pytest.param([requests(90, 200), requests(10, 429), requests(90, 200, "b")], ["a"], id="a model whose engines are full"),
+        pytest.param([requests(90, 200), requests(10, 429, "")], [""], id="a gateway that is full"),
+        pytest.param([requests(990, 200), requests(10, 429, "")], [], id="one percent"),
+        pytest.param([PROBES], [], id="probes"),
+    ],
+)
+def test_refusals_are_a_share_of_each_models_requests(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
+    check(rules, "YardstickRefusals", series, refusals(*firing))

@@ -1,0 +1,117 @@
+"""The load test as a Job of the release; ``tests/cluster`` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+from typer.main import get_command
+
+from loadgen.cli import app
+from loadgen.scenario import load
+from tests.helm.chart import Manifest, Values, manifests, one, render
+
+STORE: Values = {"store": {"address": "s3://runs/nightly/", "endpoint": "http://10.0.0.9:9000", "credentialsSecret": "store"}}
+
+
+def made(load_test: Values, others: Values | None = None) -> tuple[Manifest, list[Manifest]]:
+    """The Job, and all objects of the release."""
+    found = manifests({"loadTest": {"enabled": True} | load_test} | (others or {}))
+    (job,) = [m for m in found if m["kind"] == "Job"]
+    return job, found
+
+
+def pod_of(job: Manifest) -> dict[str, Any]:
+    return job["spec"]["template"]["spec"]
+
+
+def options(job: Manifest) -> dict[str, Any]:
+    """The options of `yardstick load run`, as the program understands them."""
+    (container,) = pod_of(job)["containers"]
+    *python, command = container["command"][:-1]
+    assert python == ["python", "-m", "loadgen"]
+    run = get_command(app).commands[command]
+    return run.make_context("run", [container["command"][-1], *container["args"]]).params
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    assert not [m for m in manifests({}) if m["kind"] == "Job" or "-load" in m["metadata"]["name"]]
+
+
+def test_the_scenario_is_one(tmp_path: Path) -> None:
+    job, found = made({})
+    (volume,) = [volume for volume in pod_of(job)["volumes"] if volume["name"] == "scenario"]
+    file = tmp_path / "scenario.toml"
+    file.write_text(one(found, "ConfigMap", volume["configMap"]["name"])["data"]["scenario.toml"])
+    assert load(file).objectives == ("failures == 0",)
+
+
+def test_one_worker_leaves_its_records_in_the_log() -> None:
+    job, _ = made({})
+    given = options(job)
+    assert (given["url"], given["log_records"], given["upload"]) == ("http://yardstick:80", True, None)
+    assert "completionMode" not in job["spec"], "unknown to Kubernetes 1.20"
+    assert pod_of(job)["automountServiceAccountToken"] is False
+
+
+def test_workers_share_a_claim_and_start_together() -> None:
+    job, _ = made({"workers": 3, "results": {"existingClaim": "results"}})
+    name, given = job["metadata"]["name"], options(job)
+    assert (job["spec"]["completionMode"], job["spec"]["completions"], job["spec"]["parallelism"]) == ("Indexed", 3, 3)
+    assert (given["worker"], str(given["together"])) == ("$(JOB_COMPLETION_INDEX)/3", f"/results/{name}/ready")
+    assert str(given["out"]) == f"/results/{name}/$(JOB_COMPLETION_INDEX)"
+    assert not given["log_records"]
+    with pytest.raises(helm_python.HelmError, match="start together by a claim"):
+        render({"loadTest": {"enabled": True, "workers": 3}})
+
+
+def test_results_go_to_a_store_with_credentials_of_a_secret() -> None:
+    job, found = made({"results": STORE})
+    assert options(job)["upload"] == f"s3://runs/nightly/{job['metadata']['name']}"
+    variables = {entry["name"]: entry for entry in pod_of(job)["containers"][0]["env"]}
+    assert variables["AWS_ENDPOINT_URL"]["value"] == "http://10.0.0.9:9000"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        assert variables[name]["valueFrom"] == {"secretKeyRef": {"name": "store", "key": name}}
+    egress = one(found, "NetworkPolicy", "yardstick-load")["spec"]["egress"]
+    assert {"to": [{"ipBlock": {"cidr": "10.0.0.9/32"}}], "ports": [{"port": 9000, "protocol": "TCP"}]} in egress
+
+
+def test_the_key_is_the_first_or_a_given_one() -> None:
+    def key(load_test: Values, others: Values | None = None) -> Any:
+        env = pod_of(made(load_test, others)[0])["containers"][0]["env"]
+        return next((entry["valueFrom"]["secretKeyRef"] for entry in env if entry["name"] == "YARDSTICK_LOAD_KEY"), None)
+
+    assert key({}) == {"name": "yardstick-first-key", "key": "key"}
+    assert key({"keySecret": "mine", "keySecretKey": "k"}) == {"name": "mine", "key": "k"}
+    assert key({}, {"auth": {"existingSecret": "keys"}}) is None
+
+
+@pytest.mark.parametrize(
+    ("load_test", "others"),
+    [
+        ({"run": "2"}, {}),
+        ({"scenario": "name = 'other'"}, {}),
+        ({"workers": 1, "deadlineSeconds": 60}, {}),
+        ({"podLabels": {"a": "b"}}, {}),
+        ({}, {"commonLabels": {"a": "b"}}),
+        ({}, {"image": {"tag": "0.3.0"}}),
+    ],
+)
+def test_a_change_makes_another_job(load_test: Values, others: Values) -> None:
+    """Kubernetes refuses to change a Job."""
+    assert made({})[0]["metadata"]["name"] == made({})[0]["metadata"]["name"] != made(load_test, others)[0]["metadata"]["name"]
+
+
+def test_gateways_admit_it_where_a_policy_restricts_them() -> None:
+    peers = one(made({}, {"networkPolicy": {"gatewayFrom": [{"podSelector": {}}]}})[1], "NetworkPolicy", "yardstick")
+    (rule,) = peers["spec"]["ingress"]
+    components = [peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") for peer in rule["from"]]
+    assert "load" in components
+
+
+@pytest.mark.parametrize("address", ["runs/nightly", "s3://", "s3://Runs/x", "https://runs.example.com"])
+def test_a_wrong_store_is_refused(address: str) -> None:
+    with pytest.raises(helm_python.HelmValuesError):
+        render({"loadTest": {"enabled": True, "results": {"store": {"address": address}}}})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import os
 import pkgutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -50,11 +50,16 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def warm_fork_servers() -> Iterator[None]:
-    """Gateways in this process have fork servers that start in milliseconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        if hasattr(os, "pidfd_open"):
-            patch.setattr("gateway.text.forks.start_fork_server", warm.start_fork_server)
+def warm_programs() -> None:
+    """Gateways, engines and commands that tests start have imported their modules already."""
+    if sys.platform == "linux":
+        warm.enable()
+
+
+@pytest.fixture(scope="module")
+def as_in_production() -> Iterator[None]:
+    """Programs that the tests of a module start import their modules themselves."""
+    with warm.as_in_production():
         yield
 
 

@@ -30,6 +30,8 @@ from tests.attacks.watch import Watch, metric_of, process_tree, tree_mib
 from tests.fakes import LIMITS, FakeEngine, Running, stop
 from tests.processes import Program, alive, wait_until
 
+pytestmark = pytest.mark.usefixtures("as_in_production")
+
 CONTEXT = 1 << 17
 SECONDS = 5.0
 MIB = 640

@@ -26,7 +26,10 @@ from tests import warm
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ALONE = [Path(__file__).parent / name for name in ("attacks", "cluster")]
 """Folders whose tests load the machine and measure what that does to others; all of them are marked ``alone``."""
-BESIDE_OTHERS = [Path(__file__).parent / "attacks" / name for name in ("test_http_edge.py", "test_isolation.py", "test_soak.py")]
+BESIDE_OTHERS = [
+    Path(__file__).parent / "attacks" / name
+    for name in ("test_admission.py", "test_http_edge.py", "test_isolation.py", "test_soak.py")
+]
 """Files in those folders whose tests count rather than measure; the few that measure are marked there. A soak measures latency only
 where it is asked to last for minutes."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,10 +80,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     chosen = config.option.markexpr
     all_alone = collection_path not in BESIDE_OTHERS and any(folder in collection_path.parents for folder in ALONE)
-    if chosen.startswith("not alone and") and all_alone:
-        return True
-    if chosen.startswith("alone and") and not all_alone and "mark.alone" not in collection_path.read_text():
-        return True
+    if chosen.startswith("not alone and"):
+        return all_alone or None
+    if chosen.startswith("waits and"):
+        return "mark.waits" not in collection_path.read_text() or None
+    if chosen.startswith("alone and") and not all_alone:
+        return "mark.alone" not in collection_path.read_text() or None
     return None
 
 

@@ -1,9 +1,9 @@
 """Programs of this project that start in milliseconds, because a warm process that has imported their modules forks them.
 
-:func:`enable` replaces the system call behind :mod:`subprocess` in this process, for commands ``python -m MODULE`` with a module of
-:data:`IMPORTS`. The first one starts the warm process (``python -m tests.warm DESCRIPTOR``), which imports what a program needs when
-it is asked for the first time. A program becomes a child of the process that starts it, with the files, variables and session that the
-command asks for, and starts programs warm in turn. All other commands start as in production, as do those with variables that
+:func:`enable` replaces the system call behind :mod:`subprocess` in this process, for commands ``python -m MODULE`` with a module
+of :data:`IMPORTS`. The first one starts the warm process (``python -m tests.warm DESCRIPTOR``), which imports what a program needs
+when the first of its kind starts. A program is a child of the process that starts it, has the files, variables and session that the
+command asks for, and starts its own programs warm. All other commands start as in production, as do those with variables that
 libraries read when they are imported.
 """
 
@@ -32,7 +32,13 @@ import msgspec
 from engine.serving.environment import with_defaults
 
 _GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.text.forkserver")
-_COMMANDS = ("rich.progress", "typer", "gateway.commands.catalogue_options", "gateway.commands.serve", "gateway.commands.offline.run")
+_COMMANDS = (
+    "rich.progress",
+    "typer",
+    "gateway.commands.catalogue_options",
+    "gateway.commands.serve",
+    "gateway.commands.offline.run",
+)
 _ENGINE = ("engine.options", "engine.serving.app", "engine.build", "engine.tokenizer_files")
 _ALL = _GATEWAY + _COMMANDS + _ENGINE
 IMPORTS = {
@@ -239,10 +245,11 @@ def _keep_warm() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
-        with suppress(BaseException), open(os.devnull, "r+b") as null:
+        with suppress(BaseException):
+            null = os.open(os.devnull, os.O_RDWR)
             theirs = socket.socket(fileno=fcntl(theirs.detach(), F_DUPFD_CLOEXEC, _HIGH))
             for place in range(3):
-                os.dup2(null.fileno(), place)
+                os.dup2(null, place)
             os.closerange(3, _HIGH)  # the program's files, whose other ends wait until it closes them
             _serve(theirs)
         os._exit(0)

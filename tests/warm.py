@@ -89,10 +89,13 @@ class WarmProcess:
         return _read_by_libraries(command.variables) == self._variables
 
     def fork(self, command: Command, files: list[int]) -> int:
-        """Return the process id of the program."""
+        """Return the process id of the new program."""
         with self._lock:
             socket.send_fds(self._connection, [msgspec.json.encode(command)], files)
-            return int.from_bytes(self._connection.recv(_PID_BYTES))
+            pid = int.from_bytes(self._connection.recv(_PID_BYTES))
+        if pid == 0:
+            raise RuntimeError("The warm process has ended; its error is on the standard error stream.")
+        return pid
 
 
 _process: WarmProcess | None = None

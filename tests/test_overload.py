@@ -15,7 +15,7 @@ from loadgen.statistics import Results, evaluate
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("as_in_production")]
 
 WAIT = 0.5
 """Seconds that the engine lets a request be queued for."""

@@ -236,7 +236,7 @@ def test_health_of_an_engine_whose_loop_is_stopped(pod: Pod) -> None:
 def test_long_steps_are_not_silence(tmp_path: Path) -> None:
     """A step that takes longer than an engine may be silent for, on an engine that is as busy as it can be."""
     model = make_checkpoint(
-        tmp_path, "qwen3", hidden_size=768, intermediate_size=3072, num_hidden_layers=10, num_attention_heads=12
+        tmp_path, "qwen3", hidden_size=768, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=12
     )
     pod = Pod(model, "--name", "slow", "--threads", "1")
     try:

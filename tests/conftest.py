@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import os
 import pkgutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,10 @@ from tests import warm
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 ALONE = [Path(__file__).parent / name for name in ("attacks", "cluster")]
 """Folders whose tests load the machine and measure what that does to others; all of them are marked ``alone``."""
-BESIDE_OTHERS = [Path(__file__).parent / "attacks" / name for name in ("test_http_edge.py", "test_isolation.py", "test_soak.py")]
+BESIDE_OTHERS = [
+    Path(__file__).parent / "attacks" / name
+    for name in ("test_admission.py", "test_http_edge.py", "test_isolation.py", "test_soak.py")
+]
 """Files in those folders whose tests count rather than measure; the few that measure are marked there. A soak measures latency only
 where it is asked to last for minutes."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,11 +53,16 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def warm_fork_servers() -> Iterator[None]:
-    """Gateways in this process have fork servers that start in milliseconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        if hasattr(os, "pidfd_open"):
-            patch.setattr("gateway.text.forks.start_fork_server", warm.start_fork_server)
+def warm_programs() -> None:
+    """Gateways, engines and commands that tests start have imported their modules already."""
+    if sys.platform == "linux":
+        warm.enable()
+
+
+@pytest.fixture(scope="module")
+def as_in_production() -> Iterator[None]:
+    """Programs that the tests of a module start import their modules themselves."""
+    with warm.as_in_production():
         yield
 
 
@@ -72,10 +80,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     chosen = config.option.markexpr
     all_alone = collection_path not in BESIDE_OTHERS and any(folder in collection_path.parents for folder in ALONE)
-    if chosen.startswith("not alone and") and all_alone:
-        return True
-    if chosen.startswith("alone and") and not all_alone and "mark.alone" not in collection_path.read_text():
-        return True
+    if chosen.startswith("not alone and"):
+        return all_alone or None
+    if chosen.startswith("waits and"):
+        return "mark.waits" not in collection_path.read_text() or None
+    if chosen.startswith("alone and") and not all_alone:
+        return "mark.alone" not in collection_path.read_text() or None
     return None
 
 

@@ -90,7 +90,7 @@ class Pod(Program):
     @property
     def loop_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return int(children[-1])  # after the warm process, if it has one
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0, pause: float = 0.01) -> None:

@@ -261,14 +261,17 @@ def test_the_tests_that_measure_run_alone_and_after_the_others(machine: Path, en
     assert f"-n {min(8, (3 * cores + 1) // 2)} " in first
     assert "--dist worksteal" in first
     assert first.endswith("-m not alone and not slow")
-    assert second == "-m pytest -q -m alone and not slow"
+    assert second == "-m pytest -q -m alone and not waits and not slow"
 
 
-@pytest.mark.parametrize(("part", "expression"), [("parallel", "not alone and not slow"), ("alone", "alone and not slow")])
+@pytest.mark.parametrize(
+    ("part", "expression"),
+    [("parallel", "not alone and not gpu"), ("waiting", "waits and not gpu"), ("alone", "alone and not waits and not gpu")],
+)
 def test_each_part_of_the_tests_runs_by_itself(machine: Path, part: str, expression: str) -> None:
     pretend(machine, "python", 'echo "$*" >>"$LOG"')
     environment = os.environ | tools_of(machine, "python") | {"PART": part}
-    subprocess.run([SCRIPTS / "test.sh", "not slow"], env=environment, timeout=60, check=True)
+    subprocess.run([SCRIPTS / "test.sh", "not gpu"], env=environment, timeout=60, check=True)
     (line,) = (machine / "log").read_text().splitlines()
     assert line.endswith(f"-m {expression}")
 
@@ -276,7 +279,7 @@ def test_each_part_of_the_tests_runs_by_itself(machine: Path, part: str, express
 def test_an_unknown_part_of_the_tests_is_an_error(machine: Path) -> None:
     environment = os.environ | tools_of(machine, "python") | {"PART": "both"}
     done = subprocess.run([SCRIPTS / "test.sh", "not slow"], env=environment, stderr=subprocess.PIPE, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (2, b"PART must be parallel or alone, and is both.\n")
+    assert (done.returncode, done.stderr) == (2, b"PART must be parallel, waiting or alone, and is both.\n")
 
 
 def tools_of(machine: Path, python: str) -> dict[str, str]:
@@ -407,11 +410,12 @@ def test_ci_runs_the_cluster_tests_beside_the_others_but_not_beside_those_that_m
     pretend(machine.parent / "tests" / "cluster", "local.sh", 'while ! grep -q parallel "$LOG"; do :; done; echo cluster >>"$LOG"')
     done = on(machine, ci, YARDSTICK_CLUSTER=str(machine / "cluster"))
     assert done.returncode == 0, done.stderr
-    steps = [" setup lint types imports", "parallel test-all", "cluster", "alone test-all"]
-    assert (machine / "log").read_text().splitlines() == steps
+    setup, *beside, parallel, cluster, alone = (machine / "log").read_text().splitlines()
+    assert (setup, set(beside)) == (" setup", {"waiting test-all", " lint types imports"})
+    assert (parallel, cluster, alone) == ("parallel test-all", "cluster", "alone test-all")
 
 
-@pytest.mark.parametrize("part", ["parallel", "alone"])
+@pytest.mark.parametrize("part", ["waiting", "parallel", "alone"])
 @pytest.mark.parametrize("again", [0, 1])
 def test_ci_runs_tests_that_fail_once_more(machine: Path, ci: Path, part: str, again: int) -> None:
     pretend(machine, "make", f'[ "$PART" != {part} ]')
@@ -422,6 +426,9 @@ def test_ci_runs_tests_that_fail_once_more(machine: Path, ci: Path, part: str, a
 
 
 def test_a_failed_check_of_style_ends_ci(machine: Path, ci: Path) -> None:
-    pretend(machine, "make", 'echo "$*" >>"$LOG"; exit 1')
+    """And the tests that run beside it."""
+    waiting = 'echo begun >>"$LOG"; while :; do :; done'
+    failing = 'while ! grep -q begun "$LOG"; do :; done; exit 1'
+    pretend(machine, "make", f'case "$PART $*" in *setup) touch "$LOG";; waiting*) {waiting};; *) {failing};; esac')
     assert on(machine, ci).returncode != 0
-    assert len((machine / "log").read_text().splitlines()) == 1
+    assert (machine / "log").read_text() == "begun\n"  # and this script has ended, for which the other had to end

@@ -38,7 +38,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     yield gateway.wait_ready()
     metrics = pod.client.get("/metrics").text
     assert "yardstick_engine_compiled_grammars_total 0.0" not in metrics
-    assert float(re.search(r"^yardstick_engine_grammar_masks_total (\S+)", metrics, re.M)[1]) > 100
+    assert float(re.search(r"^yardstick_engine_grammar_masks_total (\S+)", metrics, re.M)[1]) > 0
     for program in (gateway, pod):
         program.close()
 

@@ -19,7 +19,7 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.waits, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TEXT = {"prompt": "the quick brown fox", "max_tokens": 240, "ignore_eos": True, "temperature": 1.0, "seed": 11, "logprobs": 1}
 

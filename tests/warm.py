@@ -1,102 +1,265 @@
-"""Fork servers of text workers that start in milliseconds, because a process that has imported their modules forks them.
+"""Programs of this project that start in milliseconds, because a warm process that has imported their modules forks them.
 
-A test process starts this warm process (``python -m tests.warm DESCRIPTOR``) when a gateway in the test process needs its first
-fork server. Gateways that run as processes start their fork servers as in production, as do the tests of
-``gateway.text.workers``.
+:func:`enable` replaces the system call behind :mod:`subprocess` in this process, for commands ``python -m MODULE`` with a module
+of :data:`IMPORTS`. The first one starts the warm process (``python -m tests.warm DESCRIPTOR``), which imports what a program needs
+when the first of its kind starts. A program is a child of the process that starts it, has the files, variables and session that the
+command asks for, and starts its own programs warm. All other commands start as in production, as do those with variables that
+libraries read when they are imported.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
+import importlib
 import os
-import select
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
-from functools import cache
-from typing import NoReturn
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from fcntl import F_DUPFD_CLOEXEC, fcntl
+from typing import Any, NoReturn
 
-_PID_BYTES = 8
-_lock = threading.Lock()
-"""Gateways in several threads share the connection to the warm process."""
+import msgspec
+
+from engine.serving.environment import with_defaults
+
+_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.text.forkserver")
+_COMMANDS = (
+    "rich.progress",
+    "typer",
+    "gateway.commands.catalogue_options",
+    "gateway.commands.serve",
+    "gateway.commands.offline.run",
+)
+_ENGINE = ("engine.options", "engine.serving.app", "engine.build", "engine.tokenizer_files")
+_ALL = _GATEWAY + _COMMANDS + _ENGINE
+IMPORTS = {
+    "gateway": _GATEWAY,
+    "gateway.text.forkserver": _GATEWAY,
+    "gateway.cli": _GATEWAY + _COMMANDS,
+    "gateway.cli serve": _ALL,
+    "gateway.cli embed": _ALL,
+    "gateway.cli rerank": _ALL,
+    "engine": _ENGINE,
+    "engine.serving.loop_process": _ENGINE,
+}
+"""Imports of programs and of those that they start, by module, or by module and first argument."""
+_STARTERS = ("gateway", "gateway.cli", "engine")
+"""Modules that start others."""
+_NOT_FOR_LIBRARIES = ("YARDSTICK_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "COLUMNS", "TOKENIZERS_", "RUST_", "MALLOC_")
+"""Beginnings of the names of variables that no library reads when it is imported."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_MESSAGE_BYTES, _MESSAGE_FILES, _PID_BYTES = 1 << 17, 16, 8
+_HIGH = 100
+"""Descriptors from here on are not among those that a command names."""
+_libc = ctypes.CDLL(None)
+_fork_exec: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
+
+
+class Command(msgspec.Struct):
+    """A message to a warm process. It has files with it, whose numbers in the new program are ``descriptors``."""
+
+    module: str
+    arguments: list[str]
+    variables: dict[str, str]
+    descriptors: list[int]
+    new_session: bool
+    dies_with_parent: bool
 
 
 class WarmProcess:
-    """A child of the warm process, which collects it when it ends."""
+    """The connection of this process to a warm process, its child."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        try:
-            self._descriptor: int | None = os.pidfd_open(pid)
-        except ProcessLookupError:  # it has ended
-            self._descriptor = None
+    def __init__(self, connection: socket.socket, variables: Mapping[str, str]) -> None:
+        """``variables``: of the warm process when it imported its modules."""
+        self._connection = connection
+        self._variables = _read_by_libraries(variables)
+        self._lock = threading.Lock()
 
-    def kill(self) -> None:
-        if self._descriptor is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+    def fits(self, command: Command) -> bool:
+        """Whether the variables of ``command`` change nothing in the imported modules."""
+        return _read_by_libraries(command.variables) == self._variables
 
-    def wait(self) -> int:
-        if self._descriptor is not None:
-            select.select([self._descriptor], [], [])
-            os.close(self._descriptor)
-        return 0
-
-
-def start_fork_server(control: socket.socket) -> WarmProcess:
-    """Stands for :func:`gateway.text.forks.start_fork_server`."""
-    with _lock:
-        connection = _connection()
-        socket.send_fds(connection, [b"fork"], [control.fileno()])
-        return WarmProcess(int.from_bytes(connection.recv(_PID_BYTES, socket.MSG_WAITALL)))
+    def fork(self, command: Command, files: list[int]) -> int:
+        """Return the process id of the new program."""
+        with self._lock:
+            socket.send_fds(self._connection, [msgspec.json.encode(command)], files)
+            pid = int.from_bytes(self._connection.recv(_PID_BYTES))
+        if pid == 0:
+            raise RuntimeError("The warm process has ended; its error is on the standard error stream.")
+        return pid
 
 
-@cache
-def _connection() -> socket.socket:
-    """Start the warm process; return the connection to it, whose end is its end."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
+_process: WarmProcess | None = None
+_enabled = False
+
+
+def enable() -> None:
+    """Start the programs of this process warm."""
+    global _enabled
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    subprocess._fork_exec = _start  # type: ignore[attr-defined]
+    _enabled = True
+
+
+@contextmanager
+def as_in_production() -> Iterator[None]:
+    """Start programs as in production."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def _start(arguments: Any, executables: Any, close: bool, keep: Any, directory: Any, variables: Any, *rest: Any) -> int:
+    """Stands for ``_posixsubprocess.fork_exec``."""
+    stdin, stdout, stderr, reports, new_session, before = (rest[place] for place in (0, 3, 5, 7, 9, 15))
+    warm = _enabled and directory is None and arguments[:2] == [sys.executable, "-m"] and arguments[2] in IMPORTS
+    dies_with_parent = getattr(before, "__qualname__", "").startswith("_death_signal.")
+    if warm and (before is None or dies_with_parent):
+        others = [file for file in keep if file != reports]  # the program reports no failure of exec
+        files = [place if file == -1 else file for place, file in enumerate((stdin, stdout, stderr))]
+        given = dict(os.environ) if variables is None else dict(os.fsdecode(each).split("=", 1) for each in variables)
+        words = list(map(os.fsdecode, arguments[2:]))
+        command = Command(words[0], words[1:], given, [0, 1, 2, *others], new_session, dies_with_parent)
+        if (process := _process or _new_process()).fits(command):
+            return process.fork(command, files + others)
+    return _fork_exec(arguments, executables, close, keep, directory, variables, *rest)
+
+
+def _new_process() -> WarmProcess:
+    """Start the warm process of this process."""
+    global _process
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    variables = with_defaults(os.environ)
+    with theirs, as_in_production():
+        command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+        process = subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     atexit.register(lambda: (ours.close(), process.wait()))
-    return ours
+    _process = WarmProcess(ours, variables)
+    return _process
+
+
+def _read_by_libraries(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in with_defaults(variables).items() if not name.startswith(_NOT_FOR_LIBRARIES)}
 
 
 def _serve(connection: socket.socket) -> None:
-    """Fork a fork server for each message, until the test process closes the connection."""
-    import gateway.text.forkserver  # noqa: F401 - what every fork then has
-
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system collects children that end
+    """Fork a program for each command, until the other end of ``connection`` is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group
     while True:
-        data, descriptors, _flags, _address = socket.recv_fds(connection, len(b"fork"), 1)
+        data, files, _flags, _address = socket.recv_fds(connection, _MESSAGE_BYTES, _MESSAGE_FILES)
         if not data:
             return
-        (control,) = descriptors
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            _be_fork_server(control)
-        os.close(control)
-        connection.sendall(pid.to_bytes(_PID_BYTES))
+        command = msgspec.json.decode(data, type=Command)
+        first = f"{command.module} {command.arguments[0]}" if command.arguments else ""
+        for module in IMPORTS.get(first) or IMPORTS[command.module]:
+            importlib.import_module(module)
+        gc.freeze()
+        pid = _forked(command, files, connection)
+        for file in files:
+            os.close(file)
+        with suppress(BrokenPipeError):
+            connection.sendall(pid.to_bytes(_PID_BYTES))
 
 
-def _be_fork_server(control: int) -> NoReturn:
-    from gateway.text import forkserver
+def _forked(command: Command, files: list[int], connection: socket.socket) -> int:
+    """Fork twice and return the process id of the program: the kernel gives an orphan to the nearest ancestor that asked for them
+    in :func:`enable`."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        if (pid := os.fork()) == 0:
+            for file in (reader, writer, connection.detach()):
+                os.close(file)
+            while os.getppid() == between:
+                time.sleep(0.0002)
+            _run(command, files)
+        os.write(writer, pid.to_bytes(_PID_BYTES))
+        os._exit(0)
+    os.close(writer)
+    pid = int.from_bytes(os.read(reader, _PID_BYTES))
+    os.close(reader)
+    os.waitpid(between, 0)
+    return pid
 
+
+def _run(command: Command, files: list[int]) -> NoReturn:
+    """Be the program."""
     status = 1
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        sys.argv = ["gateway.text.forkserver", str(control)]
-        status = forkserver.main()
+        _prepare(command, files)
+        warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
+        runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
-        os._exit(status)
+        with suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status & 0xFF)
+
+
+def _prepare(command: Command, files: list[int]) -> None:
+    """Give this process what the command asks for."""
+    if command.new_session:
+        os.setsid()
+    if command.dies_with_parent:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    high = [fcntl(file, F_DUPFD_CLOEXEC, _HIGH) for file in files]
+    for file, place in zip(high, command.descriptors, strict=True):
+        os.dup2(file, place)
+    for file in {*files, *high} - {*command.descriptors}:
+        os.close(file)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - to the end
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(command.variables)
+    sys.argv = ["", *command.arguments]
+    if command.module in _STARTERS:
+        _keep_warm()
+
+
+def _keep_warm() -> None:
+    """Fork the warm process of this program, before the program changes anything."""
+    global _process
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        with suppress(BaseException):
+            null = os.open(os.devnull, os.O_RDWR)
+            theirs = socket.socket(fileno=fcntl(theirs.detach(), F_DUPFD_CLOEXEC, _HIGH))
+            for place in range(3):
+                os.dup2(null, place)
+            os.closerange(3, _HIGH)  # the program's files, whose other ends wait until it closes them
+            _serve(theirs)
+        os._exit(0)
+    theirs.close()
+    enable()
+    ours = socket.socket(fileno=fcntl(ours.detach(), F_DUPFD_CLOEXEC, _HIGH))
+    _process = WarmProcess(ours, os.environ)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def engine() -> Iterator[FakeEngine]:
 
 
 @pytest.fixture(scope="module")
-def start_gateway(engine: FakeEngine) -> Iterator[StartGateway]:
+def start_gateway(engine: FakeEngine, as_in_production: None) -> Iterator[StartGateway]:
     """A function that starts a gateway before ``engine`` with settings as they stand in the environment, and waits for it."""
     programs: list[Program] = []
 

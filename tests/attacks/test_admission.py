@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import json
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -62,7 +61,8 @@ def uploads(gateway: Program, key: str, sent: list[bytes]) -> Iterator[list[sock
         connections = [stack.enter_context(connected(gateway)) for _ in sent]
         for connection, part in zip(connections, sent, strict=True):
             connection.sendall(part)
-        time.sleep(0.3)
+        for _ in range(10):  # turns of the event loop, which has read all parts then
+            gateway.client.get("/livez")
         yield connections
 
 

@@ -155,6 +155,7 @@ class Load:
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 @pytest.mark.parametrize("which", STOPPED)
 def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
     with before(*pods) as gateway:
@@ -177,6 +178,7 @@ def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 def test_work_that_was_given_up_is_aborted(pod: Pod) -> None:
     """The loop hears of it as soon as it goes on."""
     endless = TEXTS[0] | {"max_tokens": 2000, "stream": True}
@@ -193,6 +195,7 @@ def test_work_that_was_given_up_is_aborted(pod: Pod) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 @pytest.mark.parametrize("which", STOPPED)
 def test_the_only_engine_is_stopped(pod: Pod, which: str) -> None:
     """Clients are told so within a bounded time, and it works again when it goes on."""
@@ -229,10 +232,11 @@ def test_health_of_an_engine_whose_loop_is_stopped(pod: Pod) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 def test_long_steps_are_not_silence(tmp_path: Path) -> None:
     """A step that takes longer than an engine may be silent for, on an engine that is as busy as it can be."""
     model = make_checkpoint(
-        tmp_path, "qwen3", hidden_size=768, intermediate_size=3072, num_hidden_layers=10, num_attention_heads=12
+        tmp_path, "qwen3", hidden_size=768, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=12
     )
     pod = Pod(model, "--name", "slow", "--threads", "1")
     try:
@@ -255,6 +259,7 @@ def test_long_steps_are_not_silence(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 def test_a_gateway_that_was_stopped_itself_blames_no_engine(pods: list[Pod]) -> None:
     with before(*pods) as gateway:
         with Load(gateway, streams=2, scores=1) as load:

@@ -39,7 +39,11 @@ SLACK_SECONDS = 0.05
 """Added to the bound of latency: what two shared cores add by themselves."""
 MEMORY_MIB = 150
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(SECONDS + QUIET_SECONDS + 300))]
+pytestmark = [
+    pytest.mark.usefixtures("as_in_production"),
+    pytest.mark.slow,
+    pytest.mark.timeout(int(SECONDS + QUIET_SECONDS + 300)),
+]
 
 BODY = {"query": [9] * 30, "items": [[item, 7, 8, 9, 10, 11] for item in range(3, 13)], "label_token_ids": [3, 4]}
 TEXT = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "ignore_eos": True, "seed": 3, "logprobs": 0, "stream": True}

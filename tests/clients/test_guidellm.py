@@ -17,10 +17,22 @@ from tests.processes import Program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+FEW_WORKERS = {"GUIDELLM__MAX_WORKER_PROCESSES": "2"}
+"""Each of its processes imports all of it, which takes a second of CPU; by default there are up to ten."""
+
 
 def test_every_request_is_measured(demo: Program, cache: dict[str, str], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    run_shell("guidellm_run.sh", demo.url, str(MODELS / "base"), str(report), "5", environment="evaluation", seconds=200, **cache)
+    run_shell(
+        "guidellm_run.sh",
+        demo.url,
+        str(MODELS / "base"),
+        str(report),
+        "5",
+        environment="evaluation",
+        seconds=200,
+        **cache | FEW_WORKERS,
+    )
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     requests = benchmark["requests"]
     assert (len(requests["successful"]), requests["incomplete"], requests["errored"]) == (5, [], [])
@@ -30,7 +42,15 @@ def test_every_request_is_measured(demo: Program, cache: dict[str, str], tmp_pat
 
 def test_a_sweep_runs_to_its_end(demo: Program, cache: dict[str, str], tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    run_shell("guidellm_sweep.sh", demo.url, str(MODELS / "base"), str(report), environment="evaluation", seconds=300, **cache)
+    run_shell(
+        "guidellm_sweep.sh",
+        demo.url,
+        str(MODELS / "base"),
+        str(report),
+        environment="evaluation",
+        seconds=300,
+        **cache | FEW_WORKERS,
+    )
     benchmarks = json.loads(report.read_text())["benchmarks"]
     kinds = [benchmark["config"]["strategy"]["type_"] for benchmark in benchmarks]
     assert (kinds[:2], set(kinds[2:])) == (["synchronous", "throughput"], {"constant"})
@@ -69,7 +89,7 @@ def test_guidellm_and_yardstick_load_agree(demo: Program, cache: dict[str, str],
         str(REQUESTS),
         environment="evaluation",
         seconds=300,
-        **cache,
+        **cache | FEW_WORKERS,
     )
     theirs = json.loads(report.read_text())["benchmarks"][0]["requests"]["successful"]
     bodies = [json.loads(request["request_args"])["body"] for request in theirs]

@@ -18,6 +18,7 @@ from engine import wire
 from engine.serving.environment import WAITING
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, alive, free_port, wait_until
+from tests.warm import as_in_production
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pod(model: Path) -> Iterator[Pod]:
-    pod = Pod(model, "--name", "tiny", "--max-total-tokens", "4096")
+    with as_in_production():
+        pod = Pod(model, "--name", "tiny", "--max-total-tokens", "4096")
     yield pod.wait_ready()
     pod.close()
 

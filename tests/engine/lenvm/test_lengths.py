@@ -20,7 +20,7 @@ from examples.demo_models.text import load_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT = 400
-TEXTS = 256
+TEXTS = 128
 TOP_K = 5
 MIN_P = 0.01
 """With constraints, as the gateway sends it: candidates that make no sense would be taken for their length."""

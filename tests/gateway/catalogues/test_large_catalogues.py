@@ -20,7 +20,7 @@ from tests.fakes import FakeEngine, Faults, served
 from tests.processes import Program, wait_until
 from tests.redis import RedisServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.usefixtures("as_in_production")]
 
 ITEMS, TOKENS, BATCH = 100_000, 180, 2000
 MIB = 1 << 20

@@ -25,6 +25,7 @@ from gateway.commands.example import ITEMS as ITEMS_SHOWN
 from gateway.commands.example import example_body
 from tests.checkpoints import make_checkpoint
 from tests.processes import alive, free_port, wait_until
+from tests.warm import as_in_production
 
 YARDSTICK = [sys.executable, "-m", "gateway.cli"]
 START_SECONDS = 60
@@ -318,7 +319,8 @@ def test_with_keys_only_their_owners_score(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number: int, code: int) -> None:
-    served = start(tmp_path, "--model", str(model))
+    with as_in_production():
+        served = start(tmp_path, "--model", str(model))
     descendants = served.descendants
     assert len(descendants) >= 3, "gateway, engine, and the engine's loop"
     served.process.send_signal(number)
@@ -332,7 +334,8 @@ def test_however_it_ends_every_process_ends(model: Path, tmp_path: Path, number:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_an_engine_that_dies_ends_the_rest_with_a_word(model: Path, tmp_path: Path) -> None:
-    served = start(tmp_path, "--model", str(model))
+    with as_in_production():
+        served = start(tmp_path, "--model", str(model))
     descendants = served.descendants
     (engine,) = [pid for pid in descendants if b"-m\0engine\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(engine, signal.SIGKILL)

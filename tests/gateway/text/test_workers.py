@@ -30,7 +30,6 @@ from gateway.text.bounds import Bounds
 from gateway.text.channel import WorkerLostError
 from gateway.text.facts import Facts
 from gateway.text.fair import FairQueue
-from gateway.text.forks import start_fork_server
 from gateway.text.job_queue import Capacity, JobQueue, Waiter
 from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Read, Refused, Whole
 from gateway.text.prepared import Packed, unpack
@@ -47,11 +46,7 @@ SLOW = msgspec.json.encode({"query": "x" * 20_000, "items": [str(i) for i in ran
 """A minute of tokenising, which no limit of seconds below comes near."""
 UNBOUND = Bounds(max_request_characters=10**12, max_request_tokens=10**9)
 
-
-@pytest.fixture(autouse=True)
-def as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork servers that are started as in production, rather than those of :mod:`tests.warm`."""
-    monkeypatch.setattr("gateway.text.forks.start_fork_server", start_fork_server)
+pytestmark = pytest.mark.usefixtures("as_in_production")
 
 
 @asynccontextmanager

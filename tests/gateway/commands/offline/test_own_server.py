@@ -14,6 +14,7 @@ import pytest
 from tests.gateway.commands.offline.conftest import lines
 from tests.gateway.commands.test_cli_serve import parent_of
 from tests.processes import alive, wait_until
+from tests.warm import as_in_production
 
 QUERY = "red running shoes"
 DOCUMENTS = ["crimson jogging sneakers", "scarlet running trainers", "green canvas tent", "red wool scarf"]
@@ -51,7 +52,8 @@ def test_no_process_is_left(tmp_path: Path, number: signal.Signals) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     with source.open("w") as stream:
         stream.writelines(json.dumps({"query": QUERY, "document": f"shoes {row}"}) + "\n" for row in range(20_000))
-    process = start("rerank", "--input", source, "--output", output)
+    with as_in_production():
+        process = start("rerank", "--input", source, "--output", output)
     try:
         wait_until(lambda: output.exists() and output.stat().st_size > 0, 60)
         children = children_of(process.pid)
@@ -69,7 +71,8 @@ def test_an_engine_that_dies_stops_the_run(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     with source.open("w") as stream:
         stream.writelines(json.dumps({"query": QUERY, "document": f"shoes {row}"}) + "\n" for row in range(20_000))
-    process = start("rerank", "--input", source, "--output", output)
+    with as_in_production():
+        process = start("rerank", "--input", source, "--output", output)
     wait_until(lambda: output.exists() and output.stat().st_size > 0, 60)
     (engine,) = [pid for pid in children_of(process.pid) if b"engine\0--model" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(engine, signal.SIGKILL)

@@ -35,8 +35,9 @@ from unittest.mock import patch
 
 from engine import wire
 from gateway.pool.dispatch import Dispatcher
-from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.fanout import FanOut
 from gateway.pool.health import Health
+from gateway.pool.prompts import Prompts
 from gateway.pool.replica import Replica, ServedModel
 from gateway.telemetry import Telemetry
 

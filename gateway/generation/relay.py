@@ -15,7 +15,8 @@ import msgspec
 from engine import wire
 from gateway.errors import EngineLost, GatewayError
 from gateway.generation.merge import merged
-from gateway.pool.dispatch import Attempts, Dispatcher, rest_of
+from gateway.ids import new_id
+from gateway.pool.dispatch import Attempts, Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.pool.stream import Take
 
@@ -67,7 +68,7 @@ class Relay:
         """Yield the remaining deltas of one sequence."""
         while index in self._open:
             self._dispatcher.resumed()
-            rest = rest_of(self._request, self._open[index], index)
+            rest = _rest_of(self._request, self._open[index], index)
             try:
                 async with aclosing(self._dispatcher.generate(self._model, rest, attempts)) as batches:
                     async for batch in batches:
@@ -121,3 +122,17 @@ class Relay:
 
 def _ended_early() -> EngineLost:
     return EngineLost("The engine's answer ended too early; try again.", retryable=True)
+
+
+def _rest_of(generate: wire.Generate, output: list[int], index: int) -> wire.Generate:
+    """Return a request for the remainder of one sequence of ``generate`` after ``output``. It has a new id, because a replica may
+    still hold the first attempt or resume another sequence of the same request."""
+    return msgspec.structs.replace(
+        generate,
+        id=new_id(),
+        prompt=generate.prompt + output,
+        resume_offset=generate.resume_offset + len(output),
+        sampling=msgspec.structs.replace(generate.sampling, n=1),
+        index=generate.index + index,
+        prompt_logprobs=None if output or index else generate.prompt_logprobs,
+    )

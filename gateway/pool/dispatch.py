@@ -8,11 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 
-import msgspec
-
 from engine import wire
 from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
-from gateway.ids import new_id
 from gateway.pool.hedging import Ask, Hedge, Hedger
 from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
@@ -196,17 +193,3 @@ class Dispatcher:
         elif isinstance(error, _FAULTS) and replica.health.failed():
             self._telemetry.ejections.inc()
             logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)
-
-
-def rest_of(generate: wire.Generate, output: list[int], index: int) -> wire.Generate:
-    """Return a request for the remainder of one sequence of ``generate`` after ``output``. It has a new id, because a replica may
-    still hold the first attempt or resume another sequence of the same request."""
-    return msgspec.structs.replace(
-        generate,
-        id=new_id(),
-        prompt=generate.prompt + output,
-        resume_offset=generate.resume_offset + len(output),
-        sampling=msgspec.structs.replace(generate.sampling, n=1),
-        index=generate.index + index,
-        prompt_logprobs=None if output or index else generate.prompt_logprobs,
-    )

@@ -7,21 +7,21 @@ import hashlib
 import math
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from engine import wire
-from gateway.breathing import Breath
 from gateway.errors import GatewayError, InternalError
 from gateway.ids import new_id
 from gateway.limits.base import Lease
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.hedging import Hedge
+from gateway.pool.items import divide_items
 from gateway.pool.pace import size_class
-from gateway.pool.placement import Placement, item_digests
-from gateway.pool.replica import Replica, ServedModel
+from gateway.pool.prompts import Part, Prompts
+from gateway.pool.replica import ServedModel
 from gateway.pool.split import split
 from gateway.telemetry import Telemetry
 from gateway.text.prepared import Ids, as_list
@@ -34,29 +34,6 @@ MIN_AFFINITY = 16
 """Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
 
 T = TypeVar("T")
-
-
-class Prompts(msgspec.Struct, frozen=True):
-    """A tokenised prefill-only request: the prompts ``prefix + branch + suffix``, and what is read after each. Not more than one of
-    ``prefix`` and ``suffix`` has tokens."""
-
-    prefix: Ids
-    branches: Sequence[Ids]
-    readout: wire.Readout
-    priority: int = 0
-    caller: wire.Caller = wire.Caller()
-    suffix: Ids = ()
-    """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
-    pin_seconds: float | None = None
-    """See :class:`engine.wire.ScoreItems`."""
-    may_hedge: bool = True
-    """Whether late sub-batches may be sent to a second replica; never those that run after others (``priority`` above 0)."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Length of each prompt, in tokens."""
-        shared = len(self.prefix) + len(self.suffix)
-        return [shared + len(branch) for branch in self.branches]
 
 
 Take = Callable[[list[int], wire.Scored], None]
@@ -93,7 +70,7 @@ class FanOut:
         """
         gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready)))
 
-        async def run(part: _Part) -> None:
+        async def run(part: Part) -> None:
             async with gate:
                 try:
                     scored = await self._ask(model, prompts, [branches[place] for place in part.places], part, lease)
@@ -105,13 +82,13 @@ class FanOut:
                     take(part.places, scored)
 
         if prompts.suffix and prompts.caller.keep_prefix and model.usable:
-            parts = await self._by_item(model, prompts, branches)
+            parts = await divide_items(model, prompts, branches, self._split_tokens)
         else:
             parts = self._evenly(model, prompts, branches)
         self._telemetry.split(len(parts))
         await all_or_cancel([run(part) for part in parts])
 
-    def _evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[_Part]:
+    def _evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[Part]:
         """Divide the branches of one prefix into parts of even size."""
         parts = split(
             len(prompts.prefix),
@@ -122,39 +99,9 @@ class FanOut:
             row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
         )
         first = affinity_of(prompts.prefix, prompts.caller)
-        return [_Part(part, affinity=None if number else first) for number, part in enumerate(parts)]
+        return [Part(part, affinity=None if number else first) for number, part in enumerate(parts)]
 
-    async def _by_item(self, model: ServedModel, prompts: Prompts, items: Sequence[Ids]) -> list[_Part]:
-        """Divide items by the replicas that keep them."""
-        replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
-        placement = Placement(replicas, sum(lengths))
-        groups: list[list[int]] = [[] for _ in replicas]
-        if len(replicas) == 1:
-            groups, items = [[*range(len(items))]], ()
-        breath, digests = Breath(), list[int]()
-        for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt)):
-            groups[placement.choose(digest, lengths[index])].append(index)
-            digests.append(digest)
-            if breath.due:
-                await breath.take()
-        row = wire.row_length(prompts.readout, prompts.suffix, model.info)
-        return [
-            _Part([group[index] for index in few], preferred=replica, digests=[digests[group[index]] for index in few if digests])
-            for replica, group in zip(replicas, groups, strict=True)
-            if group
-            for few in split(
-                0,
-                [lengths[index] for index in group],
-                replicas=1,
-                split_tokens=self._split_tokens,
-                max_branches=model.info.limits.max_branches,
-                row_length=row,
-            )
-        ]
-
-    async def _ask(
-        self, model: ServedModel, prompts: Prompts, branches: list[Ids], part: _Part, lease: Lease | None
-    ) -> wire.Scored:
+    async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[Ids], part: Part, lease: Lease | None) -> wire.Scored:
         request = _message(prompts, branches)
         if prompts.suffix:
             row_lengths = [wire.row_length(prompts.readout, prompts.suffix, model.info)] * len(branches)
@@ -182,21 +129,6 @@ class FanOut:
         if part.digests and (replica := next((each for each in model.replicas if each.client.url == keeper), None)):
             replica.items.add(part.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds)
         return scored
-
-
-class _Part(NamedTuple):
-    """A sub-batch."""
-
-    places: list[int]
-    affinity: bytes | None = None
-    preferred: Replica | None = None
-    digests: Sequence[int] = ()
-    """Digest of each item, where there is a choice of replicas."""
-
-
-def any_readout(info: wire.Info) -> wire.Readout:
-    """Return a readout for requests whose rows nobody needs, because they fill prefix caches."""
-    return wire.Labels([0]) if "score" in info.capabilities else wire.Classes()
 
 
 def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreItems:

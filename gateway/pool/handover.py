@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from engine import wire
 from gateway.auth import PRIORITY_RANGE
 from gateway.errors import GatewayError
-from gateway.pool.fanout import FanOut, Prompts, any_readout
+from gateway.pool.fanout import FanOut
+from gateway.pool.prompts import Prompts, any_readout
 from gateway.pool.recent_items import RecentItem
 from gateway.pool.replica import Replica, ServedModel
 from gateway.telemetry import Telemetry

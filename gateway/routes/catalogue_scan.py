@@ -17,7 +17,7 @@ from gateway.catalogues.record import tokens_of
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.limits.base import Lease
-from gateway.pool.fanout import Prompts
+from gateway.pool.prompts import Prompts
 from gateway.presets.fitted import Fitted
 from gateway.routes.body import Body
 from gateway.routes.catalogue_prompts import CataloguePrompts, Whole

@@ -18,7 +18,8 @@ from gateway.catalogues.catalogues import check_may_write, owner_of
 from gateway.catalogues.record import tokens_of
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
-from gateway.pool.fanout import FanOut, Prompts, any_readout
+from gateway.pool.fanout import FanOut
+from gateway.pool.prompts import Prompts, any_readout
 from gateway.routes.body import Body, post_json
 from gateway.routes.catalogue_prompts import CataloguePrompts, Whole
 from gateway.routes.catalogue_scan import check_whole

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,20 +13,18 @@ from litestar.params import JSONBody
 
 from gateway.breathing import Breath
 from gateway.cache.base import Row
-from gateway.catalogues.store import Spec
 from gateway.errors import InvalidRequest
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.pool.split import cut
 from gateway.presets.fitted import Fitted
-from gateway.presets.preset import Preset
 from gateway.routes.access import requested_model
 from gateway.routes.body import Body, post_json
-from gateway.routes.catalogue_scan import Best, Result, Scan, Scanner
+from gateway.routes.catalogue_scan import Scanner
 from gateway.routes.large import listed, with_rows
-from gateway.routes.reading import Reader, Reading
-from gateway.routes.scoring import RESULTS_PER_EVENT, Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
+from gateway.routes.reading import Reader
+from gateway.routes.rerank_catalogue import LARGE_RESULTS, RankedCatalogue, by_labels, preset_of
+from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
 from gateway.schemas.rerank import (
     RerankChunk,
     RerankMeta,
@@ -41,19 +37,13 @@ from gateway.schemas.rerank import (
 )
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.scoring.scorer import Scores
-from gateway.streams import DONE, sse
 from gateway.tenancy import priority_of
 from gateway.text.prepared import Prepared
-
-_BY_LABELS = Preset(name="catalogue", task="rerank")
-"""The formula for items of a catalogue: the probability of the first label among all."""
-LARGE_RESULTS = 500
-"""Number of results above which the response is built in slices; this many take about a millisecond."""
 
 
 def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
     """Create the route."""
-    whole = _WholeCatalogue(scanner)
+    whole = RankedCatalogue(scanner)
 
     @post_json(["/v1/rerank", "/v2/rerank", "/rerank"], RerankRequest, "scoring")
     async def rerank(request: Request[Any, Any, Any], data: JSONBody[Body[RerankRequest]]) -> Response[RerankResponse]:
@@ -72,9 +62,9 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             if fields.catalogue is not None:
                 items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
                 model = items.model
-                preset = _preset_of(model, items.found.spec)
+                preset = preset_of(model, items.found.spec)
                 prepared = await scanner.prompts.read(body, items, reads_labels=preset is None)
-                fitted = preset or _by_labels(prepared.labels)
+                fitted = preset or by_labels(prepared.labels)
             else:
                 model = requested_model(request, pool, fields.model)
                 fitted = fitted_of(model, "rerank")
@@ -109,66 +99,6 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
         return await with_rows(closing(scores), "results", _results(ranks, prepared), large=large, headers=headers)
 
     return rerank
-
-
-@dataclass(frozen=True)
-class _WholeCatalogue:
-    """Ranks all items of a catalogue."""
-
-    scanner: Scanner
-
-    async def answer(
-        self, request: Request[Any, Any, Any], data: Body[RerankRequest], body: Reading[RerankRequest]
-    ) -> Response[RerankResponse]:
-        """Return the best items, or with ``stream`` all results as they become known. Raises :class:`GatewayError`."""
-        fields = body.fields
-        scan = await self.scanner.open(request, data, body)
-        scan.fitted = _preset_of(scan.whole.model, scan.whole.state.spec)
-        raw, id = bool(fields.raw_scores), f"rerank-{new_id()}"
-
-        def rank(row: Row) -> float:
-            return (scan.fitted or _by_labels(scan.labels)).score(row, raw=raw)
-
-        if fields.stream:
-            return self.scanner.scoring.streams.response(self._events(scan, rank, id, fields.top_n), request)
-        best = await self.scanner.best(scan, rank, fields.top_n or 0)
-        headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
-        results = _of_catalogue(best, rank)
-        return await with_rows(_closing(scan, id), "results", results, large=len(best) > LARGE_RESULTS, headers=headers)
-
-    async def _events(self, scan: Scan, rank: Callable[[Row], float], id: str, top_n: int | None) -> AsyncGenerator[bytes, None]:
-        best = Best(rank, top_n or 0)
-        async with aclosing(self.scanner.parts(scan)) as parts:
-            async for part in parts:
-                for few in cut(best.add(part) if top_n else part, RESULTS_PER_EVENT):
-                    yield sse(RerankChunk(id=id, results=list(_of_catalogue(few, rank))))
-        yield sse(msgspec.structs.replace(_closing(scan, id), results=list(_of_catalogue(best.results, rank))))
-        yield DONE
-
-
-def _preset_of(model: ServedModel, spec: Spec) -> Fitted | None:
-    """Return the preset that a catalogue was created with. It is still that of the model, as :func:`check_text` makes sure."""
-    return fitted_of(model, "rerank") if spec.preset else None
-
-
-def _by_labels(labels: list[int]) -> Fitted:
-    return Fitted(_BY_LABELS, [[label] for label in labels])
-
-
-def _closing(scan: Scan, id: str) -> RerankResponse:
-    return RerankResponse(
-        id=id,
-        object="rerank",
-        created=int(time.time()),
-        model=scan.whole.model.name,
-        results=[],
-        usage=Usage(scan.tokens, scan.tokens, prompt_tokens_details=PromptTokensDetails(scan.cached_tokens)),
-        meta=RerankMeta(tokens=RerankTokens(input_tokens=scan.tokens)),
-    )
-
-
-def _of_catalogue(results: list[Result], rank: Callable[[Row], float]) -> Iterator[RerankResult]:
-    return (RerankResult(index=result.index, relevance_score=rank(result.row), id=result.id) for result in results)
 
 
 def _check(fields: RerankRequest) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from engine import wire
 from gateway.cache.base import Row
+from gateway.errors import InvalidRequest
 from gateway.generation.sequence import LEAST_LOGPROB
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, softmax
@@ -33,6 +34,8 @@ from gateway.scoring.scorer import Scores
 from gateway.text.prepared import Prepared
 
 ScoreAnswer = ScoreResponse | PairScores | Likelihoods
+LARGE_SCORES = 2000
+"""Number of scores above which the response is built in slices; this many take about a millisecond."""
 
 
 class Form(ABC):
@@ -193,3 +196,15 @@ def form_of(fields: ScoreRequest, prepared: Prepared, fitted: Fitted | None) -> 
 def _usage(prepared: Prepared, scores: Scores) -> Usage:
     tokens = prepared.tokens
     return Usage(tokens, tokens, prompt_tokens_details=PromptTokensDetails(scores.cached_tokens))
+
+
+def check_score(model: ServedModel, fields: ScoreRequest) -> None:
+    """Raise :class:`InvalidRequest` for fields that contradict each other, and for a model that does not score."""
+    given = next((name for name in ("ids", "top_n") if getattr(fields, name) is not None), None)
+    if given is not None and fields.catalogue is None:
+        more = " Without it, every item is scored; sort the answer." if given == "top_n" else ""
+        raise InvalidRequest(f"`{given}` goes with `catalogue`.{more}", param=given)
+    if fields.return_item_usage and fields.catalogue is not None and (fields.ids is None or fields.top_n):
+        raise InvalidRequest("`return_item_usage` goes with `items`, or with `ids` without `top_n`.", param="return_item_usage")
+    if not fields.paired and "score" not in model.info.capabilities:
+        raise InvalidRequest(f"The model {model.name!r} does not score; use /v1/completions.", param="model")

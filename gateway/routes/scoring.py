@@ -16,7 +16,7 @@ from gateway.cache.policy import CachePolicy
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.limits.quotas import Quotas
-from gateway.pool.fanout import Prompts
+from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
 from gateway.presets.fitted import Fitted

@@ -15,7 +15,8 @@ from gateway.cache.flights import Flights
 from gateway.cache.policy import CachePolicy
 from gateway.errors import GatewayError
 from gateway.limits.base import Lease
-from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.fanout import FanOut
+from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
 from gateway.scoring.keys import result_keys

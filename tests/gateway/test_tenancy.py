@@ -16,7 +16,8 @@ from engine import wire
 from gateway.auth import PRIORITY_RANGE
 from gateway.cache.memory import MemoryCache
 from gateway.cache.policy import CachePolicy
-from gateway.pool.fanout import FanOut, Prompts, affinity_of
+from gateway.pool.fanout import FanOut, affinity_of
+from gateway.pool.prompts import Prompts
 from gateway.pool.waiting import WaitingRoom
 from gateway.scoring.keys import result_keys
 from gateway.scoring.scorer import Scorer

@@ -16,9 +16,10 @@ from engine import wire
 from gateway.pool import handover
 from gateway.pool.client import Connections, EngineClient
 from gateway.pool.dispatch import Dispatcher
-from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.fanout import FanOut
 from gateway.pool.handover import PART_TOKENS, Handover, parts_of
 from gateway.pool.placement import assign, item_digests
+from gateway.pool.prompts import Prompts
 from gateway.pool.recent_items import RecentItem, RecentItems
 from gateway.pool.replica import Replica, ServedModel
 from gateway.telemetry import Telemetry

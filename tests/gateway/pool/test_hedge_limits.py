@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from engine import wire
 from gateway.errors import Overloaded
 from gateway.pool import hedging, pace
-from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.fanout import FanOut
 from gateway.pool.health import Health
 from gateway.pool.pace import Quantile, size_class
+from gateway.pool.prompts import Prompts
 from tests.gateway.conftest import Clock
 from tests.gateway.pool.fleet import MESSAGE, TOKENS, Fleet, fleet, rows, served_fleet
 from tests.processes import until

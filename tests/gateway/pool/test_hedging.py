@@ -14,8 +14,9 @@ from gateway.errors import EngineLost
 from gateway.limits.base import Lease, Limits
 from gateway.pool import hedging, pace
 from gateway.pool.client import EngineClient
-from gateway.pool.fanout import FanOut, Prompts
+from gateway.pool.fanout import FanOut
 from gateway.pool.hedging import Hedge
+from gateway.pool.prompts import Prompts
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 from tests.gateway.pool.fleet import MESSAGE, SIZE, TOKENS, fleet, let_fail, row, rows, served_fleet

@@ -1,0 +1,42 @@
+"""Divides items, each of which one replica keeps in its prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine import wire
+from gateway.breathing import Breath
+from gateway.pool.placement import Placement, item_digests
+from gateway.pool.prompts import Part, Prompts
+from gateway.pool.replica import ServedModel
+from gateway.pool.split import split
+from gateway.text.prepared import Ids
+
+
+async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids], split_tokens: int) -> list[Part]:
+    """Divide items by the replicas that keep them. ``split_tokens``: see :func:`gateway.pool.split.split`."""
+    replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
+    placement = Placement(replicas, sum(lengths))
+    groups: list[list[int]] = [[] for _ in replicas]
+    if len(replicas) == 1:
+        groups, items = [[*range(len(items))]], ()
+    breath, digests = Breath(), list[int]()
+    for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt)):
+        groups[placement.choose(digest, lengths[index])].append(index)
+        digests.append(digest)
+        if breath.due:
+            await breath.take()
+    row = wire.row_length(prompts.readout, prompts.suffix, model.info)
+    return [
+        Part([group[index] for index in few], preferred=replica, digests=[digests[group[index]] for index in few if digests])
+        for replica, group in zip(replicas, groups, strict=True)
+        if group
+        for few in split(
+            0,
+            [lengths[index] for index in group],
+            replicas=1,
+            split_tokens=split_tokens,
+            max_branches=model.info.limits.max_branches,
+            row_length=row,
+        )
+    ]

@@ -1,0 +1,50 @@
+"""Prefill-only requests, and their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from engine import wire
+from gateway.pool.replica import Replica
+from gateway.text.prepared import Ids
+
+
+class Prompts(msgspec.Struct, frozen=True):
+    """A tokenised prefill-only request: the prompts ``prefix + branch + suffix``, and what is read after each. Not more than one of
+    ``prefix`` and ``suffix`` has tokens."""
+
+    prefix: Ids
+    branches: Sequence[Ids]
+    readout: wire.Readout
+    priority: int = 0
+    caller: wire.Caller = wire.Caller()
+    suffix: Ids = ()
+    """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
+    pin_seconds: float | None = None
+    """See :class:`engine.wire.ScoreItems`."""
+    may_hedge: bool = True
+    """Whether late sub-batches may be sent to a second replica; never those that run after others (``priority`` above 0)."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Length of each prompt, in tokens."""
+        shared = len(self.prefix) + len(self.suffix)
+        return [shared + len(branch) for branch in self.branches]
+
+
+class Part(NamedTuple):
+    """A sub-batch."""
+
+    places: list[int]
+    affinity: bytes | None = None
+    preferred: Replica | None = None
+    digests: Sequence[int] = ()
+    """Digest of each item, where there is a choice of replicas."""
+
+
+def any_readout(info: wire.Info) -> wire.Readout:
+    """Return a readout for requests whose rows nobody needs, because they fill prefix caches."""
+    return wire.Labels([0]) if "score" in info.capabilities else wire.Classes()

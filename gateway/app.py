@@ -8,12 +8,11 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-from litestar import Litestar, Request, Response, Router
-from litestar.exceptions import HTTPException, ValidationException
-from litestar.types import HTTPScope
+from litestar import Litestar, Router
+from litestar.exceptions import HTTPException
 
+from gateway.application import Gateway, answer_error, answer_fault, answer_refusal
 from gateway.auth import RequireKey
 from gateway.cache.base import ResultCache
 from gateway.cache.memory import MemoryCache
@@ -21,12 +20,10 @@ from gateway.cache.metered import MeteredCache
 from gateway.catalogues.catalogues import Catalogues
 from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.store import CatalogueStore
-from gateway.context import RequestContext, answer_request
 from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
 from gateway.edge.protocol import protocol_factory
-from gateway.edge.refusal import answer_refusal
-from gateway.errors import GatewayError, from_status
+from gateway.errors import GatewayError
 from gateway.keyring import KeyRing
 from gateway.lifecycle import Lifecycle
 from gateway.limits.admission import Admission
@@ -203,7 +200,7 @@ def create_app(
         ],
         lifespan=[lifespan],
         request_max_body_size=settings.max_body_bytes,
-        exception_handlers={GatewayError: _answer_error, HTTPException: _answer_refusal, Exception: _answer_fault},
+        exception_handlers={GatewayError: answer_error, HTTPException: answer_refusal, Exception: answer_fault},
         cors_config=origins.config(),
         openapi_config=openapi_config(),
         plugins=[DocumentedStructs()],
@@ -270,59 +267,3 @@ def _exporter(settings: Settings, telemetry: Telemetry) -> Exporter | None:
     if exporter is not None:
         telemetry.watch_traces(lambda: exporter.dropped)
     return exporter
-
-
-class Gateway(Litestar):
-    """The ASGI application. Every request gets a :class:`RequestContext`, including one that matches no route."""
-
-    def __init__(
-        self,
-        telemetry: Telemetry,
-        lifecycle: Lifecycle,
-        *,
-        log: AccessLog | None,
-        tracer: Tracer | None,
-        protocol: Callable[..., asyncio.Protocol],
-        check: Callable[[HTTPScope], GatewayError | None],
-        **options: Any,
-    ) -> None:
-        """``protocol``: protocol factory for ``uvicorn.Config(http=…)``. ``check``: returns the error for a request that is
-        refused. ``log`` and ``tracer``: None means that requests are not logged, and not traced."""
-        super().__init__(**options)
-        self.protocol = protocol
-        self.telemetry = telemetry
-        self._lifecycle = lifecycle
-        self._log = log
-        self._tracer = tracer
-        self._check = check
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handle one ASGI scope."""
-        if scope["type"] != "http":
-            await super().__call__(scope, receive, send)
-            return
-        refusal = self._check(scope)
-        app = super().__call__ if refusal is None else answer_refusal(refusal)
-        if scope["method"] == "HEAD":  # the server omits the body, because its own copy of the scope says HEAD
-            scope = scope | {"method": "GET"}
-        await answer_request(app, self.telemetry, self._lifecycle, self._log, self._tracer, scope, receive, send)
-
-
-def _answer_error(request: Request[Any, Any, Any], error: GatewayError) -> Response[Any]:
-    RequestContext.of(request).failed(error)
-    return Response(error.body, status_code=error.status, headers=error.headers)
-
-
-def _answer_refusal(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
-    """Convert the framework's own errors. It refuses only empty bodies; ``routes/body.py`` handles all others."""
-    detail = "The request body is empty; send a JSON object." if isinstance(error, ValidationException) else error.detail
-    if error.status_code >= 500:
-        return _answer_fault(request, error)
-    answer = _answer_error(request, from_status(error.status_code, detail))
-    answer.headers |= error.headers or {}
-    return answer
-
-
-def _answer_fault(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    logger.error("request %s failed", RequestContext.of(request).id.decode(), exc_info=error)
-    return _answer_error(request, from_status(500, ""))

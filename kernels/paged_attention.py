@@ -8,37 +8,18 @@ the work, see :mod:`kernels.attention_layout`. The softmax is computed block by 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.attention_layout import NARROW, Layout
+from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.quantize import FP8
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 from kernels.soft_cap import NO_CAP, capped, soft_cap
 
 LOG2E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """What differs between attention layers."""
-
-    scale: float | None = None
-    """Factor of the products of queries and keys; None for ``1 / sqrt(head_dim)``."""
-    window: int | None = None
-    """Most tokens that a query sees, its own included; None for all."""
-    soft_cap: float = NO_CAP
-    """Soft cap of the scaled products (:mod:`kernels.soft_cap`)."""
-
-    def scale_of(self, head_dim: int) -> float:
-        """Return the scale for heads of ``head_dim`` elements."""
-        return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
-
-
-PLAIN = AttentionSpec()
 
 
 def paged_attention(

@@ -12,7 +12,7 @@ from engine.batch import ExtendSegment
 from engine.ints import Ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from kernels.paged_attention import PLAIN, AttentionSpec
+from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write
 
 MOST_SLOTS = 1 << 20

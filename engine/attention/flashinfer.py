@@ -23,7 +23,7 @@ from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from kernels.paged_attention import PLAIN, AttentionSpec
+from kernels.attention_spec import PLAIN, AttentionSpec
 
 VERSION = "0.6.6"
 """A step is planned through attributes that FlashInfer does not promise, so no other version will do."""

@@ -25,7 +25,7 @@ from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels import kv_codes
-from kernels.paged_attention import AttentionSpec
+from kernels.attention_spec import AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from kernels.soft_cap import NO_CAP, soft_cap
 

@@ -14,7 +14,8 @@ from engine.ints import Ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_layout import Layout, Room, lay_out
-from kernels.paged_attention import AttentionSpec, block_rows, paged_attention_triton
+from kernels.attention_spec import AttentionSpec
+from kernels.paged_attention import block_rows, paged_attention_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
 
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.models.config import ExpertConfig, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.decoder import MLP, Attend, Decoder, DecoderLayer
 from engine.models.errors import ModelError
+from engine.models.layer_config import ExpertConfig
 from engine.models.loader import fill, read_checked
 from engine.models.quantization import pack_head
 from engine.models.registry import family_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,37 +11,20 @@ from engine.models import checkpoint
 from engine.models.errors import ModelError
 from engine.models.files import read_json
 from engine.models.keys import Keys
+from engine.models.layer_config import ExpertConfig, experts, factors, unrotated, windows
 from engine.models.pooling import MODULES_FILE, Pooling, load_pooling
 from engine.models.registry import Family, Norms, family_of
-from engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope, yarn_attention_factor
-from kernels.paged_attention import PLAIN, AttentionSpec
+from engine.models.rope import Rope, YarnRope
+from engine.models.rope_config import parse_ropes, refuse_partial_rotation, rope_scaling
+from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.soft_cap import NO_CAP
 
 GELU = ("gelu_pytorch_tanh", "gelu")
 """Names of GELU, approximated by tanh; the second is what early configurations of Gemma call it."""
-DEFAULT_PATTERN = 6
-"""Default of Hugging Face transformers for ``sliding_window_pattern``."""
 DEFAULT_CLASSES = 2
 """Default of Hugging Face transformers for ``num_labels``."""
 MULTI_LABEL = "multi_label_classification"
 """``problem_type`` of classes that do not exclude each other."""
-
-
-@dataclass(frozen=True)
-class ExpertConfig:
-    """Shape of a mixture of experts."""
-
-    count: int
-    chosen: int
-    """Experts of each token."""
-    size: int
-    """Intermediate size of an expert."""
-    renormalise: bool
-    """The weights of a token's experts are divided by their sum."""
-    layers: tuple[int, ...]
-    """Layers that have experts; the others have a feed-forward layer."""
-    shared_size: int = 0
-    """Intermediate size of the shared expert; 0 without one."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +146,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     attention_bias = keys.flag("attention_bias", False)
     hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     vocab_size = keys.count("vocab_size")
-    rope, local_rope = _parse_ropes(keys, family)
+    rope, local_rope = parse_ropes(keys, family)
     layers = keys.count("num_hidden_layers")
     return ModelConfig(
         architecture=architecture,
@@ -185,11 +167,11 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
         norm_offset=1.0 if family.norms_add_one else 0.0,
         gelu=family.gelu,
         fused_projections=family.fused_projections,
-        windows=_windows(keys, family, layers),
+        windows=windows(keys, family, layers),
         local_rope=local_rope,
-        unrotated=_unrotated(keys, family, layers),
-        **_factors(keys, family, hidden_size),
-        experts=_experts(keys, family, layers),
+        unrotated=unrotated(keys, family, layers),
+        **factors(keys, family, hidden_size),
+        experts=experts(keys, family, layers),
         qkv_bias=family.qkv_bias_only or attention_bias,
         o_bias=attention_bias and not family.qkv_bias_only,
         mlp_bias=keys.flag("mlp_bias", False),
@@ -219,7 +201,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_context,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling(config.rope),
+        "rope_scaling": rope_scaling(config.rope),
         "tie_word_embeddings": config.tied,
         "attention_bias": config.o_bias,
         "mlp_bias": config.mlp_bias,
@@ -243,157 +225,15 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
             raise keys.error(key, f"is not supported; only {known[0]} is")
     if keys.present("quantization_config"):
         raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
-    _refuse_partial_rotation(keys)
+    refuse_partial_rotation(keys)
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if keys.flag(key, causal) is not causal:
             raise keys.error(key, "asks for attention to later tokens, which is not supported; use a model with causal attention")
 
 
-def _refuse_partial_rotation(keys: Keys) -> None:
-    if keys.number("partial_rotary_factor", 1.0) != 1.0:
-        raise keys.error("partial_rotary_factor", "is not 1, and rotating a part of each head is not supported; use another model")
-
-
-def _windows(keys: Keys, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Read the window of each layer; return nothing if no layer has one."""
-    if keys.is_null("sliding_window") or (family.windows == "late" and not keys.flag("use_sliding_window", False)):
-        window = None
-    else:
-        window = keys.count("sliding_window") if keys.present("sliding_window") else family.default_window
-    if keys.present("layer_types"):
-        kinds = keys.strings("layer_types")
-        if len(kinds) != layers:
-            raise keys.error("layer_types", f"has {len(kinds)} entries, and num_hidden_layers is {layers}; correct the file")
-        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-            raise keys.error("layer_types", f"asks for {unknown.pop()}, which is not supported; use another model")
-        local = [kind == "sliding_attention" for kind in kinds]
-    elif family.windows == "late":
-        first = keys.count("max_window_layers", layers) if window is not None else layers
-        local = [layer >= first for layer in range(layers)]
-    else:
-        interval = {"all": 0, "alternate": 2, "five_of_six": keys.count("sliding_window_pattern", DEFAULT_PATTERN)}[family.windows]
-        local = [not interval or (layer + 1) % interval != 0 for layer in range(layers)]
-    if window is None and any(local) and keys.present("layer_types"):
-        raise keys.error("sliding_window", "is missing, and layer_types asks for it; correct the file")
-    return tuple(window if is_local else None for is_local in local) if window is not None and any(local) else ()
-
-
-def _unrotated(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
-    if family.rotation_interval is None:
-        return ()
-    rotated = keys.flags("no_rope_layers")  # which names the layers that have one
-    if rotated and len(rotated) != layers:
-        raise keys.error("no_rope_layers", f"has {len(rotated)} entries, and num_hidden_layers is {layers}; correct the file")
-    interval = keys.count("no_rope_layer_interval", family.rotation_interval)
-    return tuple(layer for layer in range(layers) if not (rotated[layer] if rotated else (layer + 1) % interval))
-
-
-def _factors(keys: Keys, family: Family, hidden_size: int) -> dict[str, Any]:
-    factors: dict[str, Any] = {}
-    if family.scaled_embeddings:
-        factors["embedding_scale"] = math.sqrt(hidden_size)
-    if family.query_scalar is not None:
-        factors["attention_scale"] = keys.number("query_pre_attn_scalar", family.query_scalar) ** -0.5
-        for key, name, default in (
-            ("attn_logit_softcapping", "attention_cap", family.attention_cap),
-            ("final_logit_softcapping", "logit_cap", family.logit_cap),
-        ):
-            if keys.present(key) or (default is not None and not keys.is_null(key)):
-                factors[name] = keys.number(key, default)
-    if family.multipliers:
-        factors["embedding_scale"] = keys.number("embedding_multiplier", 1.0)
-        factors["attention_scale"] = keys.number("attention_multiplier", 1.0)
-        factors["residual_scale"] = keys.number("residual_multiplier", 1.0)
-        factors["logit_divisor"] = keys.number("logits_scaling", 1.0)
-    return factors
-
-
-def _experts(keys: Keys, family: Family, layers: int) -> ExpertConfig | None:
-    if family.experts is None:
-        return None
-    count = keys.count("num_local_experts" if keys.present("num_local_experts") else "num_experts")
-    chosen = keys.count("num_experts_per_tok")
-    if chosen > count:
-        raise keys.error("num_experts_per_tok", f"is {chosen}, and there are {count} experts; correct the file")
-    if family.experts != "qwen":
-        return ExpertConfig(count, chosen, keys.count("intermediate_size"), renormalise=True, layers=tuple(range(layers)))
-    dense, interval = keys.ids("mlp_only_layers"), keys.count("decoder_sparse_step", 1)
-    return ExpertConfig(
-        count,
-        chosen,
-        keys.count("moe_intermediate_size"),
-        renormalise=keys.flag("norm_topk_prob", False),
-        layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % interval == 0),
-        shared_size=keys.count("shared_expert_intermediate_size") if keys.present("shared_expert_intermediate_size") else 0,
-    )
-
-
-def _parse_ropes(keys: Keys, family: Family) -> tuple[Rope, Rope | None]:
-    """Read the rotation of the layers, and that of layers with a window if they have one of their own.
-
-    Reads ``rope_parameters``, also with an object for each kind of layer, or the older ``rope_scaling`` beside ``rope_theta``.
-    """
-    inner = keys.section("rope_parameters") or keys.section("rope_scaling")
-    if inner is None or inner.first_object() is None:
-        local = None if family.local_theta is None else Rope(keys.number("rope_local_base_freq", family.local_theta))
-        return _parse_rope(keys, inner, family.theta), local
-    if family.local_theta is None:
-        raise inner.error(inner.first_object() or "", "gives some layers a rotary embedding of their own, which is not supported")
-    local = _parse_rope(keys, inner.section("sliding_attention"), family.local_theta)
-    return _parse_rope(keys, inner.section("full_attention"), family.theta), local
-
-
-def _parse_rope(keys: Keys, inner: Keys | None, default_theta: float) -> Rope:
-    if inner is None:
-        return Rope(keys.number("rope_theta", default_theta))
-    theta = inner.number("rope_theta", keys.number("rope_theta", default_theta))
-    _refuse_partial_rotation(inner)
-    kind = inner.text("rope_type", inner.text("type", "default"))
-    if kind == "default":
-        return Rope(theta)
-    original = inner.count("original_max_position_embeddings", keys.count("max_position_embeddings"))
-    if kind == "llama3":
-        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
-        if high <= low:
-            raise inner.error("high_freq_factor", "must be greater than low_freq_factor")
-        return Llama3Rope(theta, inner.number("factor"), low, high, original)
-    if kind == "linear":
-        return LinearRope(theta, inner.number("factor"))
-    if kind == "yarn":
-        return _parse_yarn(inner, theta, original)
-    raise inner.error("rope_type", f"({kind}) is not supported; use default, linear, llama3 or yarn")
-
-
-def _parse_yarn(keys: Keys, theta: float, original: int) -> YarnRope:
-    factor = keys.number("factor")
-    warmth = yarn_attention_factor(factor, keys.optional_number("mscale"), keys.optional_number("mscale_all_dim"))
-    return YarnRope(
-        theta,
-        factor,
-        original,
-        attention_factor=keys.number("attention_factor", warmth),
-        beta_fast=keys.number("beta_fast", 32.0),
-        beta_slow=keys.number("beta_slow", 1.0),
-        truncate=keys.flag("truncate", True),
-    )
-
-
 def _max_context(written: int, rope: Rope) -> int:
     """YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for."""
     return max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
-
-
-def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    """The inverse of :func:`_parse_rope`, without the base."""
-    if type(rope) is Rope:
-        return None
-    if isinstance(rope, LinearRope):
-        return {"rope_type": "linear", "factor": rope.factor}
-    values = dataclasses.asdict(rope)
-    del values["theta"]
-    original = values.pop("original_context")
-    kind = "yarn" if isinstance(rope, YarnRope) else "llama3"
-    return {"rope_type": kind, **values, "original_max_position_embeddings": original}
 
 
 def _classes(keys: Keys) -> tuple[str, ...]:

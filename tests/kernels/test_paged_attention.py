@@ -12,14 +12,8 @@ from torch import Tensor
 
 from kernels import attention_layout
 from kernels.attention_layout import FEW_NARROW, MIN_CHUNK, MOST_MERGES, MOST_NARROW, NARROW, Layout, Room, lay_out
-from kernels.paged_attention import (
-    PLAIN,
-    AttentionSpec,
-    block_rows,
-    paged_attention,
-    paged_attention_reference,
-    paged_attention_triton,
-)
+from kernels.attention_spec import PLAIN, AttentionSpec
+from kernels.paged_attention import block_rows, paged_attention, paged_attention_reference, paged_attention_triton
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -376,7 +370,7 @@ def test_float32_compiles_without_tensor_cores() -> None:
     assert not any("mma" in kernel["ptx"] for kernel in exact)
 
 
-IMPORT = "from tests.kernels.test_paged_attention import AttentionSpec, compile_step"
+IMPORT = "from kernels.attention_spec import AttentionSpec; from tests.kernels.test_paged_attention import compile_step"
 
 
 def compile_step(shape: tuple[int, int, int], dtype: torch.dtype, spec: AttentionSpec = PLAIN) -> None:

@@ -19,7 +19,7 @@ from engine.core import Request
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
-from kernels.paged_attention import AttentionSpec
+from kernels.attention_spec import AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from tests.engine.device import no_waiting, skip_without_flashinfer
 

@@ -114,6 +114,7 @@ def test_scans_run_beside_live_requests_and_end_with_their_client(gateway: Progr
         return time.monotonic() - began
 
     alone = statistics.median(ask() for _ in range(20))
+    begun = engine.item_scores.count
     with ThreadPoolExecutor() as threads:
         scanning = threads.submit(scan, gateway, "first")
         while not scanning.done():
@@ -127,11 +128,13 @@ def test_scans_run_beside_live_requests_and_end_with_their_client(gateway: Progr
     assert statistics.median(live) < 3 * alone + 0.1
     assert sorted(live)[int(0.99 * len(live))] < alone + 1
     assert peak - before < 100 * MIB
+    whole, begun = engine.item_scores.count - begun - len(live), engine.item_scores.count
     assert scan(gateway, "second", leave_after=5000) >= 5000
     wait_until(lambda: not engine.running)
     sent = engine.item_scores.count
     time.sleep(0.5)
     assert engine.item_scores.count == sent, "nothing is computed for a client that left"
+    assert sent - begun < whole / 2
     assert ask() < alone + 1
 
 

@@ -97,9 +97,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def leaks() -> Iterator[None]:
-    """Sockets, files and coroutines that a module forgets are errors of this module, rather than of whatever runs much later."""
+    """Sockets, files and coroutines that a module forgets are errors of this module, rather than of whatever runs much later.
+
+    What a module leaves in use is not looked through again: tests with parameters of the session run module by module for each.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -216,7 +216,7 @@ class Release:
             running.run_forever(timeout=60)
             return str(running.read_all())
         finally:
-            running.close()
+            running.sock.shutdown()  # `close` leaves the socket open if the server has ended the connection
 
     def engine_metric(self, pod: str, metric: str) -> float:
         """A metric of an engine's own port, read through the API; 0 where it has no such series yet."""

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("engine", "kernels")
-BUDGETS = {"cpu": 1500, "cuda": 8000}
+BUDGETS = {"cpu": 1500, "cuda": 5600}
 """Largest size of the environment in MiB."""
 EXTENSION = "#include <Python.h>\nPyMODINIT_FUNC PyInit_check(void) { return NULL; }\n"
 

@@ -71,8 +71,12 @@ class Cluster:
         patch(name, self.namespace, {"spec": {"template": {"metadata": {"annotations": annotations}}}})
 
     def is_rolled_out(self, kind: Kind, name: str) -> bool:
-        """Whether all pods are of the newest version and ready, and no other is left."""
+        """Whether all pods are of the newest version and ready, and none is ending."""
         found = getattr(self._apps, f"read_namespaced_{kind}")(name, self.namespace)
+        labels = ",".join(f"{key}={value}" for key, value in found.spec.selector.match_labels.items())
+        pods = self._core.list_namespaced_pod(self.namespace, label_selector=labels).items
+        if any(pod.metadata.deletion_timestamp for pod in pods):
+            return False
         status = found.status
         updated = status.updated_replicas
         if kind == "stateful_set" and status.current_revision == status.update_revision:

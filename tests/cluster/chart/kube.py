@@ -169,14 +169,17 @@ class Release:
         self.apps.patch_namespaced_deployment(deployment, self.namespace, change)
 
     def rolled_out(self, name: str) -> None:
-        """Wait until all pods of a StatefulSet are of its newest version and ready."""
+        """Wait until all pods of a StatefulSet are of its newest version and ready, and none is ending."""
         wait_for(lambda: self._is_rolled_out(name), READY_SECONDS, f"{name} is rolled out")
 
     def _is_rolled_out(self, name: str) -> bool:
         found = self.apps.read_namespaced_stateful_set(name, self.namespace)
         status, wanted = found.status, found.spec.replicas
+        labels = ",".join(f"{key}={value}" for key, value in found.spec.selector.match_labels.items())
+        pods = self.core.list_namespaced_pod(self.namespace, label_selector=labels).items
         return bool(
             status.observed_generation == found.metadata.generation
+            and not any(pod.metadata.deletion_timestamp for pod in pods)
             and status.replicas == (status.ready_replicas or 0) == wanted
             and status.current_revision == status.update_revision
         )
@@ -203,12 +206,17 @@ class Release:
 
     def run_in(self, pod: str, *command: str) -> str:
         """Run a command in a pod's first container; returns what it prints, and the API's error where it cannot run."""
+        connect = self.core.connect_get_namespaced_pod_exec
+        options = {"stdout": True, "stderr": True, "_preload_content": False}
         try:
-            connect = self.core.connect_get_namespaced_pod_exec
-            told = stream(connect, pod, self.namespace, command=list(command), stdout=True, stderr=True, _request_timeout=60)
+            running = stream(connect, pod, self.namespace, command=list(command), **options)
         except ApiException as error:
             return str(error.reason)
-        return str(told)
+        try:
+            running.run_forever(timeout=60)
+            return str(running.read_all())
+        finally:
+            running.sock.shutdown()  # `close` leaves the socket open if the server has ended the connection
 
     def engine_metric(self, pod: str, metric: str) -> float:
         """A metric of an engine's own port, read through the API; 0 where it has no such series yet."""

@@ -323,7 +323,8 @@ def test_wheels_for_the_images(machine: Path, copy: Path) -> None:
     assert torch == f"{download} --no-deps --retries 1 --extra-index-url https://index.example.com torch==1.0"
     assert rest == f"{download} --find-links wheels --constraint constraints.txt --requirement /dev/stdin async-timeout"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert asked == [*project["dependencies"], *project["optional-dependencies"]["engine"], *project["optional-dependencies"]["s3"]]
+    extras = project["optional-dependencies"]
+    assert asked == [*project["dependencies"], *extras["engine"], *extras["s3"], *extras["tracing"]]
 
 
 def test_wheels_for_a_gpu_host(machine: Path, copy: Path) -> None:

@@ -28,7 +28,7 @@ def test_tokens_are_those_of_the_joined_text(tokenizer: Tokenizer, template: Tem
     frame = Frame(template, tokenizer)
     stored = frame.store(items, 1000)
     tails = list(dict.fromkeys(each.tail for each in stored))
-    rows, suffix = frame.seams(tails, query, 1000, UNBOUND)
+    rows, suffix, _ = frame.seams(tails, query, 1000, UNBOUND)
     for item, each in zip(items, stored, strict=True):
         text = template.pieces[0].replace("{item}", item).replace("{query}", query)
         expected = tokenizer.encode(text, add_special_tokens=template.add_special_tokens, parse_special_tokens=False)
@@ -39,7 +39,7 @@ def test_a_template_with_a_safe_cut_has_one_tail(byte_tokenizer: Tokenizer) -> N
     frame = Frame(Template(("{item}\nQuestion:{query}",)), byte_tokenizer)
     stored = frame.store(["red shoes", "oak", "an old table"], 100)
     assert {each.tail for each in stored} == {"Question:"}
-    rows, suffix = frame.seams(["Question:"], " is it red", 100, UNBOUND)
+    rows, suffix, _ = frame.seams(["Question:"], " is it red", 100, UNBOUND)
     assert byte_tokenizer.encode(" is it red", add_special_tokens=False) == suffix[-len(suffix) :]
     assert rows == [byte_tokenizer.encode("Question:", add_special_tokens=False)]
     pieces = Frame(Template(("{item}", "?{query}")), byte_tokenizer)

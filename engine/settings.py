@@ -16,7 +16,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_DTYPES = ("auto", "fp8")
 QUANTIZE = ("fp8", "int8")
-ATTENTION = ("auto", "reference", "triton", "flashinfer")
+ATTENTION_BACKENDS = {
+    "reference": "engine.attention.reference:ReferenceAttention",
+    "triton": "engine.attention.triton:TritonAttention",
+    "flashinfer": "engine.attention.flashinfer:FlashInferAttention",
+}
+"""Attention backends and their classes, which are imported where one of them is chosen."""
+ATTENTION = ("auto", *ATTENTION_BACKENDS)
 CUDA_GRAPHS = ("auto", "on", "off")
 
 RESERVED_SHARE = 0.25

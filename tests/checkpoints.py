@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -46,6 +48,15 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
 }
 WITHOUT_CLASSIFIER = ("olmo2", "granite", "granitemoe")
 """Families for which transformers has no class with a classification head."""
+QUICK = (*TRAINED, "gemma2", "qwen2_moe")
+"""Families that quick tests load; the others differ from them by fewer parts."""
+
+
+def every(families: Iterable[str]) -> list[Any]:
+    """Parameters for a test of all ``families``, of which those not in :data:`QUICK` are slow."""
+    return [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in families]
+
+
 CLASSIFIERS: dict[str, type[PreTrainedModel]] = {
     family: _class(family, "ForSequenceClassification") for family in _NAMES if family not in WITHOUT_CLASSIFIER
 }

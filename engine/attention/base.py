@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine import wire
 from engine.batch import ExtendSegment
 from engine.ints import Ints
 from engine.kvcache.kv import KVCache
+from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write
@@ -31,6 +33,14 @@ class AttentionBackend(ABC):
         self.specs = list(specs) or [PLAIN] * len(kv.keys)
         self.description: wire.Attention | None = None
         """Set by :func:`engine.attention.select.make_attention`."""
+
+    @classmethod
+    def problem(cls, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> str | None:  # noqa: ARG003
+        """Return why the backend cannot serve a model on ``device``, as a clause; None if it can.
+
+        ``kept``: dtype of keys and values.
+        """
+        return None
 
     @abstractmethod
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:

@@ -22,6 +22,7 @@ from engine.attention.branches import plan_branches
 from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
+from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_spec import PLAIN, AttentionSpec
 
@@ -54,6 +55,12 @@ class FlashInferAttention(AttentionBackend):
             self._value_scales = kv.scales[:, 1].repeat_interleave(group, 1).unsqueeze(2).to(kv.dtype)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.keys.device)
         self._wrappers: Iterator[Any] = cycle([self._wrapper(workspace) for _ in range(2)])
+
+    @classmethod
+    def problem(cls, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> str | None:
+        if not config.attends_plainly:
+            return "its prebuilt kernels have no sliding windows, soft caps or scales of attention"
+        return problem(device, config.head_dim, dtype, kept)
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
         wrapper = next(self._wrappers)

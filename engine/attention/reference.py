@@ -23,6 +23,7 @@ from engine.attention.base import AttentionBackend
 from engine.batch import ExtendSegment
 from engine.ints import Ints, as_ints
 from engine.kvcache.kv import KVCache
+from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels import kv_codes
 from kernels.attention_spec import AttentionSpec
@@ -85,6 +86,10 @@ class ReferenceAttention(AttentionBackend):
     def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
         super().__init__(kv, specs)
         self._fold = heads // kv.keys.shape[2]
+
+    @classmethod
+    def problem(cls, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> str | None:  # noqa: ARG003
+        return None if device.type == "cpu" else "it computes on the CPU only"
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
         out_cache_loc = self._there(as_ints(segment.context[-len(segment.tokens) :] for segment in segments).astype(np.int64))

@@ -12,11 +12,13 @@ from engine.attention.branches import plan_branches
 from engine.batch import ExtendSegment
 from engine.ints import Ints
 from engine.kvcache.kv import KVCache
+from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
-from kernels.attention_layout import Layout, Room, lay_out
+from kernels.attention_layout import NARROW, Layout, Room, lay_out
 from kernels.attention_spec import AttentionSpec
-from kernels.paged_attention import block_rows, paged_attention_triton
+from kernels.paged_attention import HEAD_DIMS, block_rows, paged_attention_triton
 from kernels.qk_norm_rope import qk_norm_rope_write_triton
+from kernels.runtime import INTERPRETED
 
 
 class TritonAttention(AttentionBackend):
@@ -29,6 +31,18 @@ class TritonAttention(AttentionBackend):
         self._kv_heads, head_dim = kv.keys.shape[2:]
         self._group = heads // self._kv_heads
         self._rows = block_rows(head_dim, kv.dtype)
+
+    @classmethod
+    def problem(cls, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> str | None:  # noqa: ARG003
+        if device.type != "cuda" and not INTERPRETED:
+            return "it needs an NVIDIA GPU"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or later"
+        if config.head_dim not in HEAD_DIMS:
+            return f"the model's heads have {config.head_dim} elements, and its kernel takes {', '.join(map(str, HEAD_DIMS))}"
+        if config.num_heads > NARROW * config.num_kv_heads:
+            return f"the model has more than {NARROW} query heads a key head"
+        return None
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
         return self._attend(self._lay_out(segments).to(self.kv.keys.device))

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.presets.preset import Preset, fill
 from gateway.text.bounds import Bounds, TooManyTokens
-from gateway.text.prompts import common_suffix
+from gateway.text.item_prompts import common_suffix
 from gateway.text.tokenizer import Tokenizer
 
 ITEM, QUERY = "{item}", "{query}"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from gateway.presets.fitted import Fitted
 from gateway.presets.preset import Preset, PresetError, fill, placeholders
 from gateway.text.bounds import UNBOUND, Bounds, TooManyTokens
-from gateway.text.prompts import ItemsAndSuffix, PrefixAndBranches, PromptTooLongError, common_suffix, tokenise_pairs
+from gateway.text.item_prompts import ItemsAndSuffix, common_suffix
+from gateway.text.prompts import PrefixAndBranches, PromptTooLongError, tokenise_pairs
 from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 Part = int | str

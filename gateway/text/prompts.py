@@ -1,5 +1,5 @@
-"""Tokenises a query and items to one prefix and its branches, with exactly the tokens of each joined text. Where items come first,
-the shared part is a suffix.
+"""Tokenises a query and items to one prefix and its branches, with exactly the tokens of each joined text.
+:mod:`gateway.text.item_prompts` does so where items come first.
 
 A tokeniser may merge across the seam between query and item ("wood" + "en" is one token). Therefore the query is divided at a safe
 cut (``cuts.py``): the part far from the items is tokenised once, and the part next to them together with each item. If the
@@ -18,9 +18,6 @@ from gateway.text.tokenizer import UNBOUNDED, Tokenizer
 
 PrefixAndBranches = tuple[list[int], list[list[int]]]
 """The shared tokens, and the rest of each item's prompt: at least one token."""
-
-ItemsAndSuffix = tuple[list[list[int]], list[int]]
-"""The beginning of each prompt, which may be empty, and the shared tokens behind it."""
 
 Ids = TypeVar("Ids", list[int], "array[int]")
 
@@ -63,53 +60,21 @@ def tokenise_pairs(
     """
     if not items:
         return [], []
-    encoder = _Encoder(tokenizer, limit, bounds, param, adds=add_special_tokens, parses=parse_special_tokens)
+    encoder = PromptEncoder(tokenizer, limit, bounds, param, adds=add_special_tokens, parses=parse_special_tokens)
     for index, item in enumerate(items):
         encoder.check_length(index, len(query) + len(item))
     cut = tokenizer.cut(query, last=True) if len(items) > 1 else None
     found = None if cut is None else _query_first(encoder, query[:cut], query[cut:], items)
     if found is not None:
         return found
-    prompts = _whole(encoder, query, items, item_first=False)
+    prompts = encode_whole(encoder, query, items, item_first=False)
     alone = prompts if len(set(items)) > 1 else [array("I", encoder.whole(0, query)), prompts[0]]
     prefix, branches = split(prompts, common_length(alone))
     encoder.count(0, len(prefix) + sum(map(len, branches)), 0)
     return prefix.tolist(), [branch.tolist() for branch in branches]
 
 
-def tokenise_items(
-    tokenizer: Tokenizer,
-    query: str,
-    items: Sequence[str],
-    *,
-    limit: int = UNBOUNDED,
-    bounds: Bounds = UNBOUND,
-    param: str = "items",
-    parse_special_tokens: bool = True,
-) -> ItemsAndSuffix:
-    """Tokenise ``item + query`` for each item.
-
-    The suffix has as many tokens of the query as all prompts end with, so the rest of a prompt hardly depends on the query. It is
-    empty if the prompts end differently. Arguments and errors are those of :func:`tokenise_pairs`.
-    """
-    if not items:
-        return [], []
-    encoder = _Encoder(tokenizer, limit, bounds, param, adds=True, parses=parse_special_tokens)
-    for index, item in enumerate(items):
-        encoder.check_length(index, len(query) + len(item))
-    cut = tokenizer.cut(query, last=False) if len(items) > 1 else None
-    prompts = None if cut is None else _query_last(encoder, query[:cut], query[cut:], items)
-    if prompts is None:
-        prompts = _whole(encoder, query, items, item_first=True)
-        encoder.count(0, sum(map(len, prompts)), 0)
-    empty = next((index for index, prompt in enumerate(prompts) if not prompt), None)
-    if empty is not None:
-        raise EmptyPromptError(empty)
-    shared = common_suffix(prompts, len(encoder.part(0, query)) + len(encoder.end))
-    return [prompt[: len(prompt) - shared].tolist() for prompt in prompts], prompts[0][len(prompts[0]) - shared :].tolist()
-
-
-class _Encoder:
+class PromptEncoder:
     """Encodes the prompts of one request, counts their tokens, and reports the prompt that is too long."""
 
     def __init__(
@@ -162,7 +127,7 @@ class _Encoder:
             raise PromptTooLongError(index, error) from None
 
 
-def _query_first(encoder: _Encoder, left: str, right: str, items: Sequence[str]) -> PrefixAndBranches | None:
+def _query_first(encoder: PromptEncoder, left: str, right: str, items: Sequence[str]) -> PrefixAndBranches | None:
     """Tokenise ``left`` once and ``right`` with each item. None if the first prompt differs from its tokens as a whole."""
     prefix = [*encoder.begin, *encoder.part(0, left)]
     encoder.count(0, len(prefix), len(prefix))
@@ -178,20 +143,7 @@ def _query_first(encoder: _Encoder, left: str, right: str, items: Sequence[str])
     return prefix + shared, branches
 
 
-def _query_last(encoder: _Encoder, left: str, right: str, items: Sequence[str]) -> list[array[int]] | None:
-    """Tokenise ``right`` once and ``left`` with each item. None if the first prompt differs from its tokens as a whole."""
-    rest = [*encoder.part(0, right), *encoder.end]
-    prompts = []
-    for index, item in enumerate(items):
-        prompt = array("I", [*encoder.begin, *encoder.part(index, item + left), *rest])
-        encoder.count(index, len(prompt), len(prompt))
-        if index == 0 and prompt.tolist() != encoder.whole(0, item + left + right):
-            return None
-        prompts.append(prompt)
-    return prompts
-
-
-def _whole(encoder: _Encoder, query: str, items: Sequence[str], *, item_first: bool) -> list[array[int]]:
+def encode_whole(encoder: PromptEncoder, query: str, items: Sequence[str], *, item_first: bool) -> list[array[int]]:
     """Tokenise every prompt whole."""
     if len(items) > 1:
         encoder.check_characters(len(query) * len(items) + sum(map(len, items)))
@@ -231,14 +183,3 @@ def common_length(prompts: Sequence[Ids]) -> int:
     """Length of the common prefix. In lexicographic order, the first and the last prompt have the shortest one."""
     pairs = zip(min(prompts), max(prompts), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def common_suffix(prompts: Sequence[Sequence[int]], most: int) -> int:
-    """Length of the common suffix, or ``most`` if it is longer."""
-    first = prompts[0]
-    length = min(most, min(map(len, prompts)))
-    for prompt in prompts:
-        while length and prompt[len(prompt) - length :] != first[len(first) - length :]:
-            pairs = zip(reversed(prompt[len(prompt) - length :]), reversed(first[len(first) - length :]), strict=True)
-            length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return length

@@ -15,7 +15,7 @@ from engine.models.config import load_config
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
 from engine.settings import EngineSettings
-from tests.checkpoints import FAMILIES, TRAINED, make_checkpoint
+from tests.checkpoints import FAMILIES, TRAINED, every, make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
 from tests.engine.parity import Reference, assert_equal_rows, make_model, readouts_of, some_tokens
 from tests.engine.test_loop import run, tokens_of
@@ -28,7 +28,7 @@ FAMILIES_OF_ONE_PROCESS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in TRAINED])
+@pytest.fixture(scope="module", params=every(family for family in FAMILIES if family not in TRAINED))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -8,16 +8,9 @@ from contextlib import contextmanager
 from gateway.errors import InvalidRequest
 from gateway.schemas.score import ScoreRequest
 from gateway.text.bounds import TooManyTokens
+from gateway.text.item_prompts import ItemsAndSuffix, tokenise_items
 from gateway.text.prepared import Refusal
-from gateway.text.prompts import (
-    EmptyPromptError,
-    ItemsAndSuffix,
-    PrefixAndBranches,
-    PromptTooLongError,
-    join_ids,
-    tokenise_items,
-    tokenise_pairs,
-)
+from gateway.text.prompts import EmptyPromptError, PrefixAndBranches, PromptTooLongError, join_ids, tokenise_pairs
 from gateway.text.reading.endpoint import Model
 from gateway.text.reading.pairs import SEAM_TOKENS
 

@@ -7,14 +7,15 @@ import logging
 import pytest
 import torch
 
-from engine.attention import flashinfer, select
+from engine.attention import flashinfer, triton
 from engine.attention.flashinfer import FlashInferAttention
 from engine.attention.reference import ReferenceAttention
-from engine.attention.select import NAMES, choose
+from engine.attention.select import choose
 from engine.attention.triton import TritonAttention
 from engine.models.config import ModelConfig
 from engine.models.errors import ModelError
 from engine.models.rope import Rope
+from engine.settings import ATTENTION
 from tests.engine.device import skip_without_flashinfer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -106,7 +107,7 @@ def test_what_cannot_run(hopper: pytest.MonkeyPatch) -> None:
             choose(name, device, model, HALF)
         return str(error.value)
 
-    hopper.setattr(select, "INTERPRETED", False)
+    hopper.setattr(triton, "INTERPRETED", False)
     assert refused("triton", CPU, config()) == (
         "The attention backend triton cannot serve this model here: it needs an NVIDIA GPU. Ask for 'auto' to take one that can."
     )
@@ -122,7 +123,7 @@ def test_what_cannot_run(hopper: pytest.MonkeyPatch) -> None:
 def test_unknown_names() -> None:
     with pytest.raises(ModelError, match="There is no attention backend 'fast'; there are auto, reference, triton, flashinfer"):
         choose("fast", CPU, config(), HALF)
-    assert NAMES == ("auto", "reference", "triton", "flashinfer")
+    assert ATTENTION == ("auto", "reference", "triton", "flashinfer")
 
 
 def test_flashinfer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

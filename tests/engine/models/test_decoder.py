@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model, save_model
-from tests.checkpoints import FAMILIES, TRAINED, VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import FAMILIES, TRAINED, VOCAB_SIZE, every, make_checkpoint
 from tests.engine.models.causal import causal, causal_of, causal_rows
 
 LLAMA3 = {
@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "yarn attention factor": {"rope_parameters": YARN | {"attention_factor": 1.7}},
     "yarn mscale": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
 }
+OTHERS = [family for family in FAMILIES if family not in TRAINED]
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
@@ -61,10 +62,9 @@ def some_tokens(count: int = 150) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        (family, shape)
-        for family in FAMILIES
-        for shape in SHAPES
-        if family in TRAINED or shape in ("default", "tied", "gqa 8", "wide")
+        *((family, shape) for family in TRAINED for shape in SHAPES),
+        *((family, "default") for family in OTHERS),
+        *(pytest.param(family, shape, marks=pytest.mark.slow) for family in OTHERS for shape in ("tied", "gqa 8", "wide")),
     ],
 )
 def test_logits_equal_transformers(tmp_path: Path, family: str, shape: str) -> None:
@@ -82,7 +82,7 @@ def test_biases_equal_transformers(tmp_path: Path, family: str, overrides: dict[
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(FAMILIES))
 def test_half_precision_weights_are_widened(tmp_path: Path, family: str, stored: torch.dtype) -> None:
     directory = make_checkpoint(tmp_path, family, dtype=stored)
     expected = reference_logits(directory, some_tokens())
@@ -100,7 +100,7 @@ def test_half_precision_runs_near_float32(tmp_path: Path, dtype: torch.dtype, to
     torch.testing.assert_close(logits.float(), expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(FAMILIES))
 def test_shards_load_like_one_file(tmp_path: Path, family: str) -> None:
     whole = load_model(make_checkpoint(tmp_path / "whole", family))
     sharded = make_checkpoint(tmp_path / "sharded", family, max_shard_size="60KB")

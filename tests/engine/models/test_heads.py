@@ -20,7 +20,7 @@ from engine.models.errors import ModelError
 from engine.models.loader import fingerprint, load_model
 from engine.models.pooling import load_pooling
 from engine.settings import EngineSettings
-from tests.checkpoints import CLASSIFIERS, FAMILIES, HEADLESS, make_checkpoint, write_pooling
+from tests.checkpoints import CLASSIFIERS, FAMILIES, HEADLESS, every, make_checkpoint, write_pooling
 from tests.engine.models.causal import causal_of
 
 SINGLE = "model.safetensors"
@@ -68,7 +68,7 @@ def own(tmp_path: Path) -> Callable[[Path], Path]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", CLASSIFIERS)
+@pytest.mark.parametrize("family", every(CLASSIFIERS))
 def test_class_logits_equal_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     directory = make_checkpoint(
         tmp_path, family, model_class=CLASSIFIERS[family], num_labels=4, tie_word_embeddings=tied, max_shard_size="60KB"
@@ -81,7 +81,7 @@ def test_class_logits_equal_transformers(tmp_path: Path, family: str, tied: bool
     assert decoder.head is None, "no language-model head is allocated"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(FAMILIES))
 def test_hidden_states_without_a_head_equal_transformers(tmp_path: Path, family: str) -> None:
     directory = write_pooling(make_checkpoint(tmp_path, family, model_class=HEADLESS[family], max_shard_size="60KB"))
     decoder = load_model(directory)

@@ -118,8 +118,8 @@ def _tilt(p: Tensor, *_: Any) -> Tensor:
     return p
 
 
-def _label_logprobs(*given: Any) -> Tensor:
-    return torch.zeros(given[-1].shape)
+def _label_logprobs(hidden: Tensor, head: Tensor, labels: Tensor, cap: float) -> Tensor:  # noqa: ARG001
+    return torch.zeros(labels.shape)
 
 
 def _draw(logits: Tensor, *_: Any) -> Tensor:

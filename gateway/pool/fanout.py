@@ -30,6 +30,9 @@ SUB_BATCHES_PER_REPLICA = 2
 """Sub-batches of one request in flight for each ready replica: one runs and one waits in the engine's queue, so that a large
 request leaves room for others."""
 
+LARGE_TOKENS = 1 << 15
+"""Tokens of a request above which its messages are built and sent one by one, so that the event loop serves others in between."""
+
 MIN_AFFINITY = 16
 """Shortest prefix, in tokens, for which a request prefers a replica; recomputing a shorter one costs almost nothing."""
 
@@ -68,10 +71,14 @@ class FanOut:
         The messages to engines are recorded in ``lease``. A sub-batch whose engines fail is passed to ``fail``. Without ``fail``
         its :class:`GatewayError` is raised, and the sub-batches that are still running are cancelled.
         """
-        gate = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready)))
+        gate, turn = asyncio.Semaphore(SUB_BATCHES_PER_REPLICA * max(1, len(model.ready))), asyncio.Lock()
+        large = sum(map(len, branches)) > LARGE_TOKENS
 
         async def run(part: Part) -> None:
             async with gate:
+                if large:
+                    async with turn:
+                        await asyncio.sleep(0)
                 try:
                     scored = await self._ask(model, prompts, [branches[place] for place in part.places], part, lease)
                 except GatewayError as error:

@@ -206,6 +206,7 @@ def test_a_large_request_within_its_bounds_blocks_nobody(site: Site, name: str) 
 ITEMS_FIRST = {
     "10,000 short items": {"query": [7] * 20, "items": [[place % 300, place // 300] for place in range(10_000)]},
     "1,000 items of 500 ids": {"query": [7] * 20, "items": [[place % 300, place // 300] * 250 for place in range(1000)]},
+    "3,000 items of 300 ids": {"query": [7] * 20, "items": [[place % 300, place // 300] * 150 for place in range(3000)]},
     "5,000 texts": {"query": " red", "items": [f"blue shoes {place}" for place in range(5000)]},
 }
 

@@ -199,12 +199,12 @@ def test_head_is_no_operation_of_its_own(gateway: Program) -> None:
 # --- content codings
 
 
-@pytest.mark.parametrize("chunked", [False, True])
 def gzipped(content: bytes) -> bytes:
     """Without the time, so that all processes of a test run give a test the same name."""
     return gzip.compress(content, mtime=0)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(("coding", "encode"), [("gzip", gzip.compress), ("X-GZIP", gzip.compress), ("deflate", zlib.compress)])
 def test_compressed_bodies_are_read(gateway: Program, coding: str, encode, chunked: bool) -> None:
     large = json.dumps({"query": [1, 2], "items": [[i % 300] for i in range(2000)], "label_token_ids": [1]}).encode()

@@ -206,6 +206,7 @@ async def test_it_ends_with_its_reason(end: str, monkeypatch: pytest.MonkeyPatch
             setattr(leaving, end, True)
         await until(lambda: found.moved("left") > 0)
         assert found.moved("left") + found.moved("computed") == pytest.approx(mine, abs=4)
+        await asyncio.sleep(0.1)  # a message that was sent before arrives
         seen = sum(len(engine.item_scores) for engine in found.engines)
         await asyncio.sleep(0.1)
         assert sum(len(engine.item_scores) for engine in found.engines) == seen

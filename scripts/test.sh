@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests that EXPRESSION (of pytest's -m) selects, with more options of pytest: test.sh EXPRESSION [OPTION ...]. First those that
-# are not marked `alone`, in three processes for two cores, because tests of the gateway wait half of their time; then those marked
+# are not marked `alone`, in two processes for each core, because tests wait half of their time; then those marked
 # `waits`, two at a time; then the others, which measure time or load the machine, one by one. Fails where one of them fails. Reads
 # PYTHON, the interpreter, and PART: `parallel`, `waiting` or `alone` runs only that part.
 set -uo pipefail
@@ -13,7 +13,7 @@ unset PART # which tests of this script would inherit
 case $part in '' | parallel | waiting | alone) ;; *) echo "PART must be parallel, waiting or alone, and is $part." >&2 && exit 2 ;; esac
 status=0
 if [ "${part:-parallel}" = parallel ]; then
-  workers=$((($(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2))
+  workers=$(($(getconf _NPROCESSORS_ONLN) * 2))
   OMP_NUM_THREADS=1 "${PYTHON:?}" -m pytest -q -n "$((workers > 8 ? 8 : workers))" --dist worksteal -m "not alone and $1" "${@:2}" || status=$?
 fi
 if [ "${part:-waiting}" = waiting ] && [[ $1 != "not slow"* ]]; then # they are all slow

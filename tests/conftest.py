@@ -32,6 +32,8 @@ BESIDE_OTHERS = [
 ]
 """Files in those folders whose tests count rather than measure; the few that measure are marked there. A soak measures latency only
 where it is asked to last for minutes."""
+FIRST = Path(__file__).parent / "gateway" / "console"
+"""Folder whose tests take a minute in one browser: if they came last, other processes would have nothing left to do."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 hypothesis.settings.register_profile("quick", max_examples=30)  # for `make test`; the default is 100
@@ -107,7 +109,8 @@ def leaks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no GPU; mark the tests of the folders in ``ALONE``."""
+    """Skip tests marked ``gpu`` where there is no GPU; mark the tests of the folders in ``ALONE``; begin with those in ``FIRST``."""
+    items.sort(key=lambda item: FIRST not in item.path.parents)
     for item in items:
         if item.path not in BESIDE_OTHERS and any(folder in item.path.parents for folder in ALONE):
             item.add_marker("alone")

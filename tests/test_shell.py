@@ -258,7 +258,7 @@ def test_the_tests_that_measure_run_alone_and_after_the_others(machine: Path, en
     assert done.returncode == ended
     first, second = (machine / "log").read_text().splitlines()
     cores = os.sysconf("SC_NPROCESSORS_ONLN")
-    assert f"-n {min(8, (3 * cores + 1) // 2)} " in first
+    assert f"-n {min(8, 2 * cores)} " in first
     assert "--dist worksteal" in first
     assert first.endswith("-m not alone and not slow")
     assert second == "-m pytest -q -m alone and not waits and not slow"

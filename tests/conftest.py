@@ -109,7 +109,7 @@ def leaks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no GPU; mark the tests of the folders in ``ALONE``; begin with those in ``FIRST``."""
+    """Skip tests marked ``gpu`` where there is no GPU; mark the tests in ``ALONE``; begin with those in ``FIRST``."""
     items.sort(key=lambda item: FIRST not in item.path.parents)
     for item in items:
         if item.path not in BESIDE_OTHERS and any(folder in item.path.parents for folder in ALONE):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model, save_model
-from tests.checkpoints import FAMILIES, TRAINED, VOCAB_SIZE, every, make_checkpoint
+from tests.checkpoints import FAMILIES, QUICK, TRAINED, VOCAB_SIZE, every, make_checkpoint
 from tests.engine.models.causal import causal, causal_of, causal_rows
 
 LLAMA3 = {
@@ -63,8 +63,13 @@ def some_tokens(count: int = 150) -> torch.Tensor:
     ("family", "shape"),
     [
         *((family, shape) for family in TRAINED for shape in SHAPES),
-        *((family, "default") for family in OTHERS),
-        *(pytest.param(family, shape, marks=pytest.mark.slow) for family in OTHERS for shape in ("tied", "gqa 8", "wide")),
+        *((family, "default") for family in QUICK if family not in TRAINED),
+        *(
+            pytest.param(family, shape, marks=pytest.mark.slow)
+            for family in OTHERS
+            for shape in ("default", "tied", "gqa 8", "wide")
+            if shape != "default" or family not in QUICK
+        ),
     ],
 )
 def test_logits_equal_transformers(tmp_path: Path, family: str, shape: str) -> None:

@@ -82,7 +82,7 @@ class Batch:
             self.tokens += count
 
     def extend(self, segments: Iterable[ExtendSegment], tokens: int, *, on_lenvm: bool) -> None:
-        """Add segments of one model, which have so many ``tokens`` together."""
+        """Add segments of one model. ``tokens``: the sum of their tokens."""
         self.load += tokens
         if on_lenvm:
             self.lenvm_segments.extend(segments)

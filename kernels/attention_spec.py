@@ -10,7 +10,7 @@ from kernels.soft_cap import NO_CAP
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What differs between attention layers."""
+    """Scale, window and soft cap of an attention layer."""
 
     scale: float | None = None
     """Factor of the products of queries and keys; None for ``1 / sqrt(head_dim)``."""

@@ -44,7 +44,7 @@ class Collector:
     def __init__(self) -> None:
         self.spans: list[Received] = []
         self.headers: list[dict[str, str]] = []
-        """Of each request, with lower-case names."""
+        """Headers of each request, with lower-case names."""
         self.bodies: list[bytes] = []
         self.status = 200
         self.open = threading.Event()

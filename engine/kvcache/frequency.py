@@ -39,7 +39,7 @@ class FrequencySketch:
         return min(a[i], b[j], c[k], d[m])
 
     def age(self, uses: int) -> bool:
-        """Halve all counts, so that old uses fade, if there were so many uses. Return whether they were halved."""
+        """Halve all counts after a number of uses, so that old uses fade. Return whether they were halved."""
         if self._uses < uses:
             return False
         for row in self._rows:

@@ -159,7 +159,7 @@ class DecoderLayer(nn.Module):
         return self._added(self.mlp(x), self.mlp_out_norm), residual
 
     def _added(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """What is added to the residual, of the output of attention or of the MLP."""
+        """Normalise and scale the output of attention or of the MLP, as it is added to the residual."""
         x = x if norm is None else norm(x)
         return x if self.residual_scale == 1.0 else x * self.residual_scale
 

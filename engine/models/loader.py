@@ -72,7 +72,7 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
     decoder.norm.add_offset()
     layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
     kinds = [type(layer.mlp) for layer in layers]
-    passages = {type(layer.mlp): copy.deepcopy(layer) for layer in reversed(layers)}
+    passages = {kind: copy.deepcopy(layers[kinds.index(kind)]) for kind in set(kinds)}
     for layer in layers:
         # Before weights are loaded: unwritten memory is not allocated, and memory freed later would leave holes.
         form.convert(layer)

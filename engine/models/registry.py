@@ -11,7 +11,7 @@ from engine.models.errors import ModelError
 Head = Literal["lm", "classes", "none"]
 """``lm``: logits of the next token; ``classes``: logits of a few classes, or a reward; ``none``: hidden states alone."""
 Norms = Literal["before", "after", "around"]
-"""Place of a layer's norms: before attention and MLP, after them, or both. What is added to the residual has passed the latter."""
+"""Place of a layer's norms: before attention and MLP, after them, or both. Norms after them precede the sum with the residual."""
 ExpertNames = Literal["qwen", "mixtral", "granite"]
 """Names of experts in configurations and checkpoints."""
 Windows = Literal["late", "all", "alternate", "five_of_six"]

@@ -150,7 +150,7 @@ def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreIt
 
 
 def _without_keeping(request: wire.Score | wire.ScoreItems) -> wire.Score | wire.ScoreItems:
-    """Return the message for a replica that is not the one that keeps the items. A query is kept, as where it is sent anew."""
+    """Return a message whose items the replica does not keep in its prefix cache. The prefix of a :class:`wire.Score` is kept."""
     if isinstance(request, wire.Score):
         return request
     caller = msgspec.structs.replace(request.caller, keep_prefix=False)

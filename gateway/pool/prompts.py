@@ -46,5 +46,5 @@ class Part(NamedTuple):
 
 
 def any_readout(info: wire.Info) -> wire.Readout:
-    """Return a readout for requests whose rows nobody needs, because they fill prefix caches."""
+    """Return a readout that the model has, for requests that only fill prefix caches and whose rows are not used."""
     return wire.Labels([0]) if "score" in info.capabilities else wire.Classes()

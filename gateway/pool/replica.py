@@ -29,7 +29,7 @@ AFFINITY_BOUND = 1.25
 """A replica may have this multiple of the mean load plus one request before requests with affinity go elsewhere: consistent
 hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, https://arxiv.org/abs/1608.01350."""
 SLOW_LOAD = 4
-"""A replica that was ejected because it is slow gets a request nevertheless when another one would have so many times its load."""
+"""A replica that was ejected because it is slow still gets a request if the chosen one would have this multiple of its load."""
 
 State = Literal["ready", "half_open", "ejected", "draining", "unusable", "silent", "not_ready"]
 

@@ -80,7 +80,7 @@ def test_groups_and_head_dims(group: int, head_dim: int, device: torch.device) -
 
 @pytest.mark.parametrize("window", [1, 3, 90, 128, 1000])
 def test_windows(window: int, device: torch.device) -> None:
-    """Of queries whose window begins before their segment, in it, and, where a context is read by several programs, behind some."""
+    """Windows that begin before a segment, within it, and behind the part of a context that some of several programs read."""
     shapes = [*MIXED, (1, 2000)]
     q, keys, values = tensors(shapes, device, slots=2500)
     layout = layout_of(shapes, q, keys)

@@ -94,7 +94,7 @@ class Store(NamedTuple):
         return {"AWS_ENDPOINT_URL": self.url, "AWS_ACCESS_KEY_ID": self.key, "AWS_SECRET_ACCESS_KEY": self.secret}
 
     def files(self, prefix: str) -> dict[str, bytes]:
-        """What lies under ``prefix``, by the rest of its key."""
+        """Contents of the objects under ``prefix``, by the rest of their keys."""
         credentials = {"access_key_id": self.key, "secret_access_key": self.secret, "region": "us-east-1"}
         bucket = S3Store("runs", endpoint=self.url, client_options={"allow_http": True}, **credentials)
         keys = [entry["path"] for batch in obstore.list(bucket, prefix) for entry in batch]

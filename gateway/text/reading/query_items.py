@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from gateway.errors import InvalidRequest
 from gateway.schemas.score import ScoreRequest
@@ -13,6 +14,8 @@ from gateway.text.prepared import Refusal
 from gateway.text.prompts import EmptyPromptError, PrefixAndBranches, PromptTooLongError, join_ids, tokenise_pairs
 from gateway.text.reading.endpoint import Model
 from gateway.text.reading.pairs import SEAM_TOKENS
+
+T = TypeVar("T")
 
 
 def check_kinds(query: str | list[int], items: Sequence[str | list[int]]) -> None:
@@ -28,16 +31,7 @@ def check_kinds(query: str | list[int], items: Sequence[str | list[int]]) -> Non
 
 def tokenise_texts(request: ScoreRequest, model: Model, query: str, items: Sequence[str | list[int]]) -> PrefixAndBranches:
     """Tokenise texts. Raises :class:`EmptyPromptError`, and :class:`InvalidRequest` for prompts that are too long."""
-    texts = [item for item in items if isinstance(item, str)]
-    with _too_long(model):
-        return tokenise_pairs(
-            model.texts.tokenizer,
-            query,
-            texts,
-            limit=model.facts.context,
-            bounds=model.bounds,
-            parse_special_tokens=request.parse_special_tokens is not False,
-        )
+    return _tokenised(tokenise_pairs, request, model, query, items)
 
 
 def join_token_ids(model: Model, query: list[int], items: Sequence[str | list[int]]) -> PrefixAndBranches:
@@ -67,16 +61,7 @@ def item_first_prompts(
         if not query and not all(lists):
             raise EmptyPromptError(next(index for index, item in enumerate(lists) if not item))
         return lists, query
-    texts = [item for item in items if isinstance(item, str)]
-    with _too_long(model):
-        return tokenise_items(
-            model.texts.tokenizer,
-            query,
-            texts,
-            limit=model.facts.context,
-            bounds=model.bounds,
-            parse_special_tokens=request.parse_special_tokens is not False,
-        )
+    return _tokenised(tokenise_items, request, model, query, items)
 
 
 def fitting_items(
@@ -102,6 +87,20 @@ def fitting_items(
         else:
             fitting.append(item)
     return fitting, refused
+
+
+def _tokenised(tokenise: Callable[..., T], request: ScoreRequest, model: Model, query: str, items: Sequence[str | list[int]]) -> T:
+    """Tokenise texts within the bounds of the model and of the server."""
+    texts = [item for item in items if isinstance(item, str)]
+    with _too_long(model):
+        return tokenise(
+            model.texts.tokenizer,
+            query,
+            texts,
+            limit=model.facts.context,
+            bounds=model.bounds,
+            parse_special_tokens=request.parse_special_tokens is not False,
+        )
 
 
 @contextmanager

@@ -21,7 +21,8 @@ ASKED = [f"i{place}" for place in range(COUNT // 2)]
 OTHERS = [f"i{place}" for place in range(COUNT // 2, COUNT)]
 QUERIES = ["red shoes", "an oak table for six", "a warm jacket"]
 MOST_MOVED = 0.75
-"""Of 100 items, each of which moves with probability 1/2 when engines are doubled: five standard deviations above the mean."""
+"""Largest part of 100 items that may move when engines are doubled: each moves with probability 1/2, and this is five standard
+deviations more."""
 
 
 class Shop:

@@ -1,4 +1,4 @@
-"""Items of an engine that drains are computed by the others before they are asked for, while nobody else needs the engines."""
+"""Other engines compute the items of a draining engine in advance, while they have no other work."""
 
 from __future__ import annotations
 

@@ -179,6 +179,7 @@ class Asking:
                 self.answered += 1
 
 
+@pytest.mark.slow
 def test_scores_stay_equal_while_engines_restart_one_after_the_other(model: Path, pods: list[Pod], reference: Any) -> None:
     gateway = Program("gateway", *(argument for pod in pods for argument in ("--engine", pod.url))).wait_ready()
 

@@ -207,6 +207,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     assert lines[-1].endswith("\n"), "no part of a line is left"
 
 
+@pytest.mark.slow
 def test_workers_share_a_run(tmp_path: Path) -> None:
     scenario = ("--rate", "20", "--duration", "1", "--set", "workloads[0].items=2", "--objective", "requests >= 10")
     with serving(good) as url:

@@ -40,6 +40,7 @@ def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
 
 
+@pytest.mark.slow
 def test_a_checkout_without_an_engine_is_an_error(tmp_path: Path) -> None:
     process = against.start(tmp_path, tmp_path)
     with pytest.raises(ProcessEnded, match="exit code 1"):

@@ -82,7 +82,7 @@ def test_a_new_run_begins_anew(tmp_path: Path) -> None:
     assert (tmp_path / FILE).read_bytes() == b""
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
 def test_calls_that_are_killed_are_completed_by_later_ones(tmp_path: Path, seed: int) -> None:
     rng, clock = random.Random(seed), Clock()
     todo, needed = parts(tmp_path), {part.name: rng.uniform(20, 2 * part.seconds) for part in parts(tmp_path)}

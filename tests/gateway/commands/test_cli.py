@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
     assert done.stdout.splitlines()[-1].strip() == "imported:"
 
 
+@cache
+def overview() -> str:
+    return run("--help").stdout
+
+
 @pytest.mark.parametrize(
     "command", ["serve", "gateway", "engine", "load", "score", "keys", "rerank", "embed", "batch", "catalogue"]
 )
@@ -46,7 +52,7 @@ def test_every_subcommand_explains_itself(command: str) -> None:
     done = run(command, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout.lower()
-    assert command in run("--help").stdout
+    assert command in overview()
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ WRONG_ANSWERS = {
 }
 
 
+@pytest.mark.slow
 def test_wrong_answers(visit: Open, scripted: ScriptedServer) -> None:
     page = ready(visit(scripted.answer()))
     for name, (answer, words) in WRONG_ANSWERS.items():
@@ -75,6 +76,7 @@ def test_a_flood_of_results_and_tokens_is_bounded(visit: Open, scripted: Scripte
     expect(page.locator(".run .error").first).to_contain_text("more tokens than were asked for")
 
 
+@pytest.mark.slow
 def test_fields_of_wrong_types_are_left_out(visit: Open, scripted: ScriptedServer) -> None:
     rows = [
         {"index": index, "relevance_score": score}
@@ -94,6 +96,7 @@ def test_fields_of_wrong_types_are_left_out(visit: Open, scripted: ScriptedServe
     expect(page.locator("#write-start")).to_be_enabled()
 
 
+@pytest.mark.slow
 def test_wrong_lists_of_models(visit: Open, scripted: ScriptedServer) -> None:
     page = visit(scripted.answer(models={"data": "none"}))
     for models in ([], "text", {"data": [{"id": 5}, None]}):
@@ -198,6 +201,7 @@ def test_leaving_the_page_ends_the_stream(visit: Open, scripted: ScriptedServer)
     assert rerank.left.wait(10)
 
 
+@pytest.mark.slow
 def test_silence_is_noticed(page: Page) -> None:
     read = """async () => {
       const { readEvents } = await import("/console/sse.js");
@@ -207,6 +211,7 @@ def test_silence_is_noticed(page: Page) -> None:
     assert page.evaluate(read) == "The server sent nothing for 0.1 seconds."
 
 
+@pytest.mark.slow
 def test_events_at_every_boundary_of_chunks(page: Page) -> None:
     text = ': comment\r\n\r\ndata: {"text": "é€😀"}\n\ndata:{"n":1}\r\n\r\nevent: x\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
     text += 'data: {"n": 3}\n\n'

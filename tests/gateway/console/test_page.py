@@ -90,6 +90,7 @@ def check_accessibility(page: Page, name: str) -> None:
     assert results.violations_count == 0, f"{name}: {results.generate_report()}"
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_needs_no_sideways_scrolling(filled: Page) -> None:
     for width in (375, 320):
         filled.set_viewport_size({"width": width, "height": 800})
@@ -167,6 +168,7 @@ def test_a_key_of_another_tab_is_not_seen(visit: Open, keyed: str) -> None:
     other.close()
 
 
+@pytest.mark.slow
 def test_themes(visit: Open, server: str) -> None:
     page = visit(server, color_scheme="dark")
     colour = "getComputedStyle(document.body).backgroundColor"

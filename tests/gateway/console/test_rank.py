@@ -57,6 +57,7 @@ def test_the_code_repeats_the_request(page: Page, server: str) -> None:
     assert [line.partition(" ")[2] for line in told.stdout.splitlines()] == [text for text, _ in rows]
 
 
+@pytest.mark.slow
 def test_own_labels(page: Page, server: str) -> None:
     page.check("input[value=labels]")
     page.fill("#rank-labels", " No, Yes")
@@ -73,6 +74,7 @@ def test_own_labels(page: Page, server: str) -> None:
     expect(page.locator("#rank-code code")).to_contain_text("/v1/score")
 
 
+@pytest.mark.slow
 def test_documents_from_files(page: Page, tmp_path: Path) -> None:
     lines, rows = tmp_path / "lines.txt", tmp_path / "rows.jsonl"
     lines.write_text("blue tent\r\n\r\nred shoes\r\n")
@@ -101,6 +103,7 @@ def test_too_much_is_not_sent(page: Page, tmp_path: Path) -> None:
     assert sent == []
 
 
+@pytest.mark.slow
 def test_a_document_that_is_too_long_is_named(page: Page) -> None:
     page.fill("#rank-documents", "red shoes\n" + "red " * 2000)
     page.click("#rank-start")

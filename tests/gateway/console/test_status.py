@@ -62,6 +62,7 @@ def test_limits_of_the_key(visit: Open, keyed: str) -> None:
     expect(page.locator("#status-code code")).to_contain_text("$YARDSTICK_API_KEY")
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_read(visit: Open, scripted: ScriptedServer) -> None:
     page = visit(scripted.answer())
     page.click("#tab-status")

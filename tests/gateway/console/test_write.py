@@ -151,6 +151,7 @@ def test_the_code_repeats_the_request(panel: Page) -> None:
     assert (told.returncode, told.stdout) == (0, written(panel)), told.stderr
 
 
+@pytest.mark.slow
 def test_wrong_numbers_are_not_sent(panel: Page) -> None:
     panel.fill("#write-max", "0")
     panel.click("#write-start")
@@ -158,6 +159,7 @@ def test_wrong_numbers_are_not_sent(panel: Page) -> None:
     expect(panel.locator(".token")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_the_spelling_of_every_token_is_read(page: Page, server: str) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO / "base" / "tokenizer.json"))
     spelled = [tokenizer.id_to_token(id) for id in range(tokenizer.get_vocab_size())]

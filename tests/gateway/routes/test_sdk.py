@@ -20,7 +20,7 @@ SDK_2 = Path(sys.prefix) / "openai-2"
 """Where `make setup` puts version 2 of the OpenAI SDK."""
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("version", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_endpoint_through_the_sdk(client: httpx.Client, engine: FakeEngine, version: int) -> None:
     environment = {**os.environ, **({"PYTHONPATH": str(SDK_2)} if version == 2 else {})}
     command = [sys.executable, "-W", "ignore", str(TOUR), f"{client.base_url}/v1", engine.model]

@@ -297,7 +297,9 @@ def test_deep_nesting_is_refused(server: Server, where: str) -> None:
     assert response.status_code in (200, 400), response.text
 
 
-@pytest.mark.parametrize("model", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(
+    "model", ["hermes", pytest.param("qwen3_coder", marks=pytest.mark.slow), pytest.param("pythonic", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_schema_that_is_none_is_no_fault(server: Server, model: str, strict: bool) -> None:
     odd: list[Any] = [5, "x", None, [], [7], {}, {"a": 5}, True, 10**30]

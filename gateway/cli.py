@@ -173,6 +173,7 @@ def new_key(
     catalogues: Annotated[
         CatalogueAccess | None, typer.Option(help="Whether the key may change catalogues of its group; default: write.")
     ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="The key may load and unload adapters.")] = False,
 ) -> None:
     """Create an API key. The key is printed once, and the file stores only its hash. A gateway that serves with this file accepts
     the key at once."""
@@ -190,6 +191,7 @@ def new_key(
         "priority_min": priority_min,
         "priority_max": priority_max,
         "catalogues": catalogues and catalogues.value,
+        "admin": admin or None,
     }
     new(name, file, **{field: value for field, value in fields.items() if value is not None})
 

@@ -96,8 +96,8 @@ class Adapters:
     def find(self, name: str) -> AdapterModel | None:
         """Return the adapter called ``name``, ``adapter`` or ``base:adapter``; of several versions, the one with most ready
         replicas. Raises :class:`InvalidRequest` if several models have an adapter called ``name``."""
-        base, _, short = name.rpartition(":")
-        if base:
+        base, colon, short = name.rpartition(":")
+        if colon:
             real = self._names.real(base)
             found = [model for model in self._all() if model.adapter.name == short and model.parent.name == real]
         else:

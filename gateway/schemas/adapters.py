@@ -10,7 +10,7 @@ from gateway.adapters.calls import Failure
 from gateway.schemas.parameters import Endpoint, Parameters
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class LoadAdapterRequest(Parameters, kw_only=True):

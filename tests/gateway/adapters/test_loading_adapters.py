@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import threading
@@ -16,10 +17,16 @@ import pytest
 from engine import wire
 from gateway.adapters import restoring
 from gateway.adapters.manager import MOST_OPERATIONS
+from gateway.adapters.shared import RedisLoaded
 from gateway.adapters.store import MOST_KEPT, Full, Loaded, MemoryLoaded
+from gateway.pool.split import cut
+from gateway.redis.connect import open_client
+from gateway.redis.link import Link
+from gateway.settings import Settings
+from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine, Running, adapter, stop
 from tests.gateway.adapters.test_using_adapters import BLUE, GREEN, RED, engine, expected, knows, models, score
-from tests.gateway.conftest import Start, metric
+from tests.gateway.conftest import Start, closed, metric
 from tests.processes import wait_until
 from tests.redis import RedisServer
 
@@ -318,6 +325,34 @@ def test_gateways_share_what_was_loaded(start: Start, redis: RedisServer) -> Non
     finally:
         redis.resume()
         stop([server])
+
+
+@pytest.mark.redis
+async def test_gateways_change_the_store_at_once(redis: RedisServer) -> None:
+    rules = "~ys:* +ping +get +set +eval +evalsha"  # what docs/caching.md asks for in any case
+    with redis.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "gateway", "on", ">one", *rules.split())
+    settings = Settings(engines=("http://127.0.0.1:1",), redis_url=redis.url.replace("127", "gateway:one@127"), redis_seconds=1.0)
+    links = [await closed(Link(open_client(settings), Telemetry(), seconds=1)) for _ in range(2)]
+    stores = [RedisLoaded(link, prefix="ys", most=20) for link in links]
+    adapters = [Loaded("one", f"a{place}", "p", "d") for place in range(20)]
+    try:
+        for few in cut(adapters, 4):
+            await asyncio.gather(*(stores[place % 2].put(loaded) for place, loaded in enumerate(few)))
+        assert await stores[0].all() == {loaded.reference: loaded for loaded in adapters}
+        with pytest.raises(Full):
+            await stores[1].put(Loaded("one", "more", "p", "d"))
+        assert await stores[1].remove(adapters[0].reference)
+        assert not await stores[0].remove(adapters[0].reference)
+        assert len(await stores[0].all()) == 19
+        with redis.client() as admin:
+            admin.set("ys:{adapters}:loaded", b"\xc1 no msgpack")
+        assert await stores[0].all() == {}
+        await stores[0].put(adapters[0])
+        assert await stores[1].all() == {adapters[0].reference: adapters[0]}
+    finally:
+        for link in links:
+            await link.stop()
 
 
 async def test_remembered_adapters_are_bounded() -> None:

@@ -20,7 +20,7 @@ class LoadAdapterRequest(Parameters, kw_only=True):
     lora_name: Name
     """Name of the adapter for clients: 1 to 128 letters, digits, and `._-`."""
     lora_path: Path
-    """Directory below the engines' `--lora-root`, or hub id."""
+    """Directory on the engines' machines, below their `--lora-root`."""
     load_inplace: bool = False
     """Whether to replace an adapter of this name that has other weights; otherwise that is an error."""
     model: Name | None = None

@@ -128,6 +128,20 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Sets of tokens that grammars allowed, one for each token drawn."""
     mask_seconds: float = 0.0
     """Time spent in computing them, of all threads together."""
+    adapters: int = 0
+    """Adapters in host memory that requests may name."""
+    adapter_bytes: int = 0
+    """Host memory of all adapters, of unloaded ones that requests still use as well."""
+    adapter_loads: int = 0
+    """Adapters loaded."""
+    adapter_load_failures: int = 0
+    """Adapters that could not be loaded."""
+    adapter_load_seconds: float = 0.0
+    """Time spent in reading and checking adapters, also of those that could not be loaded."""
+    adapter_swaps: int = 0
+    """Copies of an adapter from host memory to a slot of the device."""
+    adapter_requests: int = 0
+    """Accepted requests that name an adapter."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

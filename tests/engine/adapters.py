@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -49,10 +49,9 @@ def write_adapter(
 
 
 @torch.no_grad()
-def merge(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """Add an adapter that :func:`write_adapter` wrote to the weights of ``model``, in place: W + scale · B · A."""
-    from safetensors.torch import load_file
-
+def merge(model: PreTrainedModel, directory: Path, *, head: bool = True) -> PreTrainedModel:
+    """Add an adapter that :func:`write_adapter` wrote to the weights of ``model``, in place: W + scale · B · A. ``head``: whether
+    the model has a classification head, which is replaced."""
     settings = json.loads((directory / "adapter_config.json").read_text())
     tensors = load_file(directory / "adapter_model.safetensors")
     for name in tensors:
@@ -62,7 +61,7 @@ def merge(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
             alpha = settings.get("alpha_pattern", {}).get(module.rpartition(".")[2], settings["lora_alpha"])
             scale = alpha / (math.sqrt(len(a)) if settings.get("use_rslora") else len(a))
             model.get_submodule(module).weight += scale * (b.double() @ a.double()).float()
-    if "base_model.model.score.weight" in tensors:
+    if head and "base_model.model.score.weight" in tensors:
         model.score.weight.copy_(tensors["base_model.model.score.weight"])
     return model
 

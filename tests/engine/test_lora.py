@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import wire
@@ -15,6 +16,7 @@ from engine.build import build_loop
 from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.settings import EngineSettings
+from kernels.int8 import instructions
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import ATTENTION, merge, some_tokens, write_adapter
 from tests.engine.test_loop import run, tokens_of
@@ -170,3 +172,34 @@ def test_options_that_exclude_adapters_are_named(model: Model) -> None:
         build(model, kv_dtype="fp8")
     with pytest.raises(ModelError, match="NAME=PATH"):
         build(model, lora=["nothing"])
+
+
+def test_a_head_of_an_adapter_classifies(model: Model, tmp_path: Path) -> None:
+    """Beside scores of the base model, over a checkpoint without a head."""
+    targets = dict(rank=4, classes=3, task_type="SEQ_CLS", modules_to_save=["score"])
+    adapters = [write_adapter(tmp_path / f"c{seed}", model.merged[0], seed=seed, **targets) for seed in (7, 8)]
+    loop = build(model, lora=[f"c{index}={path}" for index, path in enumerate(adapters)], max_loras_device=1)
+    prompt = list(range(20, 40))
+    asked = [
+        wire.Score(f"c{index}", prompt[:5], [prompt[5:]], wire.Classes(), adapter=digest)
+        for index, digest in enumerate(digests(loop)[1:])
+    ]
+    replies = {reply.id: reply for reply in run(loop, *asked, wire.Score("b", prompt[:5], [prompt[5:]], wire.Labels(LABELS)))}
+    for index, adapter in enumerate(adapters):
+        merged = merge(AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32).eval(), adapter, head=False)
+        head = load_file(adapter / "adapter_model.safetensors")["base_model.model.score.weight"]
+        with torch.inference_mode():
+            wanted = merged.model(torch.tensor([prompt])).last_hidden_state[0, -1] @ head.T
+        torch.testing.assert_close(torch.tensor(replies[f"c{index}"].rows[0]), wanted, atol=1e-5, rtol=1e-5)
+    (refused,) = run(loop, wire.Score("x", prompt, [[3]], wire.Labels(LABELS), adapter=digests(loop)[1]))
+    assert "cannot score" in refused.message
+
+
+def test_the_int8_base_takes_adapters(model: Model) -> None:
+    if instructions() is None:
+        pytest.skip("the processor has no 8-bit products")
+    loop, prompt = build(model, quantize="int8"), list(range(10, 40))
+    rows = [run(loop, wire.Score("s", prompt, [[3]], wire.Labels(LABELS), adapter=digest))[0].rows for digest in digests(loop)]
+    for row, merged in zip(rows, model.merged, strict=True):
+        wanted = torch.tensor(expected_logprobs(merged, prompt, [[3]]))
+        torch.testing.assert_close(torch.tensor(row), wanted, atol=0.3, rtol=0.0)

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
-pytest.importorskip("engine.serving.adapter_routes")
-
 QUERY, ITEMS, LABELS = "Is it red? ", ["red shoes", "an oak table", "blue"], [5, 6]
 RANK, SCALE = 4, 2.0
 TARGETS = ("q_proj", "v_proj", "down_proj")

@@ -116,6 +116,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Requests refused because the queue was full."""
     refused_wait: int = 0
     """Requests refused because they would have waited too long."""
+    refused_adapter: int = 0
+    """Requests refused because the engine does not have their adapter."""
     displaced: int = 0
     """Waiting requests that lost their place in a full queue to a tenant with fewer requests in it."""
     structured_requests: int = 0
@@ -140,8 +142,6 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Time spent in reading and checking adapters, also of those that could not be loaded."""
     adapter_swaps: int = 0
     """Copies of an adapter from host memory to a slot of the device."""
-    adapter_requests: int = 0
-    """Accepted requests that name an adapter."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

@@ -29,6 +29,7 @@ from engine.lenvm.guided_draws import LenVMRunner
 from engine.lenvm.pairing import check_pairing, gamma_of
 from engine.lenvm.parts import WIDTHS
 from engine.loop import Loop
+from engine.lora.build import adapt_decoder, check_settings, make_registry
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
@@ -37,6 +38,7 @@ from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
 from engine.models.quantization import FORMATS, arithmetic_of, format_of
 from engine.models.source import locate
+from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
 from engine.scheduling.scheduler import Budget, Scheduler
@@ -53,6 +55,7 @@ logger = logging.getLogger(__name__)
 def build_loop(settings: EngineSettings) -> Loop:
     """Load the model and build the loop around it. Raises :class:`ModelError`."""
     settings = located(settings)
+    check_settings(settings)
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
@@ -132,6 +135,7 @@ def assemble(
     compilations = Compilations()
     decoders = [decoder] if paired is None else [decoder, paired.model.decoder]
     kept = [FP8 if settings.kv_dtype == "fp8" and each is decoder else each.embed.weight.dtype for each in decoders]
+    memory = adapt_decoder(decoder, settings)
     slots = settings.max_total_tokens or default_slots(decoders, kept, settings.tensor_parallel)
     attention = make_attention(decoder, slots, settings.attention, settings.kv_dtype)
     description = attention.description
@@ -142,6 +146,7 @@ def assemble(
         settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS),
         settings.max_running_requests,
         settings.reserved_share,
+        settings.max_loras_device if memory is not None else 0,
     )
     lenvm = None
     if paired is not None:
@@ -150,10 +155,12 @@ def assemble(
         compact = not on_gpu and not overlap
         lenvm = LenVMRunner(paired.model, lenvm_attention, paired.gamma, config.eos_token_ids, passes, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm)
+    step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters)
     info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description)
+    registry = make_registry(memory, decoder, settings, info)
 
     def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
         lenvm_pool = None if paired is None else SlotPool(slots)
@@ -167,6 +174,7 @@ def assemble(
             mean_pooling=config.pooling == "mean",
             structured=structured,
             compilations=compilations,
+            adapters=registry,
         )
 
     if _compiles(attention.kv.keys.device):

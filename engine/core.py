@@ -9,6 +9,7 @@ a branch without slots.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from engine.length_guidance import GuidedSection
 if TYPE_CHECKING:
     from engine.item_group import ItemBlock, ItemGroup
     from engine.kvcache.prefix_cache import Node
+    from engine.lora.adapter import LoadedAdapter
     from engine.structured.constraint import Constraint
 
 NOBODY = wire.Caller()
@@ -149,6 +151,8 @@ class Request:
     branches: list[Branch] = field(default_factory=list)
     """Not finished yet, in order."""
     caller: wire.Caller = NOBODY
+    adapter: LoadedAdapter | None = None
+    """The adapter of the main model that it is computed with; None: the base model."""
     size: int = 0
     """Tokens that came with it, each shared one once."""
     priority: int = 0
@@ -206,9 +210,10 @@ class Request:
         return self.prefix.size - self.prefix_slots.size
 
     @property
-    def salt(self) -> str | None:
+    def salt(self) -> Hashable | None:
         """Tree of the prefix cache that the request uses; None: a private tree of which nothing is kept."""
-        return self.caller.cache_salt if self.caller.keep_prefix else None
+        salt = self.caller.cache_salt if self.adapter is None else (self.caller.cache_salt, self.adapter.digest)
+        return salt if self.caller.keep_prefix else None
 
     @property
     def queue_seconds(self) -> float:
@@ -250,7 +255,9 @@ class ScoreRequest(Request):
     """Set on an item that is computed with others."""
 
     @classmethod
-    def of(cls, message: wire.Score, now: float, *, mean_pooling: bool = False) -> ScoreRequest:
+    def of(
+        cls, message: wire.Score, now: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
+    ) -> ScoreRequest:
         """``now``: the monotonic clock, seconds; ``mean_pooling``: whether an embedding is the mean over the whole prompt.
 
         For likelihoods, each branch starts with the last token of the message's prefix, whose row predicts the first target. It
@@ -267,6 +274,7 @@ class ScoreRequest(Request):
             id=message.id,
             prefix=ints(prefix),
             caller=message.caller,
+            adapter=adapter,
             size=len(prefix) + sum(map(len, given)),
             received=now,
             priority=message.priority,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine import wire
 from engine.device.compilations import Compilations
+from engine.lora.registry import AdapterRegistry
 from engine.readouts.base import LenVMCounts
 from engine.runner.runner import Runner
 from engine.scheduling.scheduler import Scheduler
@@ -21,6 +22,8 @@ class Refused:
     """The queue was full."""
     wait: int = 0
     """The expected wait was too long."""
+    adapter: int = 0
+    """The engine does not have the adapter."""
     displaced: int = 0
     """A tenant with fewer requests in a full queue took the place."""
 
@@ -53,6 +56,7 @@ class Counters:
         runner: Runner,
         structured: StructuredRequests | None,
         compilations: Compilations | None,
+        adapters: AdapterRegistry,
     ) -> wire.Stats:
         """Return the counters and gauges of now."""
         return wire.Stats(
@@ -84,6 +88,8 @@ class Counters:
             refused_invalid=self.refused.invalid,
             refused_queue=self.refused.queue,
             refused_wait=self.refused.wait,
+            refused_adapter=self.refused.adapter,
             displaced=self.refused.displaced,
+            **adapters.counts,
             **structured.counts if structured is not None else {},
         )

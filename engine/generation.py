@@ -18,6 +18,7 @@ from engine import wire
 from engine.core import Branch, Request
 from engine.ints import EMPTY, IntBuffer, Ints, ints
 from engine.length_guidance import GuidedSection, closing, effective, section_of, top_k
+from engine.lora.adapter import LoadedAdapter
 from engine.structured.bits import Bits, bits_of, words_of
 
 
@@ -54,7 +55,7 @@ class GenerateRequest(Request):
     """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
 
     @classmethod
-    def of(cls, message: wire.Generate, now: float) -> GenerateRequest:
+    def of(cls, message: wire.Generate, now: float, adapter: LoadedAdapter | None = None) -> GenerateRequest:
         """A prompt whose own log-probabilities are asked for is computed by its first branch, the others share a prefix."""
         prompt = ints(message.prompt)
         whole = message.prompt_logprobs is not None
@@ -63,6 +64,7 @@ class GenerateRequest(Request):
             id=message.id,
             prefix=prefix,
             caller=message.caller,
+            adapter=adapter,
             size=len(prefix) + message.sampling.n * len(start),
             received=now,
             priority=message.priority,

@@ -20,6 +20,7 @@ from engine.ints import EMPTY, IntBuffer, Ints, ints
 
 if TYPE_CHECKING:
     from engine.kvcache.prefix_cache import Node
+    from engine.lora.adapter import LoadedAdapter
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -47,7 +48,9 @@ class ItemGroup(Request):
     """Requests of waiting items: of the first one, and of items that were preempted."""
 
     @classmethod
-    def of(cls, message: wire.ScoreItems, now: float, *, mean_pooling: bool = False) -> ItemGroup:
+    def of(
+        cls, message: wire.ScoreItems, now: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
+    ) -> ItemGroup:
         """``now`` and ``mean_pooling``: see :meth:`ScoreRequest.of`. The message has been checked."""
         items, query, readout = items_of(message), ints(message.query), message.readout
         prefixes = items
@@ -59,6 +62,7 @@ class ItemGroup(Request):
             id=message.id,
             prefix=EMPTY,
             caller=message.caller,
+            adapter=adapter,
             size=sum(map(len, items)) + len(items) * len(query),
             received=now,
             priority=message.priority,
@@ -152,6 +156,7 @@ class ItemGroup(Request):
             id=self.id,
             prefix=self.prefixes[index],
             caller=self.caller,
+            adapter=self.adapter,
             size=item.size + self.query.size,
             received=self.received,
             priority=self.priority,

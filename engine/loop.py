@@ -27,6 +27,8 @@ from engine.device.compilations import Compilations
 from engine.generation import GenerateRequest
 from engine.item_group import ItemGroup
 from engine.item_results import ItemResults
+from engine.lora.adapter import LoadedAdapter
+from engine.lora.registry import AdapterRegistry
 from engine.readouts.base import StepResult
 from engine.refusals import Message, Refusals, overloaded
 from engine.request_log import Ending, RequestLog
@@ -57,6 +59,7 @@ class Loop:
         mean_pooling: bool = False,
         structured: StructuredRequests | None = None,
         compilations: Compilations | None = None,
+        adapters: AdapterRegistry | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``mean_pooling``: see :meth:`ScoreRequest.of`. ``structured``: None where the engine follows no grammars. Steps that
@@ -64,6 +67,7 @@ class Loop:
         self._runner = runner
         self._scheduler = scheduler
         self.info = info
+        self.adapters = adapters or AdapterRegistry()
         self._max_waiting = max_waiting
         self._max_wait_seconds = max_wait_seconds
         self._overlap = overlap
@@ -88,15 +92,16 @@ class Loop:
         if isinstance(message, wire.Abort):
             self._abort(message.id)
             return
-        failure = self._refusal(message)
+        adapter = self.adapters.get(message.adapter)
+        failure = self._refusal(message, adapter)
         if failure is not None:
             self._ended.append(failure)
         elif isinstance(message, wire.Score | wire.ScoreItems):
-            self._submit_score(message)
+            self._submit_score(message, adapter)
         elif self._structured is not None and message.grammar:
-            self._structured.begin(GenerateRequest.of(message, self._clock()))
+            self._structured.begin(GenerateRequest.of(message, self._clock(), adapter))
         else:
-            self._scheduler.add(GenerateRequest.of(message, self._clock()))
+            self._scheduler.add(GenerateRequest.of(message, self._clock(), adapter))
 
     def refuse(self, request_id: str, problem: str) -> None:
         """Refuse a message that could not be decoded; the next :meth:`step` replies."""
@@ -158,21 +163,24 @@ class Loop:
     @property
     def stats(self) -> wire.Stats:
         """A snapshot."""
-        return self._counters.snapshot(self.info, self._scheduler, self._runner, self._structured, self._compilations)
+        parts = self._scheduler, self._runner, self._structured, self._compilations, self.adapters
+        return self._counters.snapshot(self.info, *parts)
 
-    def _submit_score(self, message: wire.Score | wire.ScoreItems) -> None:
+    def _submit_score(self, message: wire.Score | wire.ScoreItems, adapter: LoadedAdapter | None) -> None:
         if not (message.branches if isinstance(message, wire.Score) else message.lengths):
             self._ended.append(wire.Scored(message.id, [], 0, 0))
         elif isinstance(message, wire.ScoreItems):
-            self._scheduler.add(ItemGroup.of(message, self._clock(), mean_pooling=self._mean_pooling))
+            self._scheduler.add(ItemGroup.of(message, self._clock(), adapter, mean_pooling=self._mean_pooling))
         else:
-            self._scheduler.add(ScoreRequest.of(message, self._clock(), mean_pooling=self._mean_pooling))
+            self._scheduler.add(ScoreRequest.of(message, self._clock(), adapter, mean_pooling=self._mean_pooling))
 
-    def _refusal(self, message: Message) -> wire.Failed | None:
+    def _refusal(self, message: Message, adapter: LoadedAdapter | None) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
         if self._request(message.id) is not None:
             return self._refusals.invalid(message.id, "A request of this id is still running; ids must be unique.", message.caller)
-        problem = check(message, self.info)
+        if message.adapter and adapter is None:
+            return self._refusals.unknown_adapter(message)
+        problem = check(message, self.info if adapter is None else adapter.info)
         if problem is not None:
             return self._refusals.invalid(message.id, problem, message.caller)
         wait = self._scheduler.wait_seconds(message.priority, message.caller.tenant)

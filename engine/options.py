@@ -35,6 +35,8 @@ class Option(NamedTuple):
     choices: tuple[str, ...]
     unset: str | None
     """The default in words, where it is no constant."""
+    repeated: bool
+    """Whether it may be given several times; the values are a list."""
     bounds: dict[str, float]
     """By the names of :class:`msgspec.Meta`: ge, gt, le, lt."""
     description: str
@@ -52,6 +54,8 @@ class Option(NamedTuple):
             return "required"
         if self.unset is not None:
             return self.unset
+        if self.repeated:
+            return "none"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
@@ -76,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         for option in options_of(settings):
             group.add_argument(
                 option.flag,
+                action="append" if option.repeated else "store",
                 type=_reader(option),
                 choices=option.choices or None,
                 required=option.required and option.unset is None,
@@ -117,6 +122,7 @@ def _option(field: msgspec.structs.FieldInfo, hint: Any, description: str) -> Op
     return Option(
         name=field.name,
         kind=kind,
+        repeated=get_origin(_plain(hint)) is list,
         required=field.required and extra.get("unset") is None,
         default=None if field.default is NODEFAULT else field.default,
         choices=tuple(extra.get("choices", ())),
@@ -131,9 +137,16 @@ def _unpack(hint: Any) -> tuple[type, list[Meta]]:
     if get_origin(hint) is Annotated:
         kind, metas = _unpack(get_args(hint)[0])
         return kind, metas + [meta for meta in hint.__metadata__ if isinstance(meta, Meta)]
+    if get_origin(hint) is list:
+        return _unpack(get_args(hint)[0])
     if get_origin(hint) in (types.UnionType, Union):
         return _unpack(next(part for part in get_args(hint) if part is not type(None)))
     return hint, []
+
+
+def _plain(hint: Any) -> Any:
+    """The type of an annotation without metadata."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def _reader(option: Option) -> Callable[[str], Any]:

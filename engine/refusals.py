@@ -29,6 +29,13 @@ class Refusals:
         self._log.write("refused", told, request_id[:MAX_CALLER_CHARACTERS], code="invalid")
         return wire.Failed(request_id, "invalid", problem)
 
+    def unknown_adapter(self, message: Message) -> wire.Failed:
+        """Refuse a message whose adapter the engine does not have, or has no more."""
+        self._counts.adapter += 1
+        self._log.write("refused", message.caller, message.id, code="unknown_adapter")
+        problem = "This engine has no adapter of this digest; load it, or name one that GET /adapters lists."
+        return wire.Failed(message.id, "unknown_adapter", problem, retryable=True)
+
     def overloaded(self, message: Message, reason: Literal["wait", "queue_full"], wait: float) -> wire.Failed:
         """Refuse a message that would have to wait for ``wait`` seconds, too long, or for which the queue has no place."""
         if reason == "wait":

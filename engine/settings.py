@@ -115,6 +115,27 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Processes that share the model, each with a part of every layer and of the keys and values. Must divide the numbers of
     heads, key-value heads and feed-forward columns.
     """
+    lora: list[str] = []
+    """A LoRA adapter in PEFT's format to load at the start, as ``NAME=PATH``; may be given several times. PATH is a directory or a
+    hub id. See [lora.md](lora.md).
+    """
+    lora_directory: Annotated[str | None, unset("none")] = None
+    """A watched directory: each directory in it is a LoRA adapter of that name, loaded, replaced and unloaded as it changes."""
+    lora_root: Annotated[str | None, unset("nothing is loaded through HTTP")] = None
+    """The directory below which ``POST /adapters/load`` may load LoRA adapters."""
+    max_loras: Annotated[int, Meta(ge=1, le=4096)] = 64
+    """LoRA adapters in host memory."""
+    max_loras_device: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """LoRA adapters in the device's memory, and in one step. Each place is as large as an adapter of ``--max-lora-rank`` on all
+    projections; the log says how many bytes that is.
+    """
+    max_lora_rank: Annotated[int, Meta(ge=1, le=128)] = 64
+    """Largest rank of a LoRA adapter."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the engine takes LoRA adapters."""
+        return bool(self.lora or self.lora_directory or self.lora_root)
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -12,6 +12,9 @@ from pathlib import Path
 from litestar import Litestar, Router
 from litestar.exceptions import HTTPException
 
+from gateway.adapters.manager import AdapterManager
+from gateway.adapters.restoring import Restorer
+from gateway.adapters.store import MemoryLoaded
 from gateway.application import Gateway, answer_error, answer_fault, answer_refusal
 from gateway.auth import RequireKey
 from gateway.cache.base import ResultCache
@@ -46,6 +49,7 @@ from gateway.pool.replica import Replica
 from gateway.redis.share import Share
 from gateway.responses.kept import Kept
 from gateway.responses.store import MemoryStore
+from gateway.routes.adapters import adapter_routes
 from gateway.routes.catalogue_prompts import CataloguePrompts
 from gateway.routes.catalogue_scan import Scanner
 from gateway.routes.catalogue_warm import warm_route
@@ -133,6 +137,8 @@ def create_app(
     catalogues = Catalogues(stored, telemetry)
     prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
     scanner = Scanner(prompts, scoring)
+    adapters = AdapterManager(pool, share.adapters if share else MemoryLoaded(), telemetry)
+    restorer = Restorer(pool, adapters, telemetry, interval=settings.probe_seconds)
     kept = Kept(responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
     keys = _key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
     origins = Origins(settings.cors_origins)
@@ -145,6 +151,7 @@ def create_app(
         watchdog.start(after=START_SECONDS)
         workers.start()
         pool.start()
+        restorer.start()
         if exporter:
             exporter.start()
         if keys:
@@ -156,6 +163,7 @@ def create_app(
         finally:
             if keys:
                 keys.stop()
+            await restorer.stop()
             await pool.stop()
             await handover.stop()
             await workers.stop()
@@ -181,6 +189,7 @@ def create_app(
             length_route(pool, reader, scoring),
             *model_routes(pool),
             *tokenize_routes(pool, reader, quotas, workers),
+            *adapter_routes(pool, adapters, quotas),
         ],
         middleware=[*([RequireKey(keys)] if keys else []), Admission(settings, telemetry)],
         security=KEY if keys else NO_KEY,

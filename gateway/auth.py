@@ -4,7 +4,7 @@ The file is JSON; every field but ``name`` and ``sha256`` is optional::
 
     {"keys": [{"name": "ci", "sha256": "<hexadecimal SHA-256 of the key>", "models": ["ranker"], "requests_per_minute": 600,
                "tokens_per_minute": 1000000, "items_per_minute": 20000, "concurrency": 8, "expires": "2027-01-31T00:00:00Z",
-               "group": "search", "weight": 2.0, "priority_min": -10, "priority_max": 10, "catalogues": "read"}]}
+               "group": "search", "weight": 2.0, "priority_min": -10, "priority_max": 10, "catalogues": "read", "admin": false}]}
 
 Keys are random and long, so a plain hash is sufficient; ``printf %s "$KEY" | sha256sum`` computes one. A key is looked up by its
 digest, so the time of a lookup depends only on the digest of the sent key and reveals nothing about the keys in the file.
@@ -72,6 +72,8 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     priority_min: Priority = PRIORITY_RANGE[0]
     """Lowest ``priority`` that a request may use; requests with lower numbers run earlier."""
     priority_max: Priority = PRIORITY_RANGE[1]
+    admin: bool = False
+    """Whether the key may load and unload adapters."""
     catalogues: Literal["write", "read"] = "write"
     """Whether the key may change the catalogues of its trust group, or only score their items."""
 

@@ -99,6 +99,9 @@ def serve(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="How the model marks its thinking, such as think; by default, as in its chat template.")
     ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="A LoRA adapter, from a directory or hub id; repeat for several.")
+    ] = None,
 ) -> None:
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
     options override them."""
@@ -106,7 +109,7 @@ def serve(
 
     formats = (dtype.value if dtype else None, quantize.value if quantize else None, kv_dtype.value if kv_dtype else None)
     read = (preset, tool_parser, reasoning_parser)
-    serve(ServeOptions(model, lenvm_model, lenvm_gamma, host, port, *formats, max_total_tokens, api_keys_file, *read))
+    serve(ServeOptions(model, lenvm_model, lenvm_gamma, host, port, *formats, max_total_tokens, api_keys_file, *read, lora or ()))
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
@@ -173,6 +176,7 @@ def new_key(
     catalogues: Annotated[
         CatalogueAccess | None, typer.Option(help="Whether the key may change catalogues of its group; default: write.")
     ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="The key may load and unload adapters.")] = False,
 ) -> None:
     """Create an API key. The key is printed once, and the file stores only its hash. A gateway that serves with this file accepts
     the key at once."""
@@ -190,6 +194,7 @@ def new_key(
         "priority_min": priority_min,
         "priority_max": priority_max,
         "catalogues": catalogues and catalogues.value,
+        "admin": admin or None,
     }
     new(name, file, **{field: value for field, value in fields.items() if value is not None})
 

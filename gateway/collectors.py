@@ -30,6 +30,8 @@ class ModelSample(NamedTuple):
     """Replicas that take requests."""
     waiting: int
     """Requests that wait for one."""
+    adapters: int = 0
+    """Adapters that some replica has."""
 
 
 class KeySample(NamedTuple):
@@ -104,10 +106,12 @@ class ReplicasCollector(Collector):
         waiting = GaugeMetricFamily(
             "yardstick_model_requests_waiting", "Requests that wait for an engine of a model to be ready.", labels=["model"]
         )
+        adapters = GaugeMetricFamily("yardstick_adapters", "Adapters of a model that an engine has.", labels=["model"])
         for known in self._models():
             by_model.add_metric([known.name], known.ready)
             waiting.add_metric([known.name], known.waiting)
-        yield from (by_model, waiting)
+            adapters.add_metric([known.name], known.adapters)
+        yield from (by_model, waiting, adapters)
         states = GaugeMetricFamily("yardstick_engines", "Engines by state.", labels=["model", "state"])
         for (model, state), count in Tally((sample.model, sample.state) for sample in samples).items():
             states.add_metric([model, state], count)

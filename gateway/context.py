@@ -38,6 +38,8 @@ class Account:
     """Costs of a request, for the access log. Routes fill in the fields as they become known."""
 
     model: str | None = None
+    adapter: str | None = None
+    """Adapter of the model, as engines call it; None without one."""
     items: int = 0
     cache_hits: int = 0
     prompt_tokens: int = 0
@@ -159,6 +161,8 @@ async def answer_request(
         route = scope.get("path_template", "none")
         exemplar = None if trace is None else trace.exemplar
         model, first_byte = context.account.model, context.first_byte or now
+        if context.account.adapter is not None:
+            telemetry.adapter_answered(model or "", context.account.adapter)
         telemetry.answered(route, model, context.status, first_byte - context.began, now - context.began, exemplar)
         if context.broke:
             telemetry.broke(model, context.error or context.outcome)

@@ -11,6 +11,7 @@
     │   └── NotPermitted        403  the key may not do this
     ├── NotFound                404  no such path
     │   ├── ModelNotFound       404  no engine serves this model
+    │   │   └── AdapterNotFound 404  no engine has this adapter
     │   ├── ResponseNotFound    404  no such stored response, or another key's
     │   ├── CatalogueNotFound   404  no such catalogue, or another trust group's
     │   └── ItemNotFound        404  items that a catalogue does not have
@@ -141,6 +142,10 @@ class NotFound(GatewayError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class AdapterNotFound(ModelNotFound):
+    pass
 
 
 class ResponseNotFound(NotFound):
@@ -294,6 +299,7 @@ class EngineSilent(DeadlineExceeded):
 _ERROR_OF_CODE: dict[wire.ErrorCode, type[GatewayError]] = {
     "invalid": InvalidRequest,
     "unauthorized": InternalError,
+    "unknown_adapter": AdapterNotFound,
     "overloaded": Overloaded,
     "not_ready": NotReady,
     "deadline": DeadlineExceeded,
@@ -306,6 +312,9 @@ _ERROR_OF_CODE: dict[wire.ErrorCode, type[GatewayError]] = {
 def from_engine(failed: wire.Failed) -> GatewayError:
     """Convert an engine's failure for the client. ``aborted`` is an engine fault here: a client that left reads no response."""
     error = _ERROR_OF_CODE[failed.code]
+    if error is AdapterNotFound:
+        message = "The adapter was unloaded; GET /v1/models lists what is served."
+        return AdapterNotFound(message, param="model", retryable=True)
     waits = error in (Overloaded, NotReady)
     return error(failed.message, retry_after=failed.retry_after or 1.0 if waits else None, retryable=failed.retryable)
 

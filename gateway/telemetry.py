@@ -34,6 +34,10 @@ LOOKUP_SECONDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 
 _END = b"# EOF\n"
 """Last line of a document in OpenMetrics."""
+MOST_ADAPTER_LABELS = 256
+"""Most adapters with a series of their own."""
+OTHER_ADAPTERS = ":other"
+"""Stands for all others; no adapter can have this name."""
 SUB_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
@@ -80,6 +84,11 @@ class Telemetry:
             "tool_calls", "Tool calls in answers, by format, and whether they could be read.", "format", "result"
         )
         self._lenvm_values = self._counter("lenvm_values", "Texts that the length model evaluated for /v1/length.", "model")
+        self._adapter_requests = self._counter("adapter_requests", "Requests answered with an adapter.", "model", "adapter")
+        self._adapter_labels: set[tuple[str, str]] = set()
+        self._adapter_operations = self._counter(
+            "adapter_operations", "Loads, restorations and unloads of adapters on engines, by result.", "operation", "result"
+        )
         self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "code")
         self._lookups = self._counter("cache_lookups", "Results looked up in the cache.", "result")
         self._hits, self._misses = self._lookups.labels("hit"), self._lookups.labels("miss")
@@ -264,6 +273,21 @@ class Telemetry:
         """Count an answered length request."""
         self._lenvm_values.labels(account.model).inc(account.items)
         self._count(account)
+
+    def adapter_answered(self, model: str, adapter: str) -> None:
+        """Count a finished request for ``adapter``, a name from an engine's list. Beyond :data:`MOST_ADAPTER_LABELS`, new names are
+        counted together, because operators may load any number one after another."""
+        labels = (model, adapter)
+        if labels not in self._adapter_labels and len(self._adapter_labels) >= MOST_ADAPTER_LABELS:
+            labels = (model, OTHER_ADAPTERS)
+        self._adapter_labels.add(labels)
+        self._adapter_requests.labels(*labels).inc()
+
+    def adapter_operated(self, operation: str, done: int, failed: int) -> None:
+        """Count the engines on which an adapter was loaded (``load``), loaded again (``restore``) or unloaded (``unload``)."""
+        for result, count in (("done", done), ("failed", failed)):
+            if count:
+                self._adapter_operations.labels(operation, result).inc(count)
 
     def engine_failed(self, code: str) -> None:
         """Count a call that an engine refused, or during which it was lost."""

@@ -102,6 +102,10 @@ class Faults:
     """Messages of a generation after which it pauses once, for ``pause``."""
     pause: float = 0.0
     """Seconds."""
+    adapter_delay: float = 0.0
+    """Seconds before the answer to a load or an unload of an adapter."""
+    adapter_fail: wire.Failed | None = None
+    """The answer to every load and unload."""
 
 
 @dataclass
@@ -151,6 +155,15 @@ class FakeEngine:
     """None: nothing is ever cached."""
     queue_seconds: float = 0.0
     """Time in the queue that every answer reports."""
+    adapters: dict[str, wire.Adapter] = field(default_factory=dict)
+    """By name."""
+    loadable: dict[str, wire.Adapter] = field(default_factory=dict)
+    """Adapters that can be loaded, by path; their names are those of the requests."""
+    max_adapters: int = 8
+    """0: it takes none."""
+    loads: list[wire.LoadAdapter] = field(default_factory=list)
+    unloads: list[wire.UnloadAdapter] = field(default_factory=list)
+    asked_for_adapters: int = 0
 
     @property
     def vocab_size(self) -> int:
@@ -209,6 +222,14 @@ class _Call:
                 tokenizer.to_str().encode(), self.engine.template, {"eos_token": EOS}, self.engine.preset, self.engine.architecture
             )
             await self._reply(200, wire.encode(files))
+        elif path == "/adapters":
+            self.engine.asked_for_adapters += 1
+            known = wire.Adapters(list(self.engine.adapters.values()), self.engine.max_adapters, 64)
+            await self._reply(200, wire.encode(known))
+        elif path == "/adapters/load":
+            await self._load(msgspec.msgpack.decode(await self._body(), type=wire.LoadAdapter))
+        elif path == "/adapters/unload":
+            await self._unload(msgspec.msgpack.decode(await self._body(), type=wire.UnloadAdapter))
         elif path == "/score":
             request = msgspec.msgpack.decode(await self._body(), type=wire.Score | wire.ScoreItems)
             items = [request.prefix] if isinstance(request, wire.Score) else items_of(request)
@@ -259,9 +280,38 @@ class _Call:
     async def _refuse(self, failed: wire.Failed) -> None:
         await self._reply(wire.STATUS_OF_CODE[failed.code], wire.encode(failed))
 
+    async def _load(self, load: wire.LoadAdapter) -> None:
+        engine = self.engine
+        engine.loads.append(load)
+        await asyncio.sleep(engine.faults.adapter_delay)
+        found, has = engine.loadable.get(load.path), engine.adapters.get(load.name)
+        if engine.faults.adapter_fail is not None:
+            await self._refuse(engine.faults.adapter_fail)
+        elif found is None:
+            await self._refuse(wire.Failed("", "invalid", "There is no adapter of that path below the root."))
+        elif has is not None and has.digest != found.digest and not load.replace:
+            await self._refuse(wire.Failed("", "invalid", f"Another adapter is called {load.name!r}; replace it."))
+        else:
+            engine.adapters[load.name] = msgspec.structs.replace(found, name=load.name)
+            await self._reply(200, wire.encode(engine.adapters[load.name]))
+
+    async def _unload(self, unload: wire.UnloadAdapter) -> None:
+        engine = self.engine
+        engine.unloads.append(unload)
+        await asyncio.sleep(engine.faults.adapter_delay)
+        if engine.faults.adapter_fail is not None:
+            await self._refuse(engine.faults.adapter_fail)
+        elif engine.adapters.pop(unload.name, None) is None:
+            await self._refuse(wire.Failed("", "unknown_adapter", f"There is no adapter {unload.name!r}."))
+        else:
+            await self.send({"type": "http.response.start", "status": 204, "headers": []})
+            await self.send({"type": "http.response.body", "body": b""})
+
     async def _score(self, request: wire.Score, prefixes: list[list[int]]) -> None:
         if await self._behaves(request):
-            rows = [_row(self.engine, request.prefix, branch, request.readout) for branch in request.branches]
+            before = seasoned(request.prefix, request.adapter)
+            classes = next((len(each.classes) for each in self.engine.adapters.values() if each.digest == request.adapter), 0)
+            rows = [_row(self.engine, before, branch, request.readout, classes) for branch in request.branches]
             cached = [await self._cached(request.caller, prefix) for prefix in prefixes]
             whole = sum(found == len(prefix) for found, prefix in zip(cached, prefixes, strict=True))
             scored = wire.Scored(request.id, rows, sum(cached), _tokens(request), self.engine.queue_seconds, whole)
@@ -282,7 +332,7 @@ class _Call:
         while faults.hold:  # noqa: ASYNC110  a flag that tests set from another thread
             await asyncio.sleep(0.01)
         longest = len(request.prefix) + max(map(len, request.branches))
-        if failed := faults.fail or _refusal(engine, request.id, longest, len(request.branches)):
+        if failed := faults.fail or _unknown(engine, request) or _refusal(engine, request.id, longest, len(request.branches)):
             await self._refuse(failed)
         elif any(faults.poison in branch for branch in request.branches):
             await self._refuse(wire.Failed(request.id, "out_of_memory", "The engine ran out of memory in this step."))
@@ -298,7 +348,8 @@ class _Call:
 
     async def _generate(self, request: wire.Generate) -> None:
         engine, faults = self.engine, self.engine.faults
-        if failed := faults.fail or _refusal(engine, request.id, len(request.prompt) + request.sampling.max_tokens, 1):
+        length = len(request.prompt) + request.sampling.max_tokens
+        if failed := faults.fail or _unknown(engine, request) or _refusal(engine, request.id, length, 1):
             await asyncio.sleep(faults.delay)
             await self._refuse(failed)
             return
@@ -333,7 +384,24 @@ def items_of(message: wire.ScoreItems) -> list[list[int]]:
 def joined(message: wire.ScoreItems) -> wire.Score:
     """A message with the same prompts, whole."""
     branches = [item + message.query for item in items_of(message)]
-    return wire.Score(message.id, [], branches, message.readout, message.priority, message.deadline, message.caller)
+    readout, adapter = message.readout, message.adapter
+    return wire.Score(message.id, [], branches, readout, message.priority, message.deadline, message.caller, adapter)
+
+
+def seasoned(tokens: list[int], adapter: str) -> list[int]:
+    """A prompt whose answers differ from those of ``tokens`` without the adapter."""
+    return [int(adapter[:6], 16), *tokens] if adapter else tokens
+
+
+def adapter(digest: str, name: str = "", capabilities: tuple[str, ...] = ("score", "generate"), **fields: Any) -> wire.Adapter:
+    """An adapter, of a digest that begins with ``digest``."""
+    return wire.Adapter(name, digest.ljust(32, "0"), 8, 1000, list(capabilities), **fields)
+
+
+def _unknown(engine: FakeEngine, request: wire.Score | wire.Generate) -> wire.Failed | None:
+    if request.adapter and all(known.digest != request.adapter for known in engine.adapters.values()):
+        return wire.Failed(request.id, "unknown_adapter", "There is no adapter of this digest.", retryable=True)
+    return None
 
 
 def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Failed | None:
@@ -343,8 +411,8 @@ def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Fa
     return None
 
 
-def _row(engine: FakeEngine, prefix: list[int], branch: list[int], readout: wire.Readout) -> list[float]:
-    """The row of one prompt."""
+def _row(engine: FakeEngine, prefix: list[int], branch: list[int], readout: wire.Readout, classes: int = 0) -> list[float]:
+    """The row of one prompt. ``classes``: of the adapter's head."""
     prompt = prefix + branch
     if isinstance(readout, wire.Likelihood):
         rows = [logprobs_after(prompt[:end], engine.vocab_size) for end in range(len(prefix), len(prompt))]
@@ -356,7 +424,7 @@ def _row(engine: FakeEngine, prefix: list[int], branch: list[int], readout: wire
     if isinstance(readout, wire.Labels):
         return [logprobs[label] + (RAW_OFFSET if readout.raw else 0) for label in readout.tokens]
     if isinstance(readout, wire.Classes):
-        return logprobs[: len(engine.classes)]
+        return logprobs[: classes or len(engine.classes)]
     numbers = logprobs[: readout.dimensions or engine.embedding_size]
     norm = math.sqrt(sum(number * number for number in numbers)) if readout.normalize else 1.0
     return [number / norm for number in numbers]
@@ -414,7 +482,7 @@ def _next(engine: FakeEngine, request: wire.Generate, index: int, tokens: list[i
         judged = guided(engine, request.length_guidance, request.prompt + tokens)
         drawn = {id: logprob - math.log(-math.log(noise.random())) for id, (logprob, _) in judged.items()}
         return max(drawn, key=drawn.__getitem__)
-    row = logprobs_after(request.prompt + tokens, library().get_vocab_size())
+    row = logprobs_after(seasoned(request.prompt, request.adapter) + tokens, library().get_vocab_size())
     for id, bias in sampling.logit_bias.items():
         row[id] += bias
     drawn = dict(enumerate(value - sampling.temperature * math.log(-math.log(noise.random())) for value in row))

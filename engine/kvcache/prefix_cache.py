@@ -13,7 +13,7 @@ each slot and each running request.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class Root(Node):
 
     __slots__ = ("salt",)
 
-    def __init__(self, salt: str | None) -> None:
+    def __init__(self, salt: Hashable | None) -> None:
         """``salt`` None: the tree of one request, of which nothing is kept."""
         super().__init__(EMPTY, EMPTY, None, shared=salt is not None)
         self.salt = salt
@@ -84,7 +84,7 @@ class PrefixCache:
         self._evictor = Evictor(pool.size, reserved)
         self.root = Root("")
         """Tree of requests without a salt. It always exists, and references on its root are not counted."""
-        self._roots = {"": self.root}
+        self._roots: dict[Hashable, Root] = {"": self.root}
         self._private: set[Root] = set()
         self._count = 0
         self.evictable = 0
@@ -96,7 +96,7 @@ class PrefixCache:
         self.evicted_item_tokens = 0
         self.pins = Pins(self)
 
-    def enter(self, salt: str | None) -> Root:
+    def enter(self, salt: Hashable | None) -> Root:
         """Root of the tree of ``salt``, with a new reference. None: a private tree whose slots :meth:`release` frees at once."""
         if salt == "":
             return self.root
@@ -110,7 +110,7 @@ class PrefixCache:
         root.references += 1
         return root
 
-    def matched_length(self, salt: str | None, tokens: Ints) -> int:
+    def matched_length(self, salt: Hashable | None, tokens: Ints) -> int:
         """Number of leading ``tokens`` that the tree of ``salt`` has. Changes nothing."""
         node: Node | None = None if salt is None else self._roots.get(salt)
         matched = 0
@@ -122,7 +122,7 @@ class PrefixCache:
                 node = node if length == len(node.tokens) else None
         return matched
 
-    def find(self, salt: str | None, tokens: Ints) -> tuple[Node, list[Ints]] | None:
+    def find(self, salt: Hashable | None, tokens: Ints) -> tuple[Node, list[Ints]] | None:
         """Return the node with which ``tokens``, at least one, end in the tree of ``salt``, and the slots of its path. None where
         no node ends there. Changes nothing."""
         node: Node | None = None if salt is None else self._roots.get(salt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.models.errors import ModelError
@@ -29,11 +30,11 @@ FILES = [
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
-def locate(model: str | Path, revision: str | None = None) -> Path:
+def locate(model: str | Path, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
     """The directory of ``model``, downloaded first where it is a hub id such as ``Qwen/Qwen3-0.6B``.
 
-    ``revision``: branch, tag or commit of the repository; None: its main branch. Raises :class:`ModelError` where there is no such
-    directory, repository or revision, or no network and no earlier download.
+    ``revision``: branch, tag or commit of the repository; None: its main branch. ``files``: those to download.
+    Raises :class:`ModelError` where there is no such directory, repository or revision, or no network and no earlier download.
     """
     directory = Path(model).expanduser()
     if directory.is_dir():
@@ -42,10 +43,10 @@ def locate(model: str | Path, revision: str | None = None) -> Path:
         return directory
     if directory.exists() or not _HUB_ID.fullmatch(str(model)):
         raise ModelError(f"{directory.name} is not a directory; give a model directory or a hub id such as Qwen/Qwen3-0.6B.")
-    return _download(str(model), revision)
+    return _download(str(model), revision, files)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
     # Imported here, because the import takes half a second and most engines have their model in a directory.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -57,7 +58,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
     )
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=FILES))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
     except RevisionNotFoundError:
         raise ModelError(f"The hub model {hub_id} has no revision {revision}; give a branch, a tag or a commit of it.") from None
     except GatedRepoError:

@@ -15,6 +15,7 @@ Steps 1 to 3 never wait for the device. Readouts without an output are skipped a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -77,6 +78,8 @@ class ReadoutContext:
 
     decoder: Decoder
     eos_token_ids: tuple[int, ...]
+    class_logits: Callable[[Tensor, Sequence[Branch]], list[Tensor]]
+    """(hidden [rows, hidden], their branches) -> logits [rows, classes] float32 of consecutive rows with the same head"""
 
 
 @dataclass(slots=True)

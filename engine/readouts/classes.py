@@ -20,7 +20,9 @@ class ClassReadout(Readout):
             self.hidden_rows.append(row + len(segment.tokens) - 1)
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        self._logits = download.add(self.context.decoder.class_logits(step.hidden[self]))
+        parts = self.context.class_logits(step.hidden[self], self.branches)
+        self._logits = [download.add(part) for part in parts]
 
     def read(self, result: StepResult) -> None:
-        result.rows += zip(self.branches, self._logits.tensor.tolist(), strict=True)
+        rows = [row for part in self._logits for row in part.tensor.tolist()]
+        result.rows += zip(self.branches, rows, strict=True)

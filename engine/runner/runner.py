@@ -25,6 +25,7 @@ from engine.lenvm.guided_draws import GuidedStep, LenVMRunner
 from engine.models.decoder import Decoder
 from engine.readouts.base import ReadoutContext, StepResult, StepTensors
 from engine.readouts.plan import OutputPlan
+from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import StepGraphs
 
 
@@ -76,12 +77,14 @@ class Runner:
         eos_token_ids: Sequence[int],
         graphs: StepGraphs | None = None,
         lenvm: LenVMRunner | None = None,
+        adapters: StepAdapters | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
         self._lenvm = lenvm
-        self._context = ReadoutContext(decoder, tuple(eos_token_ids))
+        self._adapters = adapters or StepAdapters(decoder)
+        self._context = ReadoutContext(decoder, tuple(eos_token_ids), self._adapters.class_logits)
         self._device = attention.kv.keys.device
         self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
         """For a step of which no row is read."""
@@ -104,6 +107,7 @@ class Runner:
             raise
 
     def _launch(self, batch: Batch) -> PendingStep:
+        self._adapters.begin(batch)
         plan, step, download = OutputPlan(batch, self._context), StepTensors(), Download(self._device)
         upload = Upload()
         for readout in plan.readouts:
@@ -140,15 +144,15 @@ class Runner:
     def _add_inputs(self, batch: Batch, plan: OutputPlan, upload: Upload) -> _Inputs:
         tokens = Tokens.of(batch.segments)
         pending = np.flatnonzero(tokens.ids == PENDING)
+        rows = [row for readout in plan.readouts for row in readout.hidden_rows]
+        rows += [row for readout in plan.readouts for row in readout.logit_rows]
+        self._adapters.upload(batch, rows, upload)
         return _Inputs(
             tokens=upload.add(tokens.ids),
             positions=upload.add(tokens.positions),
             pending=upload.add(pending),
             source=upload.add(self._source(batch.segments) if len(pending) else []),
-            rows=upload.add(
-                [row for readout in plan.readouts for row in readout.hidden_rows]
-                + [row for readout in plan.readouts for row in readout.logit_rows]
-            ),
+            rows=upload.add(rows),
         )
 
     def _compute(self, inputs: _Inputs, batch: Batch, plan: OutputPlan, step: StepTensors) -> None:
@@ -184,7 +188,7 @@ class Runner:
 
     def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor:
         """Hidden ``rows``, [rows, hidden]. A CUDA graph, where one fits, computes all rows, as does a step that needs most."""
-        hidden = None if self._graphs is None else self._graphs.forward(tokens, positions, segments)
+        hidden = None if self._graphs is None or self._adapters.active else self._graphs.forward(tokens, positions, segments)
         if hidden is None:
             attend = self._attention.plan(segments)
             if 0 < len(rows) < len(tokens):

@@ -65,7 +65,10 @@ class Admission:
                 return
 
     def _has_room(self, flow: Flow) -> bool:
-        """Whether there is a running place for a tenant, with which it leaves enough places and slots to others."""
+        """Whether the step takes the adapter of the next request of a tenant, and there is a running place for it, with which the
+        tenant leaves enough places and slots to others."""
+        if not self._allocator.turns.takes(flow.waiting[0][2]):
+            return False
         free = self._free_places
         if not self._contended or free <= 0:
             return free > 0
@@ -145,7 +148,8 @@ class Admission:
         They come from tenants that have more for their weight. The request is admitted before the running ones are computed, which
         would take these slots.
         """
-        if not (flow.waiting and self._allocator.leaves_reserve(flow.waiting[0][2].first)):
+        waiting = flow.waiting[0][2] if flow.waiting else None
+        if waiting is None or not (self._allocator.turns.takes(waiting) and self._allocator.leaves_reserve(waiting.first)):
             return
         if self._free_places <= 0:
             victim = self._allocator.victim_for_place(flow)

@@ -16,6 +16,7 @@ from engine.ints import EMPTY, Ints
 from engine.item_group import ItemBlock
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
+from engine.scheduling.adapter_turns import AdapterTurns
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.flow import Flow
 from engine.scheduling.preemption import Preemption
@@ -34,7 +35,7 @@ class KVPool(NamedTuple):
 class Allocator:
     """Owns the slots of all models and the running places. Flows count the slots that their requests hold."""
 
-    def __init__(self, pools: Iterable[SlotPool], queue: FairQueue, reserved_share: float) -> None:
+    def __init__(self, pools: Iterable[SlotPool], queue: FairQueue, reserved_share: float, max_adapters: int = 0) -> None:
         """pools: one for each model. reserved_share: see :attr:`~engine.settings.EngineSettings.reserved_share`."""
         self._reserved_share = reserved_share
         self.kv_pools = [KVPool(pool, PrefixCache(pool, self.reserved(pool))) for pool in pools]
@@ -51,6 +52,8 @@ class Allocator:
         """Number of the step being scheduled; requests that are already in it are not preempted."""
         self.flows = queue.flows
         """All flows, by tenant."""
+        self.turns = AdapterTurns(max_adapters)
+        """Adapters of the step that is being scheduled."""
         self._preemption = Preemption(queue, self.running)
         self._queue = queue
 

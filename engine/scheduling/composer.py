@@ -30,6 +30,8 @@ class StepComposer:
 
         reserve: :attr:`Request.reserve`, which is not 0 only behind the prefix.
         """
+        if request.adapter is not None and not self._allocator.turns.takes(request):
+            return 0
         before = batch.load
         self._compute(batch, request, room, reserve, may_preempt=may_preempt)
         spent = batch.load - before

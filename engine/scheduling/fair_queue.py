@@ -82,6 +82,11 @@ class FairQueue:
         """Whether there is more than one flow."""
         return len(self.flows) > 1
 
+    @property
+    def heads(self) -> Iterator[Request]:
+        """The first waiting request of each flow."""
+        return (flow.waiting[0][2] for flow in self.flows.values() if flow.waiting)
+
     def contended(self) -> bool:
         """Whether several flows share the engine, or did within the last :data:`CONTENDED_SECONDS`."""
         if len(self.flows) > 1:
@@ -143,6 +148,7 @@ class FairQueue:
             flow.waiting_tokens -= request.size
         if not flow.waiting and not flow.running:
             self._drop(flow)
+        request.adapter = None  # whose memory is freed when it was unloaded
 
     def reserve(self) -> int:
         """Begin a step: note what each flow's decoding branches need; returns the sum."""

@@ -28,6 +28,8 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
 
     Among the first waiting items, as many are looked up as would fit if all were cached.
     """
+    if group.adapter is not None and not allocator.turns.takes(group):
+        return None
     count = group.query.size
     found = _hold_cached(group, room // count, allocator)
     cache = allocator.kv_pool(group).cache
@@ -42,6 +44,7 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
         id=group.id,
         prefix=EMPTY,
         caller=group.caller,
+        adapter=group.adapter,
         size=sum([item.size for item in items]),
         group=group,
         on_lenvm=group.on_lenvm,

@@ -32,6 +32,7 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine import wire
 from engine.batch import Batch, CandidatePass
@@ -63,6 +64,8 @@ class Budget:
     """Requests admitted at once."""
     reserved_share: float = RESERVED_SHARE
     """Part of the slots that items leave to others: :attr:`engine.settings.EngineSettings.reserved_share`."""
+    max_adapters: int = 0
+    """Distinct adapters of a step; 0 where the engine has none."""
 
 
 class Scheduler:
@@ -80,7 +83,7 @@ class Scheduler:
         """``lenvm_pool``: slots of the length model, if there is one."""
         pools = [each for each in (pool, lenvm_pool) if each is not None]
         self._queue = FairQueue(len(pools), clock)
-        self._allocator = Allocator(pools, self._queue, budget.reserved_share)
+        self._allocator = Allocator(pools, self._queue, budget.reserved_share, budget.max_adapters)
         self._composer = StepComposer(self._allocator, run_ahead=run_ahead)
         self._run_ahead = run_ahead
         self._running = self._allocator.running
@@ -184,6 +187,7 @@ class Scheduler:
         for kv_pool in self.kv_pools:
             kv_pool.cache.pins.expire(now)
         self._allocator.step += 1
+        self._allocator.turns.begin(chain(self._running.values(), self._queue.heads))
         contended, shared = self._queue.contended(), self._queue.shared
         tokens = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
         reserved = self._queue.reserve()
@@ -273,7 +277,7 @@ class Scheduler:
         """Compute the running requests in order of admission. Consecutive ones that continue by one token are composed at once."""
         decoding: list[Branch] = []
         for request in self.running:
-            if request.awaits_result:
+            if request.awaits_result or (request.adapter is not None and not self._allocator.turns.takes(request)):
                 continue
             branch = decoding_branch(request, run_ahead=self._run_ahead) if request.step != self._allocator.step else None
             if branch is None:

@@ -15,6 +15,7 @@ from litestar.response import Stream
 
 from engine import wire
 from engine.serving import channel, metrics
+from engine.serving.adapter_routes import adapter_routes
 from engine.serving.bearer import BearerTokens
 from engine.serving.loop_client import LOADING, LoopClient
 from engine.serving.tracing import Tracing
@@ -46,7 +47,7 @@ def create_app(settings: EngineSettings, token: BearerTokens | None = None, expo
 
     app = Litestar(
         route_handlers=[
-            Router("", route_handlers=[score, generate, abort, info, stats, tokenizer], before_request=_authorise),
+            Router("", route_handlers=[score, generate, abort, info, stats, tokenizer, *adapter_routes], before_request=_authorise),
             livez,
             readyz,
             metrics_page,

@@ -2,7 +2,8 @@
 
 The server sends :data:`engine.wire.Request` messages, the bytes that it received: it reads their headers only. The loop process
 first sends one :class:`Ready` or one :class:`StartFailed`, then a :class:`StepDone` after every step, and a :class:`Beat` every
-:data:`BEAT_SECONDS` while it has no work. The thread that computes sends them, so a loop that hangs sends nothing.
+:data:`BEAT_SECONDS` while it has no work. The thread that computes sends them, so a loop that hangs sends nothing. A thread that
+loads adapters answers :class:`AdapterCommand` messages.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ class GenerateHeader(msgspec.Struct, tag="generate", frozen=True):
         return max(1, self.sampling.n)
 
 
+class AdapterCommand(msgspec.Struct, tag="adapter_command", frozen=True):
+    """Load or unload an adapter."""
+
+    id: str
+    command: wire.LoadAdapter | wire.UnloadAdapter
+
+
 ScoringHeader = ScoreHeader | ScoreItemsHeader
 Header = ScoringHeader | GenerateHeader
 
@@ -62,6 +70,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     tokenizer: wire.TokenizerFiles
     stats: wire.Stats
     """Before the first step."""
+    adapters: wire.Adapters
 
 
 class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):
@@ -82,4 +91,17 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
     """The loop has no work and waits for requests."""
 
 
-Event = Ready | StartFailed | StepDone | Beat
+class AdaptersChanged(msgspec.Struct, tag="adapters_changed", frozen=True):
+    """All adapters, after one was loaded or unloaded."""
+
+    adapters: wire.Adapters
+
+
+class AdapterDone(msgspec.Struct, tag="adapter_done", frozen=True):
+    """The answer to an :class:`AdapterCommand`, after the :class:`AdaptersChanged` that it causes. None: unloaded."""
+
+    id: str
+    result: wire.Adapter | wire.Failed | None
+
+
+Event = Ready | StartFailed | StepDone | Beat | AdaptersChanged | AdapterDone

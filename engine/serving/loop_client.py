@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import sys
@@ -37,6 +38,11 @@ class LoopClient:
         self.ready: channel.Ready | None = None
         """None until the model is loaded, and after the loop process has ended."""
         self.stats: wire.Stats | None = None
+        self.adapters: wire.Adapters | None = None
+        """None until the model is loaded."""
+        self._commands: dict[str, asyncio.Future[wire.Adapter | wire.Failed | None]] = {}
+        """Commands for adapters that are not answered."""
+        self._command_ids = itertools.count()
         self.failure: str | None = None
         """Why there is no loop process, in one line; set when it could not start or has ended."""
         self.ended = asyncio.Event()
@@ -135,11 +141,24 @@ class LoopClient:
         if self.ready is not None:
             await self._requests.send(wire.encode(message))
 
+    async def change_adapters(self, command: wire.LoadAdapter | wire.UnloadAdapter) -> wire.Adapter | wire.Failed | None:
+        """Load or unload an adapter; None: it is unloaded. If the caller leaves, the command is carried out all the same."""
+        if self.refusal is not None:
+            return wire.Failed("", "not_ready", self.refusal, retryable=True, retry_after=1.0)
+        command_id = str(next(self._command_ids))
+        future: asyncio.Future[wire.Adapter | wire.Failed | None] = asyncio.get_running_loop().create_future()
+        self._commands[command_id] = future
+        try:
+            await self._requests.send(wire.encode(channel.AdapterCommand(command_id, command)))
+            return await future
+        finally:
+            self._commands.pop(command_id, None)
+
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(channel.Event)
         while True:
             event = decoder.decode(await self._events.recv())
-            if self.pulse is not None:
+            if self.pulse is not None and not isinstance(event, channel.AdaptersChanged | channel.AdapterDone):
                 self.pulse.beat()
             if isinstance(event, channel.StepDone):
                 self.stats = event.stats
@@ -147,8 +166,13 @@ class LoopClient:
                     queue = self._waiting.get(reply.id)
                     if queue is not None:
                         queue.put_nowait(reply)
+            elif isinstance(event, channel.AdaptersChanged):
+                self.adapters = event.adapters
+            elif isinstance(event, channel.AdapterDone):
+                if (future := self._commands.get(event.id)) is not None and not future.done():
+                    future.set_result(event.result)
             elif isinstance(event, channel.Ready):
-                self.ready, self.stats = event, event.stats
+                self.ready, self.stats, self.adapters = event, event.stats, event.adapters
                 cpu_seconds = partial(tree_cpu_seconds, self._process.pid)
                 self.pulse = Pulse(cpu_seconds, stall_seconds=self._settings.stall_seconds)
                 self._tasks.append(asyncio.create_task(self._feel(self.pulse)))
@@ -179,4 +203,7 @@ class LoopClient:
         self.failure = reason
         for request_id, queue in self._waiting.items():
             queue.put_nowait(wire.Failed(request_id, "internal", GONE, retryable=True))
+        for future in self._commands.values():
+            if not future.done():
+                future.set_result(wire.Failed("", "internal", GONE, retryable=True))
         self.ended.set()

@@ -21,6 +21,7 @@ from engine.build import build_loop, located
 from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.serving import channel, logs
+from engine.serving.adapter_thread import AdapterThread, start_adapters
 from engine.settings import EngineSettings
 from engine.tokenizer_files import tokenizer_files
 
@@ -39,17 +40,19 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
         try:
             settings = located(settings)
             loop = build_loop(settings)
-            ready = channel.Ready(loop.info, tokenizer_files(Path(settings.model)), loop.stats)
+            files = tokenizer_files(Path(settings.model))
+            adapters = start_adapters(loop.adapters, settings, context, events_address)
+            ready = channel.Ready(loop.info, files, loop.stats, loop.adapters.description)
         except ModelError as error:
             events.send(wire.encode(channel.StartFailed(str(error))))
             return 1
         events.send(wire.encode(ready))
-        _serve(loop, requests, events)
+        _serve(loop, requests, events, adapters)
     return 0
 
 
-def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
-    inbox = Inbox(loop)
+def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes], adapters: AdapterThread | None = None) -> None:
+    inbox = Inbox(loop, adapters)
     garbage = GarbageCollection()
     beat = wire.encode(channel.Beat())
     while True:
@@ -69,9 +72,11 @@ def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes]) -
 class Inbox:
     """Decodes messages for the loop. The server has read their headers only, so a body may be faulty."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, adapters: AdapterThread | None = None) -> None:
+        """``adapters``: None where nobody sends commands for adapters."""
         self._loop = loop
-        self._messages = msgspec.msgpack.Decoder(wire.Request)
+        self._adapters = adapters
+        self._messages = msgspec.msgpack.Decoder(wire.Request | channel.AdapterCommand)
         self._headers = msgspec.msgpack.Decoder(channel.Header)
 
     def submit(self, body: bytes) -> None:
@@ -83,7 +88,10 @@ class Inbox:
             kind = type(header).__name__.removesuffix("Header")
             self._loop.refuse(header.id, f"The body is not a {kind} message: {error}.")
         else:
-            self._loop.submit(message)
+            if not isinstance(message, channel.AdapterCommand):
+                self._loop.submit(message)
+            elif self._adapters is not None:
+                self._adapters.submit(message)
 
 
 class GarbageCollection:

@@ -22,6 +22,8 @@ GAUGES = {
     "yardstick_engine_slots_items": ("Slots of items that came first, in the prefix cache.", "slots_items"),
     "yardstick_engine_slots_pinned": ("Slots of pinned items.", "slots_pinned"),
     "yardstick_engine_slots_reserved": ("Slots that items leave to generations and queries.", "slots_reserved"),
+    "yardstick_engine_adapters": ("LoRA adapters that requests may name.", "adapters"),
+    "yardstick_engine_adapter_bytes": ("Host memory of LoRA adapters, of unloaded ones in use as well.", "adapter_bytes"),
 }
 COUNTERS = {
     "yardstick_engine_steps": ("Forward passes.", "steps"),
@@ -48,6 +50,10 @@ COUNTERS = {
     "yardstick_engine_compiled_grammars": ("Grammars compiled.", "compiled_grammars"),
     "yardstick_engine_grammar_compile_seconds": ("Time spent in compiling grammars.", "compile_seconds"),
     "yardstick_engine_grammar_masks": ("Sets of allowed tokens computed from grammars.", "masks"),
+    "yardstick_engine_adapter_loads": ("LoRA adapters loaded.", "adapter_loads"),
+    "yardstick_engine_adapter_load_failures": ("LoRA adapters that could not be loaded.", "adapter_load_failures"),
+    "yardstick_engine_adapter_load_seconds": ("Time spent in reading LoRA adapters, beside the loop.", "adapter_load_seconds"),
+    "yardstick_engine_adapter_swaps": ("Copies of a LoRA adapter from host memory to a slot of the device.", "adapter_swaps"),
     "yardstick_engine_grammar_mask_seconds": ("Time spent in computing them, of all threads together.", "mask_seconds"),
 }
 
@@ -56,6 +62,7 @@ REFUSALS = {
     "invalid": "refused_invalid",
     "queue_full": "refused_queue",
     "wait": "refused_wait",
+    "unknown_adapter": "refused_adapter",
     "displaced": "displaced",
 }
 """Field of :class:`engine.wire.Stats` by the label ``reason``."""

@@ -9,6 +9,9 @@ HTTP face of an engine pod (every body is msgpack unless said otherwise):
 ``GET /info``               :class:`Info`
 ``GET /stats``              :class:`Stats`
 ``GET /tokenizer``          :class:`TokenizerFiles`
+``GET /adapters``           :class:`Adapters`
+``POST /adapters/load``     one :class:`LoadAdapter` in, one :class:`Adapter` or :class:`Failed` out
+``POST /adapters/unload``   one :class:`UnloadAdapter` in, 204 or :class:`Failed` out
 ``GET /livez`` ``/readyz``  200 or 503, plain text; ``/readyz`` names the model in :data:`MODEL_HEADER`
 ``GET /metrics``            Prometheus text
 ==========================  ==============================================================================
@@ -25,6 +28,7 @@ Every accepted request ends with exactly one terminal message: ``Scored``, ``Fai
 
 from __future__ import annotations
 
+from engine.wire.adapters import Adapter, Adapters, LoadAdapter, UnloadAdapter
 from engine.wire.common import MODEL_HEADER, STATUS_OF_CODE, Abort, Caller, ErrorCode, Failed
 from engine.wire.frames import MAX_FRAME, FrameReader, Reply, Request, encode, pack_frame
 from engine.wire.generation import PROMPT_PART, Delta, FinishReason, Generate, Logprobs, prompt_parts
@@ -71,6 +75,8 @@ __all__ = [
     "SMALLEST_VALUE",
     "STATUS_OF_CODE",
     "Abort",
+    "Adapter",
+    "Adapters",
     "Attention",
     "Caller",
     "Classes",
@@ -91,6 +97,7 @@ __all__ = [
     "LengthValue",
     "Likelihood",
     "Limits",
+    "LoadAdapter",
     "Logprobs",
     "Readout",
     "Reply",
@@ -103,6 +110,7 @@ __all__ = [
     "Thinking",
     "ThinkingLimit",
     "TokenizerFiles",
+    "UnloadAdapter",
     "encode",
     "pack_frame",
     "pack_ids",

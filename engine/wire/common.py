@@ -8,10 +8,14 @@ import msgspec
 
 MODEL_HEADER = "x-yardstick-model"
 """The name of the model, percent-encoded; sent while it is loading as well."""
-ErrorCode = Literal["invalid", "unauthorized", "overloaded", "not_ready", "deadline", "aborted", "out_of_memory", "internal"]
+ErrorCode = Literal[
+    "invalid", "unauthorized", "unknown_adapter", "overloaded", "not_ready", "deadline", "aborted", "out_of_memory", "internal"
+]
+"""``unknown_adapter``: the engine has no adapter of this digest or name; another replica may."""
 STATUS_OF_CODE: dict[str, int] = {
     "invalid": 400,
     "unauthorized": 401,
+    "unknown_adapter": 404,
     "overloaded": 429,
     "not_ready": 503,
     "deadline": 504,

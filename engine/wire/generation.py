@@ -51,6 +51,8 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     deadline: float | None = None
     """Seconds from receipt after which it need not begin."""
     caller: Caller = Caller()
+    adapter: str = ""
+    """See :class:`Score`."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

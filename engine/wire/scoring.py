@@ -65,6 +65,8 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     deadline: float | None = None
     """Seconds from receipt until the request expires; items that are not computed by then are dropped."""
     caller: Caller = Caller()
+    adapter: str = ""
+    """Digest of an adapter (:class:`engine.wire.Adapter`); empty: the base model."""
 
 
 class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=True):
@@ -91,6 +93,8 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     """Pin each item for this time after it is scored: it is not evicted until then. A later message with a time replaces it, 0 ends
     it, None changes nothing. Items that find no room, or whose caller keeps nothing, are scored and not pinned. Pins give way only
     to a request that otherwise could not be computed at all, and end with the pod."""
+    adapter: str = ""
+    """As in :class:`Score`."""
 
 
 class Scored(msgspec.Struct, tag="scored", frozen=True):

@@ -116,6 +116,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Requests refused because the queue was full."""
     refused_wait: int = 0
     """Requests refused because they would have waited too long."""
+    refused_adapter: int = 0
+    """Requests refused because the engine does not have their adapter."""
     displaced: int = 0
     """Waiting requests that lost their place in a full queue to a tenant with fewer requests in it."""
     structured_requests: int = 0
@@ -128,6 +130,18 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Sets of tokens that grammars allowed, one for each token drawn."""
     mask_seconds: float = 0.0
     """Time spent in computing them, of all threads together."""
+    adapters: int = 0
+    """Adapters in host memory that requests may name."""
+    adapter_bytes: int = 0
+    """Host memory of all adapters, of unloaded ones that requests still use as well."""
+    adapter_loads: int = 0
+    """Adapters loaded."""
+    adapter_load_failures: int = 0
+    """Adapters that could not be loaded."""
+    adapter_load_seconds: float = 0.0
+    """Time spent in reading and checking adapters, also of those that could not be loaded."""
+    adapter_swaps: int = 0
+    """Copies of an adapter from host memory to a slot of the device."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

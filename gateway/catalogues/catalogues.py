@@ -81,7 +81,7 @@ def check_name(name: str) -> None:
 
 def check_text(name: str, spec: Spec, model: ServedModel) -> None:
     """Raise :class:`Conflict` if the items of a catalogue with ``spec`` were made for another tokeniser than that of ``model``."""
-    if spec.text != model.text:
+    if spec.text != model.base.text:
         message = f"The tokeniser of {spec.model!r} has changed since the catalogue {name!r} was made; delete and load it again."
         raise Conflict(message, param="catalogue")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ class ServeOptions:
     preset: str | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    lora: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -138,7 +139,7 @@ def _engine_arguments(options: ServeOptions, models: _Models, port: int) -> list
         value = getattr(options, name)
         if value is not None:
             arguments += ["--" + name.replace("_", "-"), str(value)]
-    return arguments
+    return [*arguments, *(argument for adapter in options.lora for argument in ("--lora", adapter))]
 
 
 def _gateway_arguments(settings: Settings) -> list[str]:

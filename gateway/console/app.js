@@ -129,6 +129,7 @@ function modelsOf(answer) {
   return answer.data.slice(0, MAX_MODELS).filter((model) => typeof model?.id === "string").map((model) => ({
     id: model.id,
     context: Number(model.max_model_len) || 0,
+    parent: typeof model.parent === "string" ? model.parent : "",
     capabilities: Array.isArray(model.capabilities) ? model.capabilities.map(String) : [],
     preset: model.preset ?? null,
   }));

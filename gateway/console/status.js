@@ -106,8 +106,8 @@ function drawEngines(metrics) {
 }
 
 function drawModels(models) {
-  const rows = models.map(({ id, context, capabilities, preset }) =>
-    [id, count(context), capabilities.join(", ").replaceAll("_", " "), preset ? `${preset.name} (${preset.task})` : "none"]);
+  const rows = models.map(({ id, parent, context, capabilities, preset }) =>
+    [parent ? `${id} (adapter of ${parent})` : id, count(context), capabilities.join(", ").replaceAll("_", " "), preset ? `${preset.name} (${preset.task})` : "none"]);
   drawTable("status-models", ["Model", "Context", "Capabilities", "Preset"], rows, "No model is known.");
 }
 

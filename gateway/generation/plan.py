@@ -122,6 +122,7 @@ def plan(
         tokens_per_delta=1 if fields.stream or fields.stops or not (format is None or format.counts_tokens) else WHOLE_TOKENS,
         priority=priority,
         caller=caller,
+        adapter=model.adapter_digest,
     )
     options = TextOptions(
         logprobs=logprobs is not None,

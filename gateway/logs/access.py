@@ -85,7 +85,7 @@ class AccessLog:
             datetime.fromtimestamp(time.time(), UTC),
             context.id.decode(),
             None if context.key is None else context.key.name,
-            account.model,
+            account.model if account.adapter is None else f"{account.model}:{account.adapter}",
             endpoint,
             context.status,
             outcome_of(context),

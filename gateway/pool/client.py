@@ -34,11 +34,16 @@ TOKENIZER_SECONDS = 30.0
 KEEPALIVE_SECONDS = 2.0
 """Idle connections close before the engine's server closes them (5 s in uvicorn), so that no request uses a closed connection."""
 
+NO_ADAPTERS = wire.Adapters([], problem="it is older than adapters")
+"""Stands for the answer of an engine without the path."""
+
 T = TypeVar("T")
 
 _scored = msgspec.msgpack.Decoder(wire.Scored)
 _failed = msgspec.msgpack.Decoder(wire.Failed)
 _info = msgspec.msgpack.Decoder(wire.Info)
+_adapters = msgspec.msgpack.Decoder(wire.Adapters)
+_adapter = msgspec.msgpack.Decoder(wire.Adapter)
 _tokenizer = msgspec.msgpack.Decoder(wire.TokenizerFiles)
 
 
@@ -136,6 +141,8 @@ class EngineClient:
         self._probe_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=PROBE_SECONDS)
         self._score_target = Target(URL(f"{url}/score"))
         self._generate_target = Target(URL(f"{url}/generate"))
+        self._load_target = Target(URL(f"{url}/adapters/load"))
+        self._unload_target = Target(URL(f"{url}/adapters/unload"))
         self._trace = b""
 
     def traced(self, context: TraceContext) -> EngineClient:
@@ -166,6 +173,24 @@ class EngineClient:
         except TimeoutError:
             raise EngineSilent(f"The engine did not send its tokeniser within {TOKENIZER_SECONDS:g} s.") from None
         return _read(_tokenizer, answer.status, answer.content)
+
+    async def adapters(self) -> wire.Adapters:
+        """Fetch the adapters of the pod."""
+        answer = await self._get("/adapters", self._probe_timeout)
+        return NO_ADAPTERS if answer.status == 404 else _read(_adapters, answer.status, answer.content)
+
+    async def load_adapter(self, load: wire.LoadAdapter) -> wire.Adapter:
+        """Load an adapter, which may take minutes."""
+        async with self._post(self._load_target, wire.encode(load), framed=False) as stream:
+            content = await stream.read_whole()
+            return _read(_adapter, stream.status, content)
+
+    async def unload_adapter(self, unload: wire.UnloadAdapter) -> None:
+        """Unload an adapter."""
+        async with self._post(self._unload_target, wire.encode(unload), framed=False) as stream:
+            content = await stream.read_whole()
+            if stream.status >= 300:
+                raise from_engine(_failure(stream.status, content))
 
     async def score(self, score: wire.Score | wire.ScoreItems) -> wire.Scored:
         """Score one sub-batch. A missing deadline is set to the read timeout, so that the engine stops when the gateway does."""

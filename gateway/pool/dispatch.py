@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 
 from engine import wire
-from gateway.errors import EngineLost, EngineSilent, GatewayError, InternalError, NotReady
+from gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
 from gateway.pool.hedging import Ask, Hedge, Hedger
 from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
@@ -188,7 +188,9 @@ class Dispatcher:
         self._telemetry.engine_failed(error.code or error.type)
         if error.status in (429, 503) and not replica.health.races_lost:  # a slow one is full when others are not
             model.refused()
-        if isinstance(error, NotReady):
+        if isinstance(error, AdapterNotFound):
+            model.lacks(replica)
+        elif isinstance(error, NotReady):
             replica.ready = False
         elif isinstance(error, _FAULTS) and replica.health.failed():
             self._telemetry.ejections.inc()

@@ -105,11 +105,11 @@ class FanOut:
             max_branches=model.info.limits.max_branches,
             row_length=wire.row_length(prompts.readout, max(branches, key=len), model.info),
         )
-        first = affinity_of(prompts.prefix, prompts.caller)
+        first = affinity_of(prompts.prefix, prompts.caller, model.adapter_digest)
         return [Part(part, affinity=None if number else first) for number, part in enumerate(parts)]
 
     async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[Ids], part: Part, lease: Lease | None) -> wire.Scored:
-        request = _message(prompts, branches)
+        request = _message(prompts, branches, model.adapter_digest)
         if prompts.suffix:
             row_lengths = [wire.row_length(prompts.readout, prompts.suffix, model.info)] * len(branches)
         else:
@@ -134,19 +134,19 @@ class FanOut:
             model, ask, tokens=tokens, affinity=part.affinity, preferred=part.preferred, caller=prompts.caller, hedge=hedge
         )
         if part.digests and (replica := next((each for each in model.replicas if each.client.url == keeper), None)):
-            replica.items.add(part.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds)
+            replica.items.add(part.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds, model.adapter_digest)
         return scored
 
 
-def _message(prompts: Prompts, branches: list[Ids]) -> wire.Score | wire.ScoreItems:
+def _message(prompts: Prompts, branches: list[Ids], adapter: str) -> wire.Score | wire.ScoreItems:
     """Return the message of a sub-batch."""
     id, readout, priority = new_id(), prompts.readout, prompts.priority
     if not prompts.suffix:
         prefix, rows = as_list(prompts.prefix), [as_list(branch) for branch in branches]
-        return wire.Score(id, prefix, rows, readout, priority, caller=prompts.caller)
+        return wire.Score(id, prefix, rows, readout, priority, caller=prompts.caller, adapter=adapter)
     items, lengths = b"".join(map(wire.pack_ids, branches)), wire.pack_ids([len(item) for item in branches])
-    query, pin = as_list(prompts.suffix), prompts.pin_seconds
-    return wire.ScoreItems(id, items, lengths, query, readout, priority=priority, caller=prompts.caller, pin_seconds=pin)
+    query, caller, pin = as_list(prompts.suffix), prompts.caller, prompts.pin_seconds
+    return wire.ScoreItems(id, items, lengths, query, readout, priority, caller=caller, pin_seconds=pin, adapter=adapter)
 
 
 def _without_keeping(request: wire.Score | wire.ScoreItems) -> wire.Score | wire.ScoreItems:
@@ -166,12 +166,12 @@ def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Re
         raise InternalError("The engine's scores are incomplete or not numbers; its model may be broken.", retryable=True)
 
 
-def affinity_of(prefix: Ids, caller: wire.Caller) -> bytes | None:
-    """Return a digest of the prefix, by which requests with equal prefixes reach the same replica. None for a request that does not
-    use prefix caches or whose prefix is shorter than :data:`MIN_AFFINITY`."""
+def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | None:
+    """Return a digest of adapter and prefix, by which requests with equal prefixes reach the same replica. None for a request that
+    does not use prefix caches or whose prefix is shorter than :data:`MIN_AFFINITY`."""
     if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:
         return None
-    return hashlib.blake2b(array("I", prefix), digest_size=16, key=caller.cache_salt.encode()).digest()
+    return hashlib.blake2b(adapter.encode() + array("I", prefix).tobytes(), digest_size=16, key=caller.cache_salt.encode()).digest()
 
 
 async def all_or_cancel(runs: list[Coroutine[None, None, T]]) -> list[T]:

@@ -101,14 +101,17 @@ class Handover:
         pin = min(ends) if min(ends) > 0 else None
         rows, queued = [item.ids for item in part], [0.0]
         caller = wire.Caller(tenant=TENANT, weight=WEIGHT, cache_salt=part[0].salt)
-        asked = Prompts((), rows, any_readout(model.info), PRIORITY_RANGE[1], caller, _QUERY, pin)
+        owner = model.with_adapter(part[0].adapter)
+        if owner is None or not owner.usable:  # the adapter was unloaded, or no other engine has it
+            return
+        asked = Prompts((), rows, any_readout(owner.info), PRIORITY_RANGE[1], caller, _QUERY, pin)
 
         def take(places: list[int], scored: wire.Scored) -> None:
             self._telemetry.items_moved(scored.cached_items, len(places) - scored.cached_items)
             queued.append(scored.queue_seconds)
 
         try:
-            await self._fan_out.run(model, asked, rows, take, None)
+            await self._fan_out.run(owner, asked, rows, take, None)
         except GatewayError as error:
             logger.info("a handover waits: %s", error)
             queued.append(MAX_PAUSE_SECONDS)
@@ -117,12 +120,12 @@ class Handover:
 
 
 def parts_of(items: list[RecentItem], now: float) -> Iterator[list[RecentItem]]:
-    """Divide items, about in their order, into parts of at most :data:`PART_TOKENS`. All items of a part have one salt, and all or
-    none of them are pinned."""
-    parts: dict[tuple[str, bool], list[RecentItem]] = {}
-    room: dict[tuple[str, bool], int] = {}
+    """Divide items, about in their order, into parts of at most :data:`PART_TOKENS`. All items of a part have one salt and one
+    adapter, and all or none of them are pinned."""
+    parts: dict[tuple[str, str, bool], list[RecentItem]] = {}
+    room: dict[tuple[str, str, bool], int] = {}
     for item in items:
-        kind = (item.salt, item.pinned_until > now)
+        kind = (item.salt, item.adapter, item.pinned_until > now)
         if kind in parts and room[kind] < len(item.ids):
             yield parts.pop(kind)
         if kind not in parts:

@@ -100,7 +100,7 @@ class Hedger:
         if second is not None and self._take(race, 1 if last else RESERVE):
             return second
         if last:
-            self.telemetry.hedge_denied(race.model.name, "budget" if second else "saturation")
+            self.telemetry.hedge_denied(race.model.base.name, "budget" if second else "saturation")
         return None
 
     def earn(self, model: ServedModel, computed: int) -> None:
@@ -130,5 +130,5 @@ class Hedger:
             return False
         hedges.tokens -= race.tokens
         hedges.running += 1
-        self.telemetry.hedge_sent(race.model.name, race.tokens)
+        self.telemetry.hedge_sent(race.model.base.name, race.tokens)
         return True

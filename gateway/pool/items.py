@@ -21,7 +21,7 @@ async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids
     if len(replicas) == 1:
         groups, items = [[*range(len(items))]], ()
     breath, digests = Breath(), list[int]()
-    for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt)):
+    for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt, model.adapter_digest)):
         groups[placement.choose(digest, lengths[index])].append(index)
         digests.append(digest)
         if breath.due:

@@ -19,9 +19,9 @@ _MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 """Constants of SplitMix64, https://doi.org/10.1145/2714064.2660195."""
 
 
-def item_digests(items: Iterable[Ids], salt: str) -> Iterator[int]:
-    """Yield a 64-bit digest of each item. Equal items of one salt have equal digests in every gateway."""
-    start = hashlib.blake2b(digest_size=8, key=salt.encode()[:64])
+def item_digests(items: Iterable[Ids], salt: str, adapter: str = "") -> Iterator[int]:
+    """Yield a 64-bit digest of each item. Equal items of one salt and one ``adapter`` have equal digests in every gateway."""
+    start = hashlib.blake2b(adapter.encode(), digest_size=8, key=salt.encode()[:64])
     salted = int.from_bytes(start.digest(), "little")
     for item in items:
         if isinstance(item, PlacedIds):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
 from engine import wire
-from gateway.collectors import ModelSample, ReplicaSample
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
+from gateway.pool.adapters import Adapters
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.names import Names
 from gateway.pool.replica import Replica, ServedModel
+from gateway.pool.samples import model_samples, replica_samples
 from gateway.pool.silence import AwakeClock, watch_silence
 from gateway.presets.preset import PresetError
 from gateway.presets.select import choose
@@ -57,6 +58,7 @@ class Pool:
         self._startup_seconds = startup_seconds
         self._presets = presets or {}
         self.names = names or Names()
+        self.adapters = Adapters(workers, lambda: self._served.values(), presets=self._presets, names=self.names)
         self._clock = clock or AwakeClock()
         self._leaving = leaving
         self._telemetry = telemetry
@@ -67,7 +69,9 @@ class Pool:
         self._turns: dict[tuple[str, str], asyncio.Lock] = {}  # by name and fingerprint, while the tokeniser is fetched
         self._followers: list[asyncio.Task[None]] = []
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
-        telemetry.watch_replicas(self._samples, self._model_samples)
+        telemetry.watch_replicas(
+            lambda: replica_samples(self._replicas.values(), self._served.values()), lambda: model_samples(self._served.values())
+        )
 
     def start(self) -> None:
         """Start the background tasks."""
@@ -98,9 +102,10 @@ class Pool:
         return [self.model(name) for name in sorted({served.name for served in self._served.values()})]
 
     def model(self, name: str | None) -> ServedModel:
-        """Return the model called ``name``; None means the only one. If replicas of one name have different fingerprints (during a
-        roll-out), the version with more ready replicas is returned. Raises :class:`ModelNotFound`, :class:`NotReady` if the model
-        may appear soon, and :class:`InvalidRequest` if ``name`` is None and there are several models."""
+        """Return the model or adapter called ``name``; None means the only model. If replicas of one name have different
+        fingerprints (during a roll-out), the version with more ready replicas is returned. Raises :class:`ModelNotFound`,
+        :class:`NotReady` if the model may appear soon, and :class:`InvalidRequest` if ``name`` is None and there are several
+        models."""
         names = {served.name for served in self._served.values()}
         if name is None:
             if len(names) > 1:
@@ -109,9 +114,15 @@ class Pool:
         real = None if name is None else self.names.real(name)
         if real in names:
             return max((m for m in self._served.values() if m.name == real), key=lambda m: (len(m.ready), len(m.replicas)))
-        if not names or self._starting(real):
+        if real is not None and (adapter := self.adapters.find(real)) is not None:
+            return adapter
+        if not names or self._starting(real) or self.adapters.may_appear(real):
             raise NotReady("The engine has not started yet; try again soon.", retry_after=1)
         raise ModelNotFound(f"The model {name!r} does not exist; served here: {_listed(names)}.", param="model")
+
+    def versions(self, name: str) -> list[ServedModel]:
+        """Return the known versions of the model called ``name``."""
+        return [served for served in self._served.values() if served.name == name]
 
     def fallback(self, name: str, may_use: Callable[[str], bool]) -> ServedModel | None:
         """Return the first fallback of the model called ``name`` that has a ready replica and that ``may_use`` accepts."""
@@ -130,16 +141,6 @@ class Pool:
         if any(replica.expected == name for replica in self._replicas.values()):
             return True
         return self._clock.now() < self._startup_seconds and not self._learned.issuperset(self._sources)
-
-    def _samples(self) -> Iterator[ReplicaSample]:
-        names = {replica: model.name for model in self._served.values() for replica in model.replicas}
-        for replica in self._replicas.values():
-            yield ReplicaSample(replica.client.url, names.get(replica, ""), replica.state, replica.in_flight, replica.tokens)
-
-    def _model_samples(self) -> Iterator[ModelSample]:
-        for name in sorted({served.name for served in self._served.values()}):
-            versions = [served for served in self._served.values() if served.name == name]
-            yield ModelSample(name, sum(len(v.ready) for v in versions), sum(v.waiting for v in versions))
 
     async def _follow(self, entry: str, source: Discovery) -> None:
         async for endpoints in source.follow():
@@ -175,6 +176,7 @@ class Pool:
         for served in self._served.values():
             if replica in served.replicas:
                 served.replicas.remove(replica)
+        self.adapters.forget(replica)
         logger.info("engine %s: gone", replica.client.url)
 
     async def _watch(self, replica: Replica) -> None:
@@ -201,6 +203,7 @@ class Pool:
             if replica.gone:
                 return
             served = self._group(replica, served)
+            await self.adapters.joined(replica)
             replica.problem = None
             replica.health.succeeded()  # the replica may be a new process
             replica.ready = True
@@ -208,6 +211,8 @@ class Pool:
             logger.info("engine %s: ready with %s", replica.client.url, info.model)
         elif replica.ready and not ready:
             logger.warning("engine %s: not ready", replica.client.url)
+        elif ready:
+            await self.adapters.refresh(replica)
         replica.ready = ready
         if not ready and replica.unanswered_since is None:  # it says so itself
             self._leave(replica)

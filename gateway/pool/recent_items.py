@@ -21,6 +21,8 @@ class RecentItem:
     uses: int = 1
     pinned_until: float = 0.0
     """End of its pin, in seconds of the clock; 0 without one."""
+    adapter: str = ""
+    """Digest of the adapter that it was computed with; empty without one."""
 
 
 class RecentItems:
@@ -39,7 +41,7 @@ class RecentItems:
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, digests: Sequence[int], items: Sequence[Ids], salt: str, pin_seconds: float | None) -> None:
+    def add(self, digests: Sequence[int], items: Sequence[Ids], salt: str, pin_seconds: float | None, adapter: str = "") -> None:
         """Note that ``items`` were used. ``pin_seconds``: new time of their pins; None changes nothing."""
         if not self._most_items:
             return
@@ -47,7 +49,7 @@ class RecentItems:
         for digest, ids in zip(digests, items, strict=True):
             item = known.get(digest)
             if item is None:
-                item = known[digest] = RecentItem(ids if isinstance(ids, array) else array("I", ids), salt)
+                item = known[digest] = RecentItem(ids if isinstance(ids, array) else array("I", ids), salt, adapter=adapter)
                 self._tokens += len(item.ids)
             else:
                 known.move_to_end(digest)

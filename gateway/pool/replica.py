@@ -9,11 +9,11 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine import wire
-from gateway.errors import EngineSilent, NotReady
+from gateway.errors import NotReady
+from gateway.pool.busy import Busy, Wait
 from gateway.pool.client import EngineClient
 from gateway.pool.health import Health
 from gateway.pool.hedging import Hedges
@@ -21,6 +21,9 @@ from gateway.pool.pace import Pace
 from gateway.pool.recent_items import RecentItems
 from gateway.text.facts import Facts
 from gateway.text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from gateway.pool.adapter_model import AdapterModel
 
 MAX_EJECTED_SHARE = 0.5
 """Largest share of a model's ready replicas that is taken out of use. If more fail, the cause is probably elsewhere, so the
@@ -32,61 +35,6 @@ SLOW_LOAD = 4
 """A replica that was ejected because it is slow still gets a request if the chosen one would have this multiple of its load."""
 
 State = Literal["ready", "half_open", "ejected", "draining", "unusable", "silent", "not_ready"]
-
-
-class Wait:
-    """Context manager around a task's wait for a pod. After :meth:`end` the block raises :class:`EngineSilent`.
-
-    A stream enters it for every message: it takes 1 µs, and :func:`asyncio.timeout` takes 8 µs.
-    """
-
-    __slots__ = ("_cancelling", "_ended", "_task", "_waits")
-
-    def __init__(self, waits: set[Wait]) -> None:
-        """``waits`` contains this object while a task is in the block."""
-        self._waits = waits
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelling = 0
-        self._ended = False
-
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        assert self._task is not None
-        self._cancelling = self._task.cancelling()
-        self._waits.add(self)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._waits.discard(self)
-        if not self._ended:
-            return
-        assert self._task is not None
-        if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:  # no other caller cancelled the task
-            message = "The engine stopped answering; try again."
-            raise EngineSilent(message, retry_after=1, retryable=True) from None
-
-    def end(self) -> None:
-        """Cancel the task's wait."""
-        if self._task is not None and not self._ended:
-            self._ended = True
-            self._task.cancel()
-
-
-class Busy:
-    """Context manager around a request to a replica. It is no generator, because every request enters it."""
-
-    __slots__ = ("_replica", "_tokens")
-
-    def __init__(self, replica: Replica, tokens: int) -> None:
-        self._replica = replica
-        self._tokens = tokens
-
-    def __enter__(self) -> None:
-        self._replica.in_flight += 1
-        self._replica.tokens += self._tokens
-
-    def __exit__(self, *_: object) -> None:
-        self._replica.in_flight -= 1
-        self._replica.tokens -= self._tokens
 
 
 @dataclass(eq=False)
@@ -118,6 +66,12 @@ class Replica:
     """Items that this gateway has sent to the pod lately."""
     expected: str | None = None
     """Name of the model that the pod reports to load or serve; known before the model is loaded."""
+    adapters: dict[str, wire.Adapter] = field(default_factory=dict)
+    """Adapters that the pod has, by name, as last reported."""
+    takes_adapters: bool = True
+    """Whether the pod is asked for its adapters; False for one that has answered that it takes none."""
+    adapters_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the pod's adapters are asked for, so that an older answer never replaces a newer one."""
     _waits: set[Wait] = field(default_factory=set)
 
     @property
@@ -181,12 +135,31 @@ class ServedModel:
     waiting: int = 0
     """Requests that wait for a replica to be ready."""
     hedges: Hedges = field(default_factory=Hedges)
+    adapters: dict[tuple[str, str], AdapterModel] = field(default_factory=dict)
+    """Adapters of this model that replicas have, by name and digest."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
         """The model name that clients send as ``model``."""
         return self.info.model
+
+    @property
+    def base(self) -> ServedModel:
+        """The model itself; of an adapter, the model that it changes."""
+        return self
+
+    @property
+    def adapter_digest(self) -> str:
+        """Digest of the adapter, for messages to engines; empty for a model without one."""
+        return ""
+
+    def with_adapter(self, digest: str) -> ServedModel | None:
+        """Return this model with the adapter of ``digest``, or without one if it is empty; None if no replica has it."""
+        return next((each for each in self.adapters.values() if each.adapter_digest == digest), None) if digest else self
+
+    def lacks(self, replica: Replica) -> None:
+        """Note that ``replica`` does not have the adapter of a request."""
 
     @cached_property
     def context(self) -> int:
@@ -258,9 +231,11 @@ class ServedModel:
             replica.health.forgive()
 
     def announce(self) -> None:
-        """Wake the requests that wait for a replica."""
+        """Wake the requests that wait for a replica, with or without an adapter."""
         self._news.set()
         self._news.clear()
+        for adapter in self.adapters.values():
+            adapter.announce()
 
     async def wait_ready(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a ready replica; return whether there is one."""

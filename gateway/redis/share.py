@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from gateway.adapters.shared import RedisLoaded
 from gateway.cache.redis import RedisCache
 from gateway.catalogues.copies import Copies
 from gateway.catalogues.shared import RedisCatalogues
@@ -25,6 +26,7 @@ class Share:
     limiter: SharedLimiter
     responses: RedisStore
     catalogues: RedisCatalogues
+    adapters: RedisLoaded
 
     @classmethod
     def opened(cls, settings: Settings, telemetry: Telemetry) -> Self:
@@ -34,7 +36,8 @@ class Share:
         responses = RedisStore(link, settings.store_bounds, prefix=settings.redis_prefix)
         copies = Copies(settings.catalogue_copies_bytes)
         catalogues = RedisCatalogues(link, settings.catalogue_bounds, copies, telemetry, prefix=settings.redis_prefix)
-        return cls(link, cache, SharedLimiter(link, telemetry, prefix=settings.redis_prefix), responses, catalogues)
+        limiter = SharedLimiter(link, telemetry, prefix=settings.redis_prefix)
+        return cls(link, cache, limiter, responses, catalogues, RedisLoaded(link, prefix=settings.redis_prefix))
 
     def start(self) -> None:
         """Start the background tasks."""

@@ -8,15 +8,19 @@ from litestar.connection import ASGIConnection
 
 from gateway.context import RequestContext
 from gateway.errors import GatewayError, InvalidRequest, ModelNotFound, NotReady
+from gateway.pool.adapter_model import AdapterModel
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
+
+ANY_ADAPTER = ":*"
+"""Ends an entry of a key's ``models`` that stands for all adapters of the model before it."""
 
 
 def visible_models(connection: ASGIConnection, pool: Pool) -> dict[str, ServedModel]:  # type: ignore[type-arg]
     """Return the models that the client may use, by each name that it may send, in alphabetical order."""
     models = {model.name: model for model in pool.models}
     aliases = {alias: models[real] for alias, real in pool.names.aliases.items() if real in models}
-    named = models | aliases
+    named = {**pool.adapters.listed(), **models, **aliases}
     return {name: named[name] for name in sorted(named) if _may_use(connection, pool, name)}
 
 
@@ -47,7 +51,8 @@ def requested_model(
     if found is not None:
         context.headers.append((b"x-yardstick-fallback", quote(found.name).encode()))
         model = found
-    context.account.model = model.name
+    context.account.model = model.base.name
+    context.account.adapter = model.adapter.name if isinstance(model, AdapterModel) else None
     return model
 
 
@@ -56,7 +61,7 @@ def _asked(connection: ASGIConnection, pool: Pool, name: str | None) -> str | No
     allowed = _allowed(connection)
     if allowed is None:
         return name
-    if name is None and len(allowed) > 1:
+    if name is None and (len(allowed) > 1 or allowed[0].endswith(ANY_ADAPTER)):
         raise InvalidRequest(f"This key may use several models; set `model` to one of {_listed(allowed)}.", param="model")
     asked = allowed[0] if name is None else name
     if not _may_use(connection, pool, asked):
@@ -79,7 +84,19 @@ def _may_use(connection: ASGIConnection, pool: Pool, name: str) -> bool:  # type
     """Whether the client may use the model called ``name``. A key for a model may use its aliases; a key for an alias may use the
     model by this name only."""
     allowed = _allowed(connection)
-    return allowed is None or name in allowed or pool.names.real(name) in allowed
+    return allowed is None or name in allowed or pool.names.real(name) in allowed or _may_use_adapter(allowed, pool, name)
+
+
+def _may_use_adapter(allowed: list[str], pool: Pool, name: str) -> bool:
+    """Whether a key for ``allowed`` may use the adapter called ``name``. A key for a model may not use its adapters: it must list
+    them, as ``adapter`` or ``base:adapter``, or all of them, as ``base:*``."""
+    found = pool.adapters.reference(pool.names.real(name))
+    if found is None:
+        return False
+    base, _, short = name.rpartition(":")
+    if {str(found), found.base + ANY_ADAPTER} & set(allowed) or (base and short == found.name and base + ANY_ADAPTER in allowed):
+        return True
+    return found.name in allowed and pool.adapters.reference(found.name) == found
 
 
 def _allowed(connection: ASGIConnection) -> list[str] | None:  # type: ignore[type-arg]

@@ -76,9 +76,10 @@ class CataloguePrompts:
                     return
 
     def _model(self, request: Request[Any, Any, Any], name: str, spec: Spec, asked: str | None) -> ServedModel:
-        """Return the model of a catalogue. Raises :class:`GatewayError`, also if the client asks for another one."""
-        model = requested_model(request, self.pool, spec.model)
-        if asked is not None and requested_model(request, self.pool, asked) is not model:
+        """Return the model of a catalogue, or the adapter of that model that the client asks for. Raises :class:`GatewayError`,
+        also if the client asks for another model."""
+        model = requested_model(request, self.pool, spec.model if asked is None else asked)
+        if asked is not None and self.pool.model(spec.model).base is not model.base:
             raise InvalidRequest(f"The catalogue {name!r} is for the model {spec.model!r}.", param="model")
         check_text(name, spec, model)
         return model

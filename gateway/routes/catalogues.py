@@ -82,7 +82,7 @@ def _create_route(parts: _Parts) -> HTTPRouteHandler:
             prepared = await body.read(model)
         spec = Spec(
             model=fields.model or _only_model(request) or model.name,
-            text=model.text,
+            text=model.base.text,
             template=requested_template(fields, preset),
             labels=(fields.labels or []) if preset is None else preset.flat_labels,
             label_ids=prepared.labels,

@@ -153,9 +153,9 @@ class Generator:
                 lease.used_tokens = sum(generation.used_tokens for generation in generations)
                 lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
             if generations[0].request.grammar:
-                self.telemetry.structured(generations[0].model.name, len(generations))
+                self.telemetry.structured(generations[0].model.base.name, len(generations))
             if guidance := generations[0].request.length_guidance:
-                self.telemetry.guided(generations[0].model.name, guidance.constraint or guidance.mode, len(generations))
+                self.telemetry.guided(generations[0].model.base.name, guidance.constraint or guidance.mode, len(generations))
 
 
 class _Direct(Direct):

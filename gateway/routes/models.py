@@ -10,6 +10,7 @@ from litestar.params import FromPath
 
 from gateway.errors import ModelNotFound
 from gateway.openapi import READ_ERRORS, ApiOperation
+from gateway.pool.adapter_model import AdapterModel
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted
@@ -40,7 +41,9 @@ def model_routes(pool: Pool) -> list[HTTPRouteHandler]:
 def _described(name: str, model: ServedModel) -> Model:
     return Model(
         id=name,
-        root=model.name,
+        root=model.qualified if isinstance(model, AdapterModel) else model.name,
+        parent=model.base.name if isinstance(model, AdapterModel) else None,
+        digest=model.adapter_digest or None,
         created=model.created,
         max_model_len=model.context,
         capabilities=list(model.info.capabilities),

@@ -116,7 +116,7 @@ class Reader:
 
     def order(self, served: ServedModel, earlier: bytes) -> Read:
         """Return the message that asks a worker to read a request for ``served``."""
-        return Read(served.text, served.facts, self.bounds, self.formats.get(served.name, Formats()), len(earlier))
+        return Read(served.text, served.facts, self.bounds, self.formats.get(served.base.name, Formats()), len(earlier))
 
     def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
         """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""

@@ -22,12 +22,16 @@ class PresetInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that engines serve."""
+    """A model or an adapter that engines serve."""
 
     id: str
     """The name to send as `model`."""
     root: str
-    """Name of the model that answers; differs from `id` for an alias."""
+    """Name of the model that answers; differs from `id` for an alias. For an adapter: `base:adapter`."""
+    parent: str | None = None
+    """Name of the model that an adapter changes; null for a model."""
+    digest: str | None = None
+    """Digest of an adapter's files; null for a model."""
     object: Literal["model"] = "model"
     created: int
     """Time at which the gateway first saw the model, in seconds since 1970."""

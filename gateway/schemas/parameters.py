@@ -31,10 +31,12 @@ Endpoint = Literal[
     "catalogue",
     "catalogue_items",
     "catalogue_warm",
+    "load_adapter",
+    "unload_adapter",
 ]
 
-OWN: tuple[Endpoint, ...] = ("catalogue", "catalogue_items", "catalogue_warm")
-"""Endpoints that other servers lack."""
+OWN: tuple[Endpoint, ...] = ("catalogue", "catalogue_items", "catalogue_warm", "load_adapter", "unload_adapter")
+"""Endpoints that do not answer prompts, to which the tables below do not apply."""
 ALL: tuple[Endpoint, ...] = tuple(endpoint for endpoint in get_args(Endpoint) if endpoint not in OWN)
 GENERATING: tuple[Endpoint, ...] = ("completions", "chat", "responses")
 MULTIPLE: tuple[Endpoint, ...] = ("completions", "chat")
@@ -48,7 +50,7 @@ TEXT = "input and output are text"
 SAMPLERS = "use `temperature`, `top_k`, `top_p` or `min_p`"
 TOKENS = "use `logit_bias`"
 NEVER_CUT = "prompts are not truncated; shorten the prompt"
-ADAPTERS = "name a served model in `model`"
+ADAPTERS = "name the adapter in `model`, as `adapter` or `base:adapter`"
 RAW_OUTPUT = "an answer holds text and, with `logprobs`, tokens"
 TEMPLATE = "the model's own chat template is used; `chat_template_kwargs` passes variables to it"
 EFFORT = "use `reasoning.effort`"

@@ -24,7 +24,11 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> ReadoutContext:
-    return ReadoutContext(load_model(make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen2")).requires_grad_(False), (0,))
+    return ReadoutContext(
+        load_model(make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen2")).requires_grad_(False),
+        (0,),
+        lambda hidden, branches: [],
+    )
 
 
 def batch_of(*requests: Request) -> Batch:

@@ -36,6 +36,8 @@ def test_the_document_describes_requests_answers_and_errors(shared: httpx.Client
         ("/v1/tokenize", "TokenizeRequest", "TokenizeResponse"),
         ("/detokenize", "DetokenizeRequest", "DetokenizeResponse"),
         ("/v1/detokenize", "DetokenizeRequest", "DetokenizeResponse"),
+        ("/v1/load_lora_adapter", "LoadAdapterRequest", "AdapterOperation"),
+        ("/v1/unload_lora_adapter", "UnloadAdapterRequest", "AdapterOperation"),
     ):
         operation = document["paths"][path]["post"]
         assert operation["description"]

@@ -167,3 +167,41 @@ def test_the_user_of_pods_can_be_left_to_the_cluster():
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             }
+
+
+def test_adapters_are_off_by_default():
+    container = container_of({})
+    assert not [argument for argument in container["args"] if "lora" in argument]
+    assert "adapters" not in {mount["name"] for mount in container["volumeMounts"]}
+
+
+def test_adapters_come_from_a_claim_and_by_name():
+    lora = {
+        "adapters": {"support": "/models/support", "sql": "org/sql-lora"},
+        "existingClaim": "tuned",
+        "root": "/adapters",
+        "maxLoras": 32,
+        "maxLorasDevice": 8,
+        "maxLoraRank": 128,
+    }
+    pod = engine_of(manifests({"engine": {"lora": lora}}))
+    (container,) = pod["containers"]
+    assert [argument for argument in container["args"] if "lora" in argument] == [
+        "--lora=sql=org/sql-lora",
+        "--lora=support=/models/support",
+        "--lora-directory=/adapters",
+        "--lora-root=/adapters",
+        "--max-loras=32",
+        "--max-loras-device=8",
+        "--max-lora-rank=128",
+    ]
+    assert {"name": "adapters", "mountPath": "/adapters", "readOnly": True} in container["volumeMounts"]
+    assert {"name": "adapters", "persistentVolumeClaim": {"claimName": "tuned", "readOnly": True}} in pod["volumes"]
+    own = container_of({"engine": {"lora": lora}, "pools": {"b": {"lora": {"directory": "/models/tuned"}}}}, "yardstick-engine-b")
+    assert "--lora-directory=/models/tuned" in own["args"]
+
+
+@pytest.mark.parametrize("lora", [{"adapters": {"a:b": "/x"}}, {"directory": "x"}, {"maxLoraRank": 129}, {"loras": 1}])
+def test_wrong_values_of_adapters_are_errors(lora: Values):
+    with pytest.raises(helm_python.HelmValuesError):
+        render({"engine": {"lora": lora}})

@@ -79,6 +79,13 @@ def test_formats_reach_the_engine() -> None:
     assert "fp8" in refused.stderr
 
 
+def test_adapters_reach_the_engine() -> None:
+    lora = ("support=/adapters/support", "sql=org/sql")
+    options = ServeOptions("m", None, None, "127.0.0.1", 8000, None, None, None, None, None, lora=lora)
+    arguments = _engine_arguments(options, _Models("m", None), 8100)
+    assert arguments[-4:] == ["--lora", "support=/adapters/support", "--lora", "sql=org/sql"]
+
+
 def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     done = run("keys", "new", "first", "--file", str(file))

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.gateway.console.conftest import QUICK, Open, demo_engine, ready
-from tests.gateway.console.scripted import Connection, ScriptedServer
+from tests.gateway.console.scripted import MODEL, Connection, ScriptedServer
 from tests.processes import Program
 
 pytestmark = pytest.mark.browser
@@ -109,6 +109,14 @@ def test_wrong_lists_of_models(visit: Open, scripted: ScriptedServer) -> None:
     page.click("#notice-retry")
     expect(page.locator("#notice")).to_be_hidden()
     expect(page.locator("#rank-start")).to_be_enabled()
+
+
+def test_an_adapter_is_listed_with_its_base(visit: Open, scripted: ScriptedServer) -> None:
+    models = [MODEL, {"id": "support", "parent": "yardstick-demo", "capabilities": ["score"]}, {"id": "odd", "parent": 7}]
+    page = ready(visit(scripted.answer(models={"data": models})))
+    page.click("#tab-status")
+    for row in ("support (adapter of yardstick-demo)", "odd"):
+        expect(page.locator("#status-models td").filter(has_text=row).first).to_have_text(row)
 
 
 def test_markup_stays_text(visit: Open, scripted: ScriptedServer) -> None:

@@ -262,6 +262,11 @@ plausible = {
             "metadata": st.dictionaries(st.text(max_size=70), st.text(max_size=5), max_size=17),
         },
     ),
+    "/v1/load_lora_adapter": (
+        {"lora_name": st.sampled_from(["a", "a:b", "fake"]) | st.text(max_size=5), "lora_path": st.text(max_size=5)},
+        {"load_inplace": st.booleans(), "model": st.sampled_from(["fake", "fake:a", "x"])},
+    ),
+    "/v1/unload_lora_adapter": ({"lora_name": st.text(max_size=5)}, {"model": st.sampled_from(["fake", "x"])}),
 }
 
 

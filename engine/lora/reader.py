@@ -1,0 +1,245 @@
+"""Reads an adapter of PEFT's format from a directory. Everything is checked before memory is allocated for it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine import wire
+from engine.lora import config as lora_config
+from engine.lora import tensors
+from engine.lora.adapter import LoadedAdapter
+from engine.lora.config import AdapterConfig
+from engine.lora.errors import AdapterError
+from engine.lora.layout import Layout
+from engine.lora.tensors import MAX_HEADER, StoredTensor
+
+ALIGNMENT = 16
+"""Numbers: matrices begin at multiples of it."""
+MAX_CLASSES = 4096
+_NAME = re.compile(r"(?:base_model\.model\.)?((?:model\.)?layers\.(\d{1,4})\.(.+))\.lora_([AB])(?:\.default)?\.weight")
+_HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save(?:\.default)?)?\.weight")
+
+Table = npt.NDArray[np.int64]
+Pair = dict[str, StoredTensor]
+"""The matrices ``A`` and ``B`` of one projection."""
+
+
+@dataclass(frozen=True)
+class AdapterReader:
+    """Reads adapters of one model."""
+
+    layout: Layout
+    info: wire.Info
+    """Description of the base model."""
+    dtype: torch.dtype
+    max_rank: int
+    pinned: bool = False
+    """Whether weights lie in pinned memory."""
+
+    @property
+    def capacity(self) -> int:
+        """Most numbers of :attr:`LoadedAdapter.weights`."""
+        return capacity_of(self.layout, self.max_rank)
+
+    @property
+    def max_file(self) -> int:
+        """Most bytes of a file of weights, which may be in float32."""
+        return 4 * (self.capacity + MAX_CLASSES * self.layout.hidden_size) + MAX_HEADER
+
+    def read(self, name: str, directory: Path) -> LoadedAdapter:
+        """Read the adapter in ``directory``. Raises :class:`AdapterError`."""
+        settings = read_bounded(directory, lora_config.FILE, lora_config.MAX_BYTES)
+        parsed = lora_config.parse(bytes(settings))
+        data = read_bounded(directory, tensors.FILE, self.max_file)
+        model = read_bounded(directory, "config.json", lora_config.MAX_BYTES, optional=True)
+        stored = tensors.read_header(data, 2 * len(self.layout.places) + 1)
+        pairs, head = self._sort(stored)
+        self._check(parsed, pairs, head)
+        digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in (settings, data, model))).hexdigest()[:32]
+        table = self._table(pairs)
+        weights = torch.zeros(int(self._numbers(table[1])), dtype=self.dtype, pin_memory=self.pinned)
+        for place, pair in pairs.items():
+            self._copy(pair, place, parsed.scale_of(_module(place)), data, weights, table)
+        own_head = None if head is None else head.view(data).float().clone()
+        if not (torch.isfinite(weights).all() and (own_head is None or torch.isfinite(own_head).all())):
+            raise AdapterError("Weights are not finite in the model's number format; train the adapter again.")
+        info = self._info(parsed, own_head, bytes(model))
+        rank = max(pair["A"].shape[0] for pair in pairs.values()) if pairs else 0
+        size = weights.nbytes + (0 if own_head is None else own_head.nbytes)
+        described = wire.Adapter(name, digest, rank, size, info.capabilities, info.classes, info.multi_label)
+        on_host = torch.from_numpy(table)
+        return LoadedAdapter(described, info, weights, on_host.pin_memory() if self.pinned else on_host, table[1], own_head)
+
+    def _sort(self, stored: Mapping[str, StoredTensor]) -> tuple[dict[tuple[int, str], Pair], StoredTensor | None]:
+        """Tensors by layer and projection, and the classification head."""
+        pairs: dict[tuple[int, str], Pair] = {}
+        head = None
+        for name, tensor in stored.items():
+            match = _NAME.fullmatch(name)
+            if _HEAD.fullmatch(name):
+                head = tensor
+                continue
+            place = (int(match[2]), match[3]) if match else None
+            if match is None or place not in self.layout.places:
+                raise AdapterError(f"The tensor {name:.200} is not supported: {_why_not(name, self.layout)}.")
+            assert place is not None
+            if match[4] in pairs.setdefault(place, {}):
+                raise AdapterError(f"The tensor {name:.200} is stored twice; save the adapter again.")
+            pairs[place][match[4]] = tensor
+        return pairs, head
+
+    def _check(self, parsed: AdapterConfig, pairs: dict[tuple[int, str], Pair], head: StoredTensor | None) -> None:
+        """Raise :class:`AdapterError` where shapes or ranks do not fit."""
+        for place, pair in pairs.items():
+            index, number = self.layout.places[place]
+            product, module = self.layout.products[index], _module(place)
+            rank = parsed.rank_of(module)
+            if rank > self.max_rank:
+                raise AdapterError(f"The rank of {module} is {rank}; this engine takes at most {self.max_rank} (--max-lora-rank).")
+            for kind, shape in (("A", (rank, product.inputs)), ("B", (product.parts[number].outputs, rank))):
+                if kind not in pair:
+                    raise AdapterError(f"lora_{kind} of {module} is missing from {tensors.FILE}; copy the adapter again.")
+                if pair[kind].shape != shape:
+                    found = list(pair[kind].shape)
+                    raise AdapterError(f"lora_{kind} of {module} has shape {found}, where this model needs {list(shape)}.")
+        stored = {module.rpartition(".")[2] for _, module in pairs}
+        if lacking := [name for name in parsed.targets if name not in stored]:
+            raise AdapterError(f"target_modules names {lacking[0]}, which {tensors.FILE} lacks; copy the adapter again.")
+        if head is not None and (len(head.shape) != 2 or head.shape[1] != self.layout.hidden_size or head.shape[0] > MAX_CLASSES):
+            needed = f"[classes, {self.layout.hidden_size}] with at most {MAX_CLASSES} classes"
+            raise AdapterError(f"The classification head has shape {list(head.shape)}, where {needed} is needed.")
+        if parsed.task == "SEQ_CLS" and head is None and not self.info.classes:
+            raise AdapterError("task_type is SEQ_CLS, and neither the adapter nor the model has a classification head (score).")
+        if not pairs and head is None:
+            raise AdapterError(f"{tensors.FILE} has no tensors; copy the adapter again.")
+
+    def _table(self, pairs: Mapping[tuple[int, str], Pair]) -> Table:
+        """[2, products]: begin and rank of each product's matrices."""
+        table = np.zeros((2, len(self.layout.products)), np.int64)
+        for place, pair in pairs.items():
+            index = self.layout.places[place][0]
+            table[1, index] = max(table[1, index], pair["A"].shape[0])
+        sizes = [_aligned(product.numbers(int(rank))) for product, rank in zip(self.layout.products, table[1], strict=True)]
+        table[0] = np.cumsum([0, *sizes[:-1]])
+        return table
+
+    def _numbers(self, ranks: Table) -> int:
+        return sum(_aligned(product.numbers(int(rank))) for product, rank in zip(self.layout.products, ranks, strict=True))
+
+    def _copy(
+        self,
+        pair: Pair,
+        place: tuple[int, str],
+        scale: float,
+        data: bytearray,
+        weights: Tensor,
+        table: Table,
+    ) -> None:
+        """Copy one projection to its place in ``weights``."""
+        index, number = self.layout.places[place]
+        product = self.layout.products[index]
+        begin, rank = table[:, index].tolist()
+        own = pair["A"].shape[0]
+        behind = begin + len(product.parts) * rank * product.inputs
+        a = weights[begin:behind].view(len(product.parts), rank, product.inputs)
+        b = weights[behind : behind + product.outputs * rank].view(product.outputs, rank)
+        first = sum(part.outputs for part in product.parts[:number])
+        a[number, :own] = pair["A"].view(data)
+        b[first : first + product.parts[number].outputs, :own] = pair["B"].view(data).float() * scale
+
+    def _info(self, parsed: AdapterConfig, head: Tensor | None, model: bytes) -> wire.Info:
+        """Description of the model for requests with this adapter."""
+        if head is None and parsed.task != "SEQ_CLS":
+            return self.info
+        able = [name for name in self.info.capabilities if name == "embed"]
+        names, multi_label = _classes(model)
+        count = len(self.info.classes) if head is None else len(head)
+        if len(names) != count:
+            names = list(self.info.classes) if len(self.info.classes) == count else [f"LABEL_{index}" for index in range(count)]
+            multi_label = self.info.multi_label if names == list(self.info.classes) else multi_label
+        return msgspec.structs.replace(self.info, capabilities=["classify", *able], classes=names, multi_label=multi_label)
+
+
+def capacity_of(layout: Layout, rank: int) -> int:
+    """Numbers of an adapter of this rank on all projections."""
+    return sum(_aligned(product.numbers(rank)) for product in layout.products)
+
+
+def read_bounded(directory: Path, name: str, most: int, *, optional: bool = False) -> bytearray:
+    """Read a regular file of at most ``most`` bytes; an optional file may be absent. Raises :class:`AdapterError`."""
+    try:
+        descriptor = os.open(directory / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if optional and isinstance(error, FileNotFoundError):
+            return bytearray()
+        raise AdapterError(
+            f"{name} cannot be opened ({error.strerror}); give a directory of an adapter in PEFT's format."
+        ) from None
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise AdapterError(f"{name} is no regular file.")
+        if found.st_size > most:
+            raise AdapterError(f"{name} has {found.st_size:,} bytes; an adapter of this engine has at most {most:,}.")
+        data = bytearray(found.st_size)
+        view, read = memoryview(data), 0
+        while read < len(data) and (count := file.readinto(view[read:])):
+            read += count
+        if read < len(data):
+            raise AdapterError(f"{name} changed while it was read; load the adapter again.")
+    return data
+
+
+def _classes(model: bytes) -> tuple[list[str], bool]:
+    """Names of classes in a ``config.json`` beside the adapter, and whether they do not exclude each other; no names if it has
+    none."""
+
+    class Model(msgspec.Struct):
+        id2label: dict[int, str] = {}
+        problem_type: str | None = None
+
+    try:
+        found = msgspec.json.decode(model, type=Model)
+    except msgspec.DecodeError:
+        return [], False
+    names = [found.id2label.get(index, "") for index in range(len(found.id2label))]
+    return names if all(names) else [], found.problem_type == "multi_label_classification"
+
+
+def _why_not(name: str, layout: Layout) -> str:
+    for part, reason in (
+        ("lora_magnitude_vector", "it belongs to DoRA"),
+        ("lm_head", "adapters of the head for tokens (lm_head) must be merged into the model"),
+        ("embed_tokens", "adapters of embeddings (embed_tokens) must be merged into the model"),
+        ("lora_embedding", "adapters of embeddings must be merged into the model"),
+        ("expert", "adapters of experts must be merged into the model"),
+        ("router", "adapters of experts must be merged into the model"),
+        (".bias", "trained biases must be merged into the model"),
+    ):
+        if part in name:
+            return reason
+    match = _NAME.fullmatch(name)
+    if match and int(match[2]) >= layout.layers:
+        return f"this model has {layout.layers} layers"
+    return "this model has no such projection"
+
+
+def _module(place: tuple[int, str]) -> str:
+    """Name of a projection in the base model."""
+    return f"model.layers.{place[0]}.{place[1]}"
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,83 @@
+"""Memory of the device for adapters: slots of one size, given to the least recently used adapters last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.lora.adapter import LoadedAdapter
+from engine.lora.layout import Layout, Product
+from kernels.lora import LoraMatrices
+
+
+class DeviceSlots:
+    """Copies adapters from the host to slots of the device, and finds their matrices there.
+
+    A copy is queued behind the steps that were launched before, so a slot is never overwritten while one of them reads it.
+    """
+
+    def __init__(self, layout: Layout, count: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+        """``capacity``: numbers of a slot."""
+        self._layout = layout
+        self._buffer = torch.empty((count, capacity), dtype=dtype, device=device)
+        self._slot_of: OrderedDict[str, int] = OrderedDict()
+        """Slots by the digest of their adapter, the least recently used first."""
+        self._free = list(reversed(range(count)))
+        self.matrices: list[list[LoraMatrices | None]] = [[None] * count for _ in layout.products]
+        """[product][slot]"""
+        self.heads: dict[str, Tensor] = {}
+        """Classification heads on the device, by the digest of their adapter."""
+        self.swaps = 0
+        """Copies so far."""
+
+    @property
+    def count(self) -> int:
+        """Number of slots."""
+        return len(self._buffer)
+
+    @property
+    def resident(self) -> list[str]:
+        """Digests of the adapters that have a slot, the least recently used first."""
+        return list(self._slot_of)
+
+    def place(self, adapters: Sequence[LoadedAdapter]) -> dict[str, int]:
+        """Give each of a step's ``adapters``, at most :attr:`count`, a slot. Return the slots by digest."""
+        assert len({adapter.digest for adapter in adapters}) <= self.count
+        for adapter in adapters:
+            if adapter.digest in self._slot_of:
+                self._slot_of.move_to_end(adapter.digest)
+        for adapter in adapters:
+            if adapter.digest not in self._slot_of:
+                self._copy(adapter, self._take())
+        return {adapter.digest: self._slot_of[adapter.digest] for adapter in adapters}
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        digest, slot = self._slot_of.popitem(last=False)
+        self.heads.pop(digest, None)
+        return slot
+
+    def _copy(self, adapter: LoadedAdapter, slot: int) -> None:
+        target = self._buffer[slot, : len(adapter.weights)]
+        target.copy_(adapter.weights, non_blocking=True)
+        if adapter.head is not None:
+            self.heads[adapter.digest] = adapter.head.to(self._buffer.device)
+        table = adapter.table.tolist()
+        for product, matrices, begin, rank in zip(self._layout.products, self.matrices, *table, strict=True):
+            matrices[slot] = _matrices(target, product, begin, rank) if rank else None
+        self._slot_of[adapter.digest] = slot
+        self.swaps += 1
+
+
+def _matrices(weights: Tensor, product: Product, begin: int, rank: int) -> LoraMatrices:
+    behind = begin + len(product.parts) * rank * product.inputs
+    b = weights[behind : behind + product.outputs * rank].view(product.outputs, rank)
+    parts, first = [], 0
+    for part in product.parts:
+        parts.append((first, first + part.outputs, b[first : first + part.outputs]))
+        first += part.outputs
+    return LoraMatrices(weights[begin:behind].view(-1, product.inputs), tuple(parts), rank)

@@ -1,0 +1,90 @@
+"""The adapters of a step: their slots on the device, and the runs of rows that each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from engine.batch import Batch, ExtendSegment
+from engine.core import Branch
+from engine.device.transfer import Upload
+from engine.lora.linear import StepRows
+from engine.lora.slots import DeviceSlots
+from engine.models.decoder import Decoder
+from kernels.linear import linear
+from kernels.lora import LoraRows, LoraRun
+
+
+class StepAdapters:
+    """Prepares the decoder's projections for each step. It does no work in steps without adapters."""
+
+    def __init__(self, decoder: Decoder, slots: DeviceSlots | None = None, rows: StepRows | None = None) -> None:
+        """``slots``: None in an engine without adapters. ``rows``: those that the decoder's projections read."""
+        self._decoder = decoder
+        self._slots = slots
+        self._rows = rows or StepRows()
+        self._slot_of: dict[str, int] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether the step has a request with an adapter."""
+        return self._rows.tokens > 0
+
+    def begin(self, batch: Batch) -> None:
+        """Put the segments in order of their adapters, those without one first, and copy adapters that have no slot."""
+        self._rows.tokens = 0
+        if self._slots is None:
+            return
+        adapters = dict.fromkeys(segment.request.adapter for segment in batch.segments)
+        named = [adapter for adapter in adapters if adapter is not None]
+        if named:
+            self._slot_of = self._slots.place(named)
+            batch.segments.sort(key=self._slot)  # stable: segments of a branch keep their order
+            self._rows.tokens = batch.tokens
+
+    def upload(self, batch: Batch, read: Sequence[int], upload: Upload) -> None:
+        """Set the runs of rows of each adapter. ``read``: rows of the step that readouts read."""
+        if not self.active:
+            return
+        lengths = [segment.tokens.size for segment in batch.segments]
+        slots = np.repeat([self._slot(segment) for segment in batch.segments], lengths)
+        assert len(slots) == batch.tokens
+        own = slots[np.asarray(read, np.int64)]
+        order = np.argsort(own, kind="stable")
+        self._rows.all = LoraRows(_runs(slots))
+        self._rows.read_runs, self._rows.read_order = _runs(own[order]), upload.add(order)
+
+    def class_logits(self, hidden: Tensor, branches: Sequence[Branch]) -> list[Tensor]:
+        """See :class:`engine.readouts.base.ReadoutContext`."""
+        parts, begin = [], 0
+        for digest, group in groupby(branches, key=_own_head):
+            end = begin + len(list(group))
+            rows = hidden[begin:end]
+            if digest is None:
+                parts.append(self._decoder.class_logits(rows))
+            else:
+                assert self._slots is not None
+                parts.append(linear(rows.float(), self._slots.heads[digest]))
+            begin = end
+        return parts
+
+    def _slot(self, segment: ExtendSegment) -> int:
+        adapter = segment.request.adapter
+        return -1 if adapter is None else self._slot_of[adapter.digest]
+
+
+def _own_head(branch: Branch) -> str | None:
+    """Digest of the adapter whose head reads ``branch``; None: the base model's head does."""
+    adapter = branch.request.adapter
+    return None if adapter is None or adapter.head is None else adapter.digest
+
+
+def _runs(slots: npt.NDArray[np.int64]) -> tuple[LoraRun, ...]:
+    """Runs of equal ``slots``, which are in order; -1 has none."""
+    begins = np.flatnonzero(np.diff(slots, prepend=-1)).tolist()
+    ends = [*begins[1:], len(slots)] if begins else []
+    return tuple(LoraRun(int(slots[begin]), begin, end) for begin, end in zip(begins, ends, strict=True))

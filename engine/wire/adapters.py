@@ -1,0 +1,51 @@
+"""LoRA adapters: what an engine has, and the messages that load and unload them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Adapter(msgspec.Struct, tag="adapter", frozen=True, omit_defaults=True):
+    """An adapter that requests may name."""
+
+    name: str
+    """Letters, digits, ``.``, ``_`` and ``-``, at most 128; not the name of the base model."""
+    digest: str
+    """Digest of weights and configuration, hexadecimal: what :attr:`engine.wire.Score.adapter` names."""
+    rank: int
+    """Largest rank of its matrices."""
+    bytes: int
+    """Host memory that it takes."""
+    capabilities: list[str]
+    """As :attr:`engine.wire.Info.capabilities`, of requests with this adapter."""
+    classes: list[str] = []
+    """As :attr:`engine.wire.Info.classes`, of requests with this adapter."""
+    multi_label: bool = False
+    """As :attr:`engine.wire.Info.multi_label`, of requests with this adapter."""
+
+
+class Adapters(msgspec.Struct, tag="adapters", frozen=True, omit_defaults=True):
+    """The adapters of an engine, by name."""
+
+    adapters: list[Adapter]
+    max_adapters: int = 0
+    """Most adapters in host memory; 0: the engine takes none."""
+    max_rank: int = 0
+    problem: str = ""
+    """Why it takes none, as a clause."""
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True, omit_defaults=True):
+    """Load an adapter in PEFT's format. Loading equal files under the same name again changes nothing."""
+
+    name: str
+    path: str
+    """A directory on the engine's machine, or a hub id."""
+    replace: bool = False
+    """Replace an adapter of this name that has another digest; without this, that is an error."""
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+    """Unload an adapter. Requests in progress finish with its weights."""
+
+    name: str

@@ -1,0 +1,200 @@
+"""The adapters of all models: which replicas have which, and the names that clients use for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from engine import wire
+from gateway.errors import GatewayError, InvalidRequest
+from gateway.pool.adapter_model import AdapterModel, adapter_model
+from gateway.pool.names import Names
+from gateway.pool.replica import Replica, ServedModel
+from gateway.presets.preset import PresetError
+from gateway.presets.select import FALLBACKS, builtin, named
+from gateway.text.spelling import TokenizerError
+from gateway.text.vocabulary import Vocabulary
+from gateway.text.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""Names of adapters. They have no colon, which separates base and adapter in ``base:adapter``."""
+DIGEST = re.compile(r"[0-9a-f]{16,128}")
+MOST_ADAPTERS = 1024
+"""Adapters of one replica that the gateway knows; it ignores the others."""
+REFRESH_SECONDS = 1.0
+"""Longest wait for a replica's adapters; the next probe asks again."""
+
+
+class Reference(NamedTuple):
+    """An adapter, whatever its version."""
+
+    base: str
+    """Name of the base model, not an alias."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.base}:{self.name}"
+
+
+class Adapters:
+    """Keeps :attr:`ServedModel.adapters` of all models up to date, and finds adapters by name."""
+
+    def __init__(
+        self, workers: Workers, served: Callable[[], Iterable[ServedModel]], *, presets: Mapping[str, str], names: Names
+    ) -> None:
+        """``served``: returns the known models. ``presets``: see :class:`gateway.pool.pool.Pool`."""
+        self._workers = workers
+        self._served = served
+        self._presets = presets
+        self._names = names
+        self._asking: dict[Replica, asyncio.Task[None]] = {}
+        self.awaited: Callable[[Reference], bool] = lambda _: False
+        """Whether an adapter that no replica has should be loaded, and may appear soon."""
+
+    async def refresh(self, replica: Replica) -> None:
+        """Ask ``replica`` for its adapters. If it does not answer, those that it had are assumed."""
+        if not replica.takes_adapters:
+            return
+        async with replica.adapters_turn:
+            try:
+                async with asyncio.timeout(REFRESH_SECONDS):
+                    found = await replica.client.adapters()
+            except (GatewayError, TimeoutError) as error:
+                logger.info("engine %s: its adapters are unknown: %s", replica.client.url, error)
+                return
+            replica.takes_adapters = found.max_adapters > 0 or bool(found.adapters)
+            known = [adapter for adapter in found.adapters[:MOST_ADAPTERS] if NAME.fullmatch(adapter.name)]
+            await self._update(replica, {adapter.name: adapter for adapter in known if DIGEST.fullmatch(adapter.digest)})
+
+    async def joined(self, replica: Replica) -> None:
+        """Ask a replica that becomes ready for its adapters; it may be a new process."""
+        replica.takes_adapters = True
+        for model in self._all():
+            if replica not in model.parent.replicas:
+                model.remove(replica)
+        await self.refresh(replica)
+
+    def refresh_soon(self, replica: Replica) -> None:
+        """Start :meth:`refresh` in the background, unless one is running."""
+        if replica not in self._asking:
+            task = self._asking[replica] = asyncio.create_task(self.refresh(replica))
+            task.add_done_callback(lambda _: self._asking.pop(replica, None))
+
+    def forget(self, replica: Replica) -> None:
+        """Note that ``replica`` is gone, or serves another model."""
+        replica.adapters = {}
+        for model in self._all():
+            model.remove(replica)
+
+    def find(self, name: str) -> AdapterModel | None:
+        """Return the adapter called ``name``, ``adapter`` or ``base:adapter``; of several versions, the one with most ready
+        replicas. Raises :class:`InvalidRequest` if several models have an adapter called ``name``."""
+        base, colon, short = name.rpartition(":")
+        if colon:
+            real = self._names.real(base)
+            found = [model for model in self._all() if model.adapter.name == short and model.parent.name == real]
+        else:
+            found = [model for model in self._all() if model.adapter.name == short]
+            if len({model.parent.name for model in found}) > 1:
+                message = f"Several models have an adapter called {name!r}; send `model` as `BASE:{name}`."
+                raise InvalidRequest(message, param="model")
+        best = max(found, key=lambda model: (len(model.ready), len(model.replicas)), default=None)
+        return None if best is None or best.gone else best.named(name)
+
+    def may_appear(self, name: str | None) -> bool:
+        """Whether ``name`` is ``base:adapter`` of a model without a ready replica, or an adapter that is being loaded."""
+        base, _, short = (name or "").rpartition(":")
+        bases = [served for served in self._served() if not base or served.name == self._names.real(base)]
+        if any(self.awaited(Reference(served.name, short)) for served in bases):
+            return True
+        return bool(base and bases) and NAME.fullmatch(short) is not None and not any(served.ready for served in bases)
+
+    def reference(self, name: str) -> Reference | None:
+        """Return the adapter that ``name`` means; None if it means none, or is ambiguous, or is the name of a model."""
+        if name in self._names.aliases or any(model.name == name for model in self._served()):
+            return None
+        try:
+            found = self.find(name)
+        except InvalidRequest:
+            return None
+        return None if found is None else Reference(found.parent.name, found.adapter.name)
+
+    def listed(self) -> dict[str, AdapterModel]:
+        """Return all adapters by the shortest name that means each of them."""
+        listed: dict[str, AdapterModel] = {}
+        for qualified in sorted({model.qualified for model in self._all()}):
+            found = self.find(qualified)
+            if found is not None:
+                short = found.adapter.name
+                name = short if self.reference(short) == Reference(found.parent.name, short) else qualified
+                listed[name] = found.named(name)
+        return listed
+
+    async def _update(self, replica: Replica, adapters: dict[str, wire.Adapter]) -> None:
+        """Make ``adapters`` those of ``replica``."""
+        replica.adapters = adapters
+        parent = next((served for served in self._served() if replica in served.replicas), None)
+        wanted = {(adapter.name, adapter.digest) for adapter in adapters.values()}
+        for model in self._all():
+            if model.parent is not parent or (model.adapter.name, model.adapter.digest) not in wanted:
+                model.remove(replica)
+        for adapter in adapters.values() if parent else ():
+            assert parent is not None
+            key = (adapter.name, adapter.digest)
+            if key not in parent.adapters:
+                text, vocabulary = await self._text_of(parent, adapter)
+                created = adapter_model(
+                    parent, adapter, text, vocabulary, lost=self.refresh_soon, awaited=self._awaiting(parent, adapter)
+                )
+                parent.adapters.setdefault(key, created)
+            if not replica.gone and replica in parent.replicas:
+                parent.adapters[key].add(replica)
+        for served in self._served():
+            for model in list(served.adapters.values()):
+                if model.gone:
+                    del served.adapters[model.adapter.name, model.adapter.digest]
+                    model.announce()
+
+    def _awaiting(self, parent: ServedModel, adapter: wire.Adapter) -> Callable[[], bool]:
+        reference = Reference(parent.name, adapter.name)
+
+        def awaited() -> bool:
+            """A version is not awaited while there is another one."""
+            others = (other for other in parent.adapters.values() if other.adapter.name == adapter.name)
+            return self.awaited(reference) and not any(other.replicas for other in others)
+
+        return awaited
+
+    async def _text_of(self, parent: ServedModel, adapter: wire.Adapter) -> tuple[str, Vocabulary]:
+        """Return the tokeniser of ``parent`` with the preset of ``adapter``: that of the setting, or that of its capabilities if
+        the base has others, such as a classification head on a model that generates."""
+        try:
+            preset = self._preset_of(parent, adapter)
+            if preset is not None:
+                files = msgspec.structs.replace(self._workers.files(parent.text), preset=preset)
+                return await self._workers.load(files)
+        except (PresetError, TokenizerError) as error:
+            logger.error("adapter %s:%s: its preset cannot be used: %s", parent.name, adapter.name, error)
+        return parent.text, parent.tokenizer
+
+    def _preset_of(self, parent: ServedModel, adapter: wire.Adapter) -> str | None:
+        """Return the text of the preset; None for that of ``parent``. Raises :class:`PresetError`."""
+        chosen = self._presets.get(f"{parent.name}:{adapter.name}") or self._presets.get(adapter.name)
+        if chosen is not None and chosen != "none":
+            return named(chosen)
+        of_both = [
+            next((preset for capability, preset in FALLBACKS.items() if capability in capabilities), None)
+            for capabilities in (parent.info.capabilities, adapter.capabilities)
+        ]
+        return builtin()[of_both[1]] if of_both[1] is not None and of_both[0] != of_both[1] else None
+
+    def _all(self) -> Iterator[AdapterModel]:
+        for served in list(self._served()):
+            yield from list(served.adapters.values())

@@ -1,0 +1,240 @@
+"""Reading adapters: what is refused, by name, before anything is kept; heads, classes and limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine import wire
+from engine.lora import config
+from engine.lora.errors import AdapterError
+from engine.lora.layout import Layout
+from engine.lora.manager import AdapterManager
+from engine.lora.reader import AdapterReader
+from engine.lora.registry import AdapterRegistry
+from engine.models.config import load_config
+from tests.checkpoints import make_checkpoint
+from tests.engine.adapters import write_adapter
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    directory = make_checkpoint(tmp_path_factory.mktemp("base"), "qwen3", num_hidden_layers=2)
+    return directory, AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.fixture
+def adapter(base: tuple[Path, PreTrainedModel], tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "adapters" / "one", base[1])
+
+
+@pytest.fixture
+def registry(base: tuple[Path, PreTrainedModel]) -> AdapterRegistry:
+    limits = wire.Limits(1, 1, 1, 1, 1)
+    info = wire.Info("base", "f", 320, 2048, [], ["score", "generate", "embed"], limits)
+    return AdapterRegistry(AdapterReader(Layout(load_config(base[0])), info, torch.float32, 16), most=2)
+
+
+def edit(directory: Path, **keys: Any) -> None:
+    path = directory / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_bias": True}, "bias"),
+        ({"task_type": "TOKEN_CLS"}, "TOKEN_CLS"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head"),
+        ({"modules_to_save": ["embed_tokens"]}, "embed_tokens"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"target_modules": ["q_proj", "gate"]}, "gate"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"something_new": 3}, "something_new"),
+        ({"r": 17}, "rank .* is 17; this engine takes at most 16"),
+        ({"r": 5}, r"shape \[4, 96\], where this model needs \[5, 96\]"),
+        ({"r": "4"}, "r in adapter_config.json"),
+        ({"rank_pattern": {"(a+)+": 4}}, "repetitions"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern"),
+        ({"task_type": "SEQ_CLS"}, "classification head"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ],
+)
+def test_unsupported_options_are_refused_by_name(
+    adapter: Path, registry: AdapterRegistry, keys: dict[str, Any], named: str
+) -> None:
+    edit(adapter, **keys)
+    with pytest.raises(AdapterError, match=named) as raised:
+        registry.load("one", adapter)
+    assert str(adapter.parent) not in str(raised.value)
+    assert registry.description.adapters == []
+
+
+L0 = "base_model.model.model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: tensors.pop(f"{L0}.self_attn.q_proj.lora_B.weight"), "lora_B of model.layers.0.self_attn.q_proj"),
+        (lambda tensors: tensors.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}), "lm_head"),
+        (lambda tensors: tensors.update({"base_model.model.model.embed_tokens.weight": torch.ones(4)}), "embed_tokens"),
+        (lambda tensors: tensors.update({f"{L0}.mlp.experts.3.up_proj.lora_A.weight": torch.ones(4)}), "experts"),
+        (lambda tensors: tensors.update({f"{L0}.self_attn.q_proj.lora_magnitude_vector": torch.ones(4)}), "DoRA"),
+        (lambda tensors: tensors.update({L0.replace("0", "7") + ".self_attn.q_proj.lora_A.weight": torch.ones(4)}), "2 layers"),
+        (lambda tensors: tensors.update({"base_model.model.score.weight": torch.ones(3, 63)}), r"head has shape \[3, 63\]"),
+        (lambda tensors: tensors[f"{L0}.self_attn.q_proj.lora_A.weight"].fill_(float("nan")), "not finite"),
+        (lambda tensors: tensors.update({f"{L0}.self_attn.q_proj.lora_A.weight": torch.ones(4, 64, dtype=torch.int8)}), "I8"),
+    ],
+)
+def test_unsupported_tensors_are_refused_by_name(adapter: Path, registry: AdapterRegistry, change: Any, named: str) -> None:
+    edit_tensors(adapter, change)
+    with pytest.raises(AdapterError, match=named):
+        registry.load("one", adapter)
+
+
+def test_damaged_files_are_refused(adapter: Path, registry: AdapterRegistry) -> None:
+    whole = (adapter / WEIGHTS).read_bytes()
+    (size,) = struct.unpack_from("<Q", whole)
+    lying = json.dumps({f"{L0}.self_attn.q_proj.lora_A.weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}})
+    negative = lying.replace("[0,", "[-4,")
+    for data in (
+        *(whole[:end] for end in (0, 7, 8, size, size + 8, len(whole) - 1)),
+        struct.pack("<Q", 1 << 62) + whole[8:],
+        struct.pack("<Q", size) + b"[" * size,
+        *(struct.pack("<Q", len(text)) + text.encode() for text in (lying, negative, "{}", "3", '{"a": 1}')),
+    ):
+        (adapter / WEIGHTS).write_bytes(data)
+        with pytest.raises(AdapterError):
+            registry.load("one", adapter)
+    (adapter / WEIGHTS).write_bytes(whole)
+    (adapter / CONFIG).write_bytes(b"[" * 100_000)
+    with pytest.raises(AdapterError, match="not JSON"):
+        registry.load("one", adapter)
+
+
+def test_files_are_bounded_and_regular(adapter: Path, registry: AdapterRegistry) -> None:
+    os.truncate(adapter / WEIGHTS, 1 << 40)  # sparse
+    with pytest.raises(AdapterError, match="at most"):
+        registry.load("one", adapter)
+    (adapter / WEIGHTS).unlink()
+    with pytest.raises(AdapterError, match="cannot be opened"):
+        registry.load("one", adapter)
+    os.mkfifo(adapter / WEIGHTS)
+    with pytest.raises(AdapterError, match="no regular file"):
+        registry.load("one", adapter)
+
+
+def test_names_and_limits(adapter: Path, registry: AdapterRegistry, base: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    for name in ("", "a:b", "a/b", "..", "x" * 129, "base"):
+        with pytest.raises(AdapterError, match="name"):
+            registry.load(name, adapter)
+    first = registry.load("one", adapter)
+    assert registry.load("one", adapter) is first
+    assert registry.load("twin", adapter).digest == first.digest
+    with pytest.raises(AdapterError, match="--max-loras"):
+        registry.load("three", adapter)
+    other = write_adapter(tmp_path / "other", base[1], seed=1)
+    with pytest.raises(AdapterError, match="replace"):
+        registry.load("one", other)
+    second = registry.load("one", other, replace=True)
+    assert registry.get(first.digest) is not None, "its twin is still loaded"
+    registry.unload("twin")
+    assert registry.get(first.digest) is None
+    assert registry.get(second.digest) is second
+    with pytest.raises(AdapterError, match="no adapter"):
+        registry.unload("twin")
+
+
+def test_a_head_makes_a_classifier(registry: AdapterRegistry, base: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "c", base[1], classes=3, task_type="SEQ_CLS", modules_to_save=["classifier", "score"])
+    adapter = registry.load("c", directory)
+    assert (adapter.description.capabilities, adapter.description.classes) == (
+        ["classify", "embed"],
+        ["LABEL_0", "LABEL_1", "LABEL_2"],
+    )
+    names = {"id2label": {"0": "no", "1": "maybe", "2": "yes"}, "problem_type": "multi_label_classification"}
+    (directory / "config.json").write_text(json.dumps(names))
+    renamed = registry.load("c", directory, replace=True)
+    assert (renamed.info.classes, renamed.info.multi_label) == (["no", "maybe", "yes"], True)
+    assert renamed.digest != adapter.digest
+
+
+def test_ranks_and_scales_follow_patterns() -> None:
+    given = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "rank_pattern": {"q_proj": 2, r"layers\.1\.self_attn\.k_proj": 4}}
+    parsed = config.parse(json.dumps(given | {"alpha_pattern": {"layers.0.mlp.(up|gate)_proj": 4}}).encode())
+    assert parsed.rank_of("model.layers.3.self_attn.q_proj") == 2
+    assert [parsed.rank_of(f"model.layers.{layer}.self_attn.k_proj") for layer in (0, 1)] == [8, 4]
+    assert parsed.scale_of("model.layers.0.mlp.up_proj") == 0.5
+    assert parsed.scale_of("model.layers.1.mlp.up_proj") == 2.0
+
+
+def test_commands_stay_below_the_root(adapter: Path, registry: AdapterRegistry, tmp_path: Path) -> None:
+    told: list[wire.Adapters] = []
+    manager = AdapterManager(registry, told.append, root=adapter.parent)
+    (adapter.parent / "link").symlink_to(tmp_path)
+    for path in ("..", ".", "", "/etc", "one/../..", "link", "absent", "a\0b", str(tmp_path)):
+        failed = manager.execute(wire.LoadAdapter("x", path))
+        assert isinstance(failed, wire.Failed), path
+        assert str(tmp_path) not in failed.message
+    assert isinstance(manager.execute(wire.LoadAdapter("x", "one")), wire.Adapter)
+    assert isinstance(manager.execute(wire.LoadAdapter("y", str(adapter))), wire.Adapter)
+    assert manager.execute(wire.UnloadAdapter("y")) is None
+    assert manager.execute(wire.UnloadAdapter("y")).code == "unknown_adapter"
+    without = AdapterManager(registry, told.append).execute(wire.LoadAdapter("z", "one"))
+    assert "--lora-root" in without.message
+
+
+def test_the_directory_is_watched(adapter: Path, registry: AdapterRegistry, base: tuple[Path, PreTrainedModel]) -> None:
+    def names() -> list[str]:
+        return [each.name for each in registry.description.adapters]
+
+    manager = AdapterManager(registry, lambda _: None, watched=adapter.parent)
+    manager.look(settled=True)
+    assert names() == ["one"]
+    two = write_adapter(adapter.parent / "two", base[1], seed=2)
+    whole = (two / WEIGHTS).read_bytes()
+    (two / WEIGHTS).write_bytes(whole[:1000])  # half copied
+    for _ in range(3):
+        manager.look()
+    assert names() == ["one"]
+    (two / WEIGHTS).write_bytes(whole)
+    manager.look()
+    assert names() == ["one"], "files that have just changed are left alone"
+    manager.look()
+    assert names() == ["one", "two"]
+    before = registry.named("two").digest
+    write_adapter(two, base[1], seed=3)
+    manager.look()
+    manager.look()
+    assert registry.named("two").digest != before
+    for path in adapter.iterdir():
+        path.unlink()
+    manager.look()
+    assert names() == ["two"]
+    manager.execute(wire.UnloadAdapter("two"))
+    manager.look()
+    assert names() == [], "what a person unloaded stays unloaded until its files change"

@@ -1,0 +1,122 @@
+"""Adapters with real engines and a real gateway: scores are those of merged weights, whichever engine answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.checkpoints import make_checkpoint
+from tests.processes import Pod, Program, wait_until
+
+QUERY, ITEMS, LABELS = "Is it red? ", ["red shoes", "an oak table", "blue"], [5, 6]
+RANK, SCALE = 4, 2.0
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+def make_adapter(model: Path, folder: Path, seed: int) -> Any:
+    """Write an adapter with random weights to ``folder``; returns the model with them merged."""
+    whole, noise, tensors = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), torch.Generator(), {}
+    noise.manual_seed(seed)
+    for name, module in whole.named_modules():
+        if name.rpartition(".")[2] in TARGETS:
+            a, b = (torch.randn(shape, generator=noise) for shape in ((RANK, module.in_features), (module.out_features, RANK)))
+            a /= module.in_features**0.5
+            tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+            module.weight.data += SCALE * b @ a
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": SCALE * RANK, "target_modules": list(TARGETS)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return whole
+
+
+def score(client: httpx.Client, model: str, query: str = QUERY) -> httpx.Response:
+    body = {"model": model, "query": query, "items": ITEMS, "label_token_ids": LABELS}
+    return client.post("/v1/score", json=body, headers={"cache-control": "no-cache"})
+
+
+def expected(model: Path, whole: Any) -> list[Any]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = []
+    for item in ITEMS:
+        ids = torch.tensor([tokenizer(QUERY + item, add_special_tokens=False).input_ids])
+        with torch.no_grad():
+            rows.append(pytest.approx(whole(ids).logits[0, -1].softmax(-1)[LABELS].tolist(), abs=1e-5))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def merged(model: Path, root: Path) -> dict[str, Any]:
+    whole = {"tiny": AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()}
+    return whole | {name: make_adapter(model, root / name, seed) for seed, name in enumerate(("fixed", "one", "two"))}
+
+
+@pytest.fixture
+def pods(model: Path, root: Path, merged: dict[str, Any]) -> Iterator[list[Pod]]:
+    arguments = ("--name", "tiny", "--lora", f"fixed={root / 'fixed'}", "--lora-root", str(root))
+    pods = [Pod(model, *arguments) for _ in range(2)]
+    for pod in pods:
+        pod.wait_ready()
+    yield pods
+    for pod in pods:
+        pod.close()
+
+
+@pytest.fixture
+def client(pods: list[Pod]) -> Iterator[httpx.Client]:
+    engines = [argument for pod in pods for argument in ("--engine", pod.url)]
+    program = Program("gateway", *engines, YARDSTICK_PROBE_SECONDS="0.1", YARDSTICK_SPLIT_TOKENS="1")
+    program.wait_ready()
+    wait_until(lambda: "yardstick_engines_ready 2.0" in program.client.get("/metrics").text)
+    yield program.client
+    program.close()
+
+
+def test_adapters_score_as_merged_weights(client: httpx.Client, pods: list[Pod], model: Path, root: Path, merged: Any) -> None:
+    load = {"lora_name": "mine", "lora_path": str(root / "one")}
+    assert client.post("/v1/load_lora_adapter", json=load).json()["engines"] == 2
+    names = {"tiny": "tiny", "fixed": "fixed", "tiny:fixed": "fixed", "mine": "one", "tiny:mine": "one"}
+    for name, weights in names.items():
+        for _ in range(2):
+            answer = score(client, name).raise_for_status().json()
+            assert (answer["model"], answer["scores"]) == (name, expected(model, merged[weights]))
+    listed = {each["id"]: each["parent"] for each in client.get("/v1/models").json()["data"]}
+    assert listed == {"tiny": None, "fixed": "tiny", "mine": "tiny"}
+    for path, replace in ((root / "two", False), (root.parent, True), (root / ".." / "etc", True), (Path("/etc"), True)):
+        body = {"lora_name": "mine", "lora_path": str(path), "load_inplace": replace}
+        refused = client.post("/v1/load_lora_adapter", json=body)
+        assert refused.status_code == 400, path
+        assert str(root.parent) not in refused.text
+    assert score(client, "mine").json()["scores"] == expected(model, merged["one"])
+    body = {"lora_name": "mine", "lora_path": str(root / "two"), "load_inplace": True}
+    client.post("/v1/load_lora_adapter", json=body).raise_for_status()
+    assert score(client, "mine").json()["scores"] == expected(model, merged["two"])
+    pods[0].process.kill()
+    pods[0].close()
+    pods[0] = Pod(model, "--name", "tiny", "--lora-root", str(root), port=pods[0].port)
+    pods[0].wait_ready()
+    done = 'yardstick_adapter_operations_total{operation="restore",result="done"} 1.0'
+    wait_until(lambda: done in client.get("/metrics").text, 30)
+    for place in range(4):
+        score(client, "mine", f"{place} {QUERY}").raise_for_status()
+    assert score(client, "mine").json()["scores"] == expected(model, merged["two"])
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).json()["engines"] == 2
+    assert score(client, "mine").json()["error"]["code"] == "model_not_found"

@@ -176,7 +176,7 @@ def test_options_that_exclude_adapters_are_named(model: Model) -> None:
 
 def test_a_head_of_an_adapter_classifies(model: Model, tmp_path: Path) -> None:
     """Beside scores of the base model, over a checkpoint without a head."""
-    targets = {"rank": 4, "classes": 3, "task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+    targets: dict[str, Any] = {"rank": 4, "classes": 3, "task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     adapters = [write_adapter(tmp_path / f"c{seed}", model.merged[0], seed=seed, **targets) for seed in (7, 8)]
     loop = build(model, lora=[f"c{index}={path}" for index, path in enumerate(adapters)], max_loras_device=1)
     prompt = list(range(20, 40))

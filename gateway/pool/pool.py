@@ -132,9 +132,13 @@ class Pool:
         return self._clock.now() < self._startup_seconds and not self._learned.issuperset(self._sources)
 
     def _samples(self) -> Iterator[ReplicaSample]:
-        names = {replica: model.name for model in self._served.values() for replica in model.replicas}
+        names = self._names()
         for replica in self._replicas.values():
             yield ReplicaSample(replica.client.url, names.get(replica, ""), replica.state, replica.in_flight, replica.tokens)
+
+    def _names(self) -> dict[Replica, str]:
+        """Return the name of each replica's model, as far as they are known."""
+        return {replica: model.name for model in self._served.values() for replica in model.replicas}
 
     def _model_samples(self) -> Iterator[ModelSample]:
         for name in sorted({served.name for served in self._served.values()}):
@@ -227,7 +231,7 @@ class Pool:
     def _silenced(self, replica: Replica) -> None:
         """Give up a replica that left a probe unanswered for too long: its waits end, and it gets no request until it answers."""
         if replica.ready or replica.in_flight:
-            self._telemetry.silences.inc()
+            self._telemetry.engine_silent(self._names().get(replica, ""))
             logger.warning("engine %s: silent, given up with %d requests", replica.client.url, replica.in_flight)
         replica.ready = False
         replica.give_up()

@@ -119,6 +119,9 @@ def test_a_version_is_replaced_by_another_pool(ingress: IngressProxy, release: R
             wait_for(lambda: answers.seen[-1] == new, 30, "the cache has the new version's results")
         assert {equal(answer, blue) for answer in [*answers.seen, new]} == {0, len(blue)}, "each answer is of one version"
     finally:
+        old = {f"Pod/{ENGINES}-{place}" for place in range(2)}  # a new StatefulSet cannot have their names while they terminate
+        if not release.objects(("apps/v1", "StatefulSet")) & {f"StatefulSet/{ENGINES}"}:
+            wait_for(lambda: not release.objects(("v1", "Pod")) & old, 90, "the pods of the old pool are deleted")
         release.upgrade({"engine": {"enabled": True}})
         release.rolled_out(ENGINES)
         release.upgrade({"pools": {"green": {"enabled": False}}})

@@ -93,10 +93,17 @@ class DroppedSpansCollector(Collector):
 
 
 class ReplicasCollector(Collector):
-    """Metrics of all replicas and known models; a removed replica has no series, a model without replicas has."""
+    """Metrics of all replicas and known models; a removed replica has no series, a model without replicas has.
 
-    def __init__(self, read: Callable[[], Iterable[ReplicaSample]], models: Callable[[], Iterable[ModelSample]]) -> None:
-        self._read, self._models = read, models
+    ``found`` is called with the name of each model."""
+
+    def __init__(
+        self,
+        read: Callable[[], Iterable[ReplicaSample]],
+        models: Callable[[], Iterable[ModelSample]],
+        found: Callable[[str], None],
+    ) -> None:
+        self._read, self._models, self._found = read, models, found
 
     def collect(self) -> Iterator[Metric]:
         samples = list(self._read())
@@ -108,6 +115,7 @@ class ReplicasCollector(Collector):
         )
         adapters = GaugeMetricFamily("yardstick_adapters", "Adapters of a model that an engine has.", labels=["model"])
         for known in self._models():
+            self._found(known.name)
             by_model.add_metric([known.name], known.ready)
             waiting.add_metric([known.name], known.waiting)
             adapters.add_metric([known.name], known.adapters)
@@ -117,12 +125,12 @@ class ReplicasCollector(Collector):
             states.add_metric([model, state], count)
         yield states
         in_flight = GaugeMetricFamily(
-            "yardstick_engine_requests_in_flight", "Requests in progress on an engine.", labels=["engine"]
+            "yardstick_engine_requests_in_flight", "Requests in progress on an engine.", labels=["engine", "model"]
         )
         tokens = GaugeMetricFamily(
-            "yardstick_engine_tokens_in_flight", "Tokens of the requests in progress on an engine.", labels=["engine"]
+            "yardstick_engine_tokens_in_flight", "Tokens of the requests in progress on an engine.", labels=["engine", "model"]
         )
         for sample in samples:
-            in_flight.add_metric([sample.url], sample.in_flight)
-            tokens.add_metric([sample.url], sample.tokens)
+            in_flight.add_metric([sample.url, sample.model], sample.in_flight)
+            tokens.add_metric([sample.url, sample.model], sample.tokens)
         yield from (in_flight, tokens)

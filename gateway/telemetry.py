@@ -19,6 +19,7 @@ from gateway.collectors import (
     ReplicasCollector,
     SingleMetric,
 )
+from gateway.model_labels import ModelLabels
 
 if TYPE_CHECKING:
     from gateway.context import Account
@@ -46,17 +47,20 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._label = ModelLabels()
         self.in_flight = 0
         """Requests in progress. It is a plain number, because it changes twice per request and is read only with the metrics."""
         gauge = Gauge("yardstick_requests_in_flight", "Requests in progress.", registry=self._registry)
         gauge.set_function(lambda: self.in_flight)
         self.waiting = Gauge("yardstick_requests_waiting", "Requests that wait for an engine to be ready.", registry=self._registry)
-        self.ejections = self._counter("engine_ejections", "Ejections of engines after repeated failures.")
-        self.silences = self._counter("engine_silences", "Engines that did not answer a probe in time.")
-        self.resumptions = self._counter("resumed_sequences", "Generated sequences that continued on another engine.")
+        self._ejections = self._counter("engine_ejections", "Ejections of engines after repeated failures.", "model")
+        self._silences = self._counter("engine_silences", "Engines that did not answer a probe in time.", "model")
+        self._resumptions = self._counter("resumed_sequences", "Generated sequences that continued on another engine.", "model")
         self._fallbacks = self._counter("fallbacks", "Requests that the fallback of a model took.", "model", "fallback")
         self._stored_responses = self._counter("stored_responses", "Responses to store, by outcome: stored or dropped.", "result")
-        self._retries = self._counter("engine_retries", "Requests sent to another engine, by the failure of the first.", "code")
+        self._retries = self._counter(
+            "engine_retries", "Requests sent to another engine, by the failure of the first.", "model", "code"
+        )
         self._hedges = self._counter(
             "hedges", "Scores sent to a second engine, by outcome: won, lost or failed.", "model", "result"
         )
@@ -89,9 +93,8 @@ class Telemetry:
         self._adapter_operations = self._counter(
             "adapter_operations", "Loads, restorations and unloads of adapters on engines, by result.", "operation", "result"
         )
-        self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "code")
-        self._lookups = self._counter("cache_lookups", "Results looked up in the cache.", "result")
-        self._hits, self._misses = self._lookups.labels("hit"), self._lookups.labels("miss")
+        self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "model", "code")
+        self._lookups = self._counter("cache_lookups", "Results looked up in the cache.", "model", "result")
         self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS)
         self._cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
         self._redis_up = Gauge(
@@ -233,18 +236,18 @@ class Telemetry:
     ) -> None:
         """Record a finished request to ``route`` (a template, not a path). ``model``: None if the request named no known model.
         ``exemplar``: labels that lead to its trace."""
-        requests, first, whole = self._answered(route, model or "", status)
+        requests, first, whole = self._answered(route, self._label(model), status)
         requests.inc()
         first.observe(first_seconds, exemplar)
         whole.observe(seconds, exemplar)
 
     def broke(self, model: str | None, code: str) -> None:
         """Count a stream that ended with an error event of this code after its beginning."""
-        self._broken.labels(model or "", code).inc()
+        self._broken.labels(self._label(model), code).inc()
 
     def scored(self, account: Account) -> None:
         """Count an answered score request."""
-        from_cache, from_engine = self._scored(account.model)
+        from_cache, from_engine = self._scored(self._label(account.model))
         from_cache.inc(account.cache_hits)
         from_engine.inc(account.items - account.cache_hits)
         self._count(account)
@@ -252,15 +255,15 @@ class Telemetry:
     def generated(self, account: Account) -> None:
         """Count the generations of a request that was answered or abandoned."""
         self._count(account)
-        self._completions(account.model).inc(account.completion_tokens)
+        self._completions(self._label(account.model)).inc(account.completion_tokens)
 
     def guided(self, model: str, mode: str, prompts: int) -> None:
         """Count ``prompts`` that were continued with ``mode``, a guidance mode or constraint."""
-        self._guided.labels(model, mode).inc(prompts)
+        self._guided.labels(self._label(model), mode).inc(prompts)
 
     def structured(self, model: str, prompts: int) -> None:
         """Count ``prompts`` whose output followed a grammar."""
-        self._structured.labels(model).inc(prompts)
+        self._structured.labels(self._label(model)).inc(prompts)
 
     def tools_called(self, format: str, calls: int, malformed: int) -> None:
         """Count the tool calls of a prompt's answers: those that have begun, and those that broke off or were passed on as text."""
@@ -271,7 +274,7 @@ class Telemetry:
 
     def valued(self, account: Account) -> None:
         """Count an answered length request."""
-        self._lenvm_values.labels(account.model).inc(account.items)
+        self._lenvm_values.labels(self._label(account.model)).inc(account.items)
         self._count(account)
 
     def adapter_answered(self, model: str, adapter: str) -> None:
@@ -289,17 +292,29 @@ class Telemetry:
             if count:
                 self._adapter_operations.labels(operation, result).inc(count)
 
-    def engine_failed(self, code: str) -> None:
+    def engine_failed(self, model: str, code: str) -> None:
         """Count a call that an engine refused, or during which it was lost."""
-        self._engine_errors.labels(code).inc()
+        self._engine_errors.labels(self._label(model), code).inc()
 
-    def retried(self, code: str) -> None:
+    def engine_ejected(self, model: str) -> None:
+        """Count an engine that gets no requests for a while, because it failed or was slow repeatedly."""
+        self._ejections.labels(self._label(model)).inc()
+
+    def engine_silent(self, model: str) -> None:
+        """Count an engine in use that left a probe unanswered. ``model``: empty if it is not known."""
+        self._silences.labels(self._label(model)).inc()
+
+    def retried(self, model: str, code: str) -> None:
         """Count a request that is about to be sent to another engine."""
-        self._retries.labels(code).inc()
+        self._retries.labels(self._label(model), code).inc()
+
+    def resumed(self, model: str) -> None:
+        """Count a generated sequence that continues on another engine."""
+        self._resumptions.labels(self._label(model)).inc()
 
     def fell_back(self, model: str, fallback: str) -> None:
         """Count a request for ``model`` that ``fallback`` takes."""
-        self._fallbacks.labels(model, fallback).inc()
+        self._fallbacks.labels(self._label(model), self._label(fallback)).inc()
 
     def response_stored(self, result: str) -> None:
         """Count a response that was ``stored``, or ``dropped`` because there was no room or the store was away."""
@@ -307,15 +322,15 @@ class Telemetry:
 
     def hedge_sent(self, model: str, tokens: int) -> None:
         """Count the tokens of a hedge."""
-        self._hedge_tokens.labels(model).inc(tokens)
+        self._hedge_tokens.labels(self._label(model)).inc(tokens)
 
     def hedge_ended(self, model: str, result: str) -> None:
         """Count a hedge that ``won``, ``lost`` or ``failed``."""
-        self._hedges.labels(model, result).inc()
+        self._hedges.labels(self._label(model), result).inc()
 
     def hedge_denied(self, model: str, reason: str) -> None:
         """Count a late score without a hedge, for lack of ``budget`` or because of ``saturation``."""
-        self._hedges_denied.labels(model, reason).inc()
+        self._hedges_denied.labels(self._label(model), reason).inc()
 
     def split(self, parts: int) -> None:
         """Record the number of sub-batches of a score request."""
@@ -332,12 +347,13 @@ class Telemetry:
     def watch_replicas(self, read: Callable[[], Iterable[ReplicaSample]], models: Callable[[], Iterable[ModelSample]]) -> None:
         """Report the replicas and models that these functions return whenever the metrics are read. Series of removed replicas
         disappear."""
-        self._registry.register(ReplicasCollector(read, models))
+        self._registry.register(ReplicasCollector(read, models, self._begin))
 
-    def looked_up(self, hits: int, misses: int, seconds: float) -> None:
+    def looked_up(self, model: str, hits: int, misses: int, seconds: float) -> None:
         """Record the cache lookup of a request."""
-        self._hits.inc(hits)
-        self._misses.inc(misses)
+        found, missing = self._looked_up(self._label(model))
+        found.inc(hits)
+        missing.inc(misses)
         self._lookup_seconds.observe(seconds)
 
     def cache_written(self, result: str, count: int) -> None:
@@ -378,7 +394,7 @@ class Telemetry:
             yield _END
 
     def _count(self, account: Account) -> None:
-        prompt, cached = self._prompts(account.model)
+        prompt, cached = self._prompts(self._label(account.model))
         prompt.inc(account.prompt_tokens)
         cached.inc(account.cached_tokens)
 
@@ -391,9 +407,17 @@ class Telemetry:
                 self._seconds.labels(route, model),
             )
         )
+        self._looked_up = cache(lambda model: (self._lookups.labels(model, "hit"), self._lookups.labels(model, "miss")))
         self._scored = cache(lambda model: (self._items.labels(model, "cache"), self._items.labels(model, "engine")))
         self._completions = cache(lambda model: self._tokens.labels(model, "completion"))
         self._prompts = cache(lambda model: (self._tokens.labels(model, "prompt"), self._tokens.labels(model, "prompt_cached")))
+
+    def _begin(self, model: str) -> None:
+        """Start counters of ``model`` at 0 that alerts and shares read: Prometheus counts no increase at the first value."""
+        label = self._label(model)
+        self._looked_up(label)
+        for counter in (self._ejections, self._silences, self._resumptions):
+            counter.labels(label)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"yardstick_{name}", help, labels, registry=self._registry)

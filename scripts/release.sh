@@ -2,7 +2,8 @@
 # Prepares a release, as .github/workflows/release.yml does:
 #   release.sh check v0.2.0     compares the tag with every place that holds the version
 #   release.sh notes v0.2.0     prints the section of CHANGELOG.md
-#   release.sh chart DIRECTORY  writes the packaged chart there, the same bytes for the same files
+#   release.sh chart DIRECTORY [REGISTRY]  writes the packaged chart there, the same bytes for the same files; its images are those of
+#                               REGISTRY unless values say otherwise
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,12 +28,20 @@ check() {
 notes() { awk -v head="## ${1#v}" '/^## /{inside = $0 == head; next} inside' CHANGELOG.md; }
 
 chart() {
+  local copy
   mkdir -p "$1"
+  copy=$(mktemp -d)
+  cp -R helm "$copy/yardstick"
+  if [ -n "${2:-}" ]; then
+    sed -i "s,^  registry: localhost\$,  registry: $2," "$copy/yardstick/values.yaml"
+    grep -q "^  registry: $2\$" "$copy/yardstick/values.yaml"
+  fi
   tar --create --gzip --file "$1/yardstick-$(version_of version helm/Chart.yaml).tgz" --sort=name --mtime=@0 --owner=0 --group=0 \
-    --numeric-owner --mode=go=rX,u+rw --transform 's,^helm,yardstick,' helm
+    --numeric-owner --mode=go=rX,u+rw --directory "$copy" yardstick
+  rm -r "$copy"
 }
 
 case "${1:-}" in
-  check | notes | chart) "$1" "${2:?}" ;;
-  *) sed -n '2,5s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  check | notes | chart) "$1" "${2:?}" "${3:-}" ;;
+  *) sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

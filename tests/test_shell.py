@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -200,6 +201,69 @@ def test_the_steps_of_workflows_run_what_everybody_runs(machine: Path, workflow:
             command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
             subprocess.run(command, cwd=machine.parent, env=environment, check=True, timeout=60)
     assert [line.strip() for line in (machine / "log").read_text().splitlines()] == asked
+
+
+EXPRESSIONS = {"matrix.part": "engine", "github.token": "a-token", "steps.build.outputs.digest": "sha256:0a"}
+"""Values of the expressions in variables of the release's steps."""
+
+
+def test_the_steps_of_a_release(machine: Path) -> None:
+    """Each step runs as on GitHub, whose shell ends at an error but not at one within a pipe."""
+    root, version = machine.parent, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for name in ("scripts", "helm"):
+        shutil.copytree(ROOT / name, root / name)
+    for name in ("CHANGELOG.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, root)
+    (root / ".ci").mkdir()
+    pretend(root / ".ci", "run", 'echo ".ci/run" >>"$LOG"')
+    for name in ("cosign", "gh"):
+        pretend(machine, name, f'echo "{name} $*" >>"$LOG"')
+    pretend(machine, "helm", 'echo "helm $*" >>"$LOG"; echo "Digest: sha256:0b" >&2')
+    pretend(machine, "python", 'echo "python $*" >>"$LOG"; mkdir -p dist; touch dist/yardstick_llm.whl')
+    variables = {"GITHUB_REF_NAME": f"v{version}", "GITHUB_REPOSITORY_OWNER": "Example-Org", "GITHUB_ACTOR": "someone"}
+    for job in yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"].values():
+        shutil.rmtree(root / "dist", ignore_errors=True)
+        added, of_job = root / "added", job.get("env", {})
+        added.write_text("")
+        for step in job["steps"]:
+            told = of_job | step.get("env", {})
+            given = {
+                name: re.sub(r"\$\{\{ ([\w.]+) \}\}", lambda found: EXPRESSIONS[found[1]], value) for name, value in told.items()
+            }
+            given |= dict(line.split("=", 1) for line in added.read_text().splitlines())
+            environment = variables | given | {"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log")}
+            assert "${{" not in step.get("run", ""), "expressions are in variables only"
+            command = ["bash", "--noprofile", "--norc", "-e", "-c", step.get("run", "")]
+            subprocess.run(command, cwd=root, env=environment | {"GITHUB_ENV": str(added)}, check=True, timeout=60)
+    package = f"dist/yardstick-{version}.tgz"
+    assert (root / "log").read_text().splitlines() == [
+        ".ci/run",
+        "cosign sign --yes ghcr.io/example-org/yardstick-engine@sha256:0a",
+        "helm registry login ghcr.io --username someone --password-stdin",
+        "cosign login ghcr.io --username someone --password-stdin",
+        f"helm push {package} oci://ghcr.io/example-org/charts",
+        "cosign sign --yes ghcr.io/example-org/charts/yardstick@sha256:0b",
+        "python -m pip wheel --no-deps --wheel-dir dist .",
+        f"gh release create v{version} --title v{version} --notes-file notes.md dist/SHA256SUMS {package} dist/yardstick_llm.whl",
+    ]
+    sums = dict(reversed(line.split()) for line in (root / "dist" / "SHA256SUMS").read_text().splitlines())
+    assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (root / "dist").glob("y*")}
+    assert (root / "notes.md").read_text().lstrip().startswith("### ")
+    rendered = helm_python.Chart.load(root / package).render({}, name="yardstick", namespace="apps", is_install=True)
+    images = set(re.findall(r"image: (\S*yardstick-\w+\S*)", "".join(rendered.values())))
+    assert images == {f"ghcr.io/example-org/yardstick-{part}:{version}" for part in ("engine", "gateway")}
+
+
+def test_a_chart_that_was_not_pushed_is_not_signed(machine: Path) -> None:
+    pretend(machine, "helm", "echo no such registry >&2; exit 1")
+    pretend(machine, "cosign", 'echo "$*" >>"$LOG"')
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["chart"]["steps"]
+    (text,) = [step["run"] for step in steps if "helm push" in step.get("run", "")]
+    text = text.partition("cosign login")[2].partition("\n")[2]  # from the push on
+    environment = {"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(machine / "log"), "charts": "ghcr.io/a/charts"}
+    done = subprocess.run(["bash", "-e", "-c", text], cwd=machine, env=environment, capture_output=True, timeout=60)
+    assert done.returncode != 0
+    assert not (machine / "log").exists()
 
 
 def test_the_soak_takes_its_seconds() -> None:

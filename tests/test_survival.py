@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.attacks.watch import total_of
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
@@ -125,8 +126,7 @@ def test_a_stream_outlives_its_engine(fleet: Fleet, body: dict[str, Any], n: int
         assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
         assert len(tokens) > 150
         assert body is TEXT or re.match(r'\{\s*"a"\s*:\s*"[a-z]{200}', text)
-    metrics = fleet.gateway.client.get("/metrics").text
-    assert "yardstick_resumed_sequences_total 0.0" not in metrics
+    assert total_of(fleet.gateway, "yardstick_resumed_sequences_total") > 0
     fleet.revive(killed)
 
 

@@ -149,6 +149,8 @@ def problem(device: torch.device, head_dim: int, dtype: torch.dtype, kept: torch
         ready = compiled(head_dim, dtype, kept)
     except ImportError as error:
         return f"flashinfer-python lacks something it imports: {error}"
+    except OSError as error:  # it writes a log when it is imported
+        return f"flashinfer-python cannot write its files below FLASHINFER_WORKSPACE_BASE: {error.strerror}"
     return None if ready or _compiler() else "its kernel has to be compiled first, and nvcc and ninja are not both here"
 
 

@@ -67,7 +67,7 @@ class Relay:
     async def _resumed(self, index: int, attempts: Attempts) -> AsyncGenerator[list[wire.Delta], None]:
         """Yield the remaining deltas of one sequence."""
         while index in self._open:
-            self._dispatcher.resumed()
+            self._dispatcher.resumed(self._model)
             rest = _rest_of(self._request, self._open[index], index)
             try:
                 async with aclosing(self._dispatcher.generate(self._model, rest, attempts)) as batches:

@@ -136,9 +136,9 @@ class Dispatcher:
                     raise
                 self.check_retry(error, model, attempts)
 
-    def resumed(self) -> None:
+    def resumed(self, model: ServedModel) -> None:
         """Count a sequence that resumes on another replica."""
-        self._telemetry.resumptions.inc()
+        self._telemetry.resumed(model.name)
 
     def check_retry(self, error: GatewayError, model: ServedModel, attempts: Attempts) -> None:
         """Return if another replica should be tried or waited for; otherwise raise ``error``."""
@@ -149,7 +149,7 @@ class Dispatcher:
             if attempts.wait_seconds <= 0:
                 raise error
             attempts.replicas.clear()
-        self._telemetry.retried(error.code or error.type)
+        self._telemetry.retried(model.name, error.code or error.type)
 
     async def _choose(
         self,
@@ -160,10 +160,16 @@ class Dispatcher:
         caller: wire.Caller,
         preferred: Replica | None = None,
     ) -> Replica:
-        """Choose a replica, and wait only if no replica takes requests. Raises :class:`NotReady`."""
-        if not model.ready:
-            await self._wait(model, attempts, caller)
-        replica = model.choose(tokens, affinity, attempts.replicas, preferred)
+        """Choose a replica, and wait only if no replica takes requests. Raises :class:`NotReady`.
+
+        The first attempt goes to a replica that terminates if there is no other: a request that was tokenised for a version of the
+        model when its last replicas began to terminate would wait in vain for others, because another version replaces them.
+        """
+        replica = None if model.ready or attempts.number else model.leaving
+        if replica is None:
+            if not model.ready:
+                await self._wait(model, attempts, caller)
+            replica = model.choose(tokens, affinity, attempts.replicas, preferred)
         attempts.replicas.append(replica)
         attempts.number += 1
         return replica
@@ -185,7 +191,7 @@ class Dispatcher:
 
     def _judge(self, error: GatewayError, replica: Replica, model: ServedModel) -> None:
         """Update the health of ``replica``. An unreachable pod is not chosen again before the pool has seen it ready."""
-        self._telemetry.engine_failed(error.code or error.type)
+        self._telemetry.engine_failed(model.name, error.code or error.type)
         if error.status in (429, 503) and not replica.health.races_lost:  # a slow one is full when others are not
             model.refused()
         if isinstance(error, AdapterNotFound):
@@ -193,5 +199,5 @@ class Dispatcher:
         elif isinstance(error, NotReady):
             replica.ready = False
         elif isinstance(error, _FAULTS) and replica.health.failed():
-            self._telemetry.ejections.inc()
+            self._telemetry.engine_ejected(model.name)
             logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)

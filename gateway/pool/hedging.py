@@ -107,10 +107,10 @@ class Hedger:
         """Add to the budget for ``computed`` tokens of an answer."""
         model.hedges.tokens = min(BURST_TOKENS, model.hedges.tokens + self._share * computed)
 
-    def beaten(self, replica: Replica) -> None:
-        """Note that ``replica`` lost a race against a later request to another."""
+    def beaten(self, replica: Replica, model: ServedModel) -> None:
+        """Note that ``replica`` of ``model`` lost a race against a later request to another."""
         if replica.health.beaten():
-            self.telemetry.ejections.inc()
+            self.telemetry.engine_ejected(model.name)
             logger.warning("engine %s: ejected, slower than others %d times", replica.client.url, replica.health.races_lost)
 
     def _spare(self, race: Race, delay: float) -> Replica | None:

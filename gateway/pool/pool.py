@@ -142,6 +142,10 @@ class Pool:
             return True
         return self._clock.now() < self._startup_seconds and not self._learned.issuperset(self._sources)
 
+    def _model_name(self, replica: Replica) -> str:
+        """Return the name of the model of ``replica``; empty if it is not known."""
+        return next((served.name for served in self._served.values() if replica in served.replicas), "")
+
     async def _follow(self, entry: str, source: Discovery) -> None:
         async for endpoints in source.follow():
             self._found[entry] = endpoints
@@ -232,7 +236,7 @@ class Pool:
     def _silenced(self, replica: Replica) -> None:
         """Give up a replica that left a probe unanswered for too long: its waits end, and it gets no request until it answers."""
         if replica.ready or replica.in_flight:
-            self._telemetry.silences.inc()
+            self._telemetry.engine_silent(self._model_name(replica))
             logger.warning("engine %s: silent, given up with %d requests", replica.client.url, replica.in_flight)
         replica.ready = False
         replica.give_up()

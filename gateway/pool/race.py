@@ -159,7 +159,7 @@ class Race:
 
     def _lost(self) -> None:
         self.first.pace.add(self._hedge.size, self.loop.time() - self._began)
-        self._hedger.beaten(self.first)
+        self._hedger.beaten(self.first, self.model)
 
     async def _rescue(self, error: GatewayError) -> wire.Scored:
         """Return the answer of the second replica after the first has failed. Raises ``error`` if there is none."""

@@ -177,6 +177,11 @@ class ServedModel:
         return [replica for replica in self.replicas if replica.takes_work]
 
     @property
+    def leaving(self) -> Replica | None:
+        """The replica with the fewest tokens in flight of those that terminate and still take requests."""
+        return min((each for each in self.replicas if each.ready and each.draining), key=lambda each: each.tokens, default=None)
+
+    @property
     def usable(self) -> list[Replica]:
         """The replicas in :attr:`ready` that should get requests: ejected ones are left out, up to :data:`MAX_EJECTED_SHARE`, and
         half-open ones are included only while they have no open request."""

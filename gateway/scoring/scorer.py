@@ -10,8 +10,9 @@ import msgspec
 
 from engine import wire
 from gateway.breathing import slices
-from gateway.cache.base import ResultCache, Row
+from gateway.cache.base import Row
 from gateway.cache.flights import Flights
+from gateway.cache.metered import MeteredCache
 from gateway.cache.policy import CachePolicy
 from gateway.errors import GatewayError
 from gateway.limits.base import Lease
@@ -99,7 +100,7 @@ class _Job:
 class Scorer:
     """Computes rows with ``cache`` and the engines, and shares results between concurrent requests of this process."""
 
-    def __init__(self, cache: ResultCache, fan_out: FanOut) -> None:
+    def __init__(self, cache: MeteredCache, fan_out: FanOut) -> None:
         self._cache = cache
         self._fan_out = fan_out
         self._flights = Flights()
@@ -133,7 +134,7 @@ class Scorer:
                 job.places.setdefault(key, []).append(place)
         if policy.read:
             for asked in cut(list(branch_of), job.lookup_keys):
-                found = await self._cache.get_many(asked)
+                found = await self._cache.get_many(asked, model.name)
                 job.add({key: result for key, result in zip(asked, found, strict=True) if result is not None})
                 if len(branch_of) > job.lookup_keys:
                     await asyncio.sleep(0)

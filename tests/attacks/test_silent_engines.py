@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from engine import wire
-from tests.attacks.watch import metric_of
+from tests.attacks.watch import metric_of, total_of
 from tests.checkpoints import make_checkpoint
 from tests.processes import Pod, Program, wait_until
 
@@ -165,15 +165,15 @@ def test_one_of_two_is_stopped(pods: list[Pod], which: str) -> None:
             with stopped(STOPPED[which](pods[0])):
                 wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == 1, LONGEST_GAP)
                 time.sleep(3)
-                assert metric_of(gateway, f'yardstick_engine_requests_in_flight{{engine="{pods[0].url}"}}') == 0
+                assert metric_of(gateway, f'yardstick_engine_requests_in_flight{{engine="{pods[0].url}",model="tiny"}}') == 0
             wait_until(lambda: metric_of(gateway, "yardstick_engines_ready") == 2)
             steps = pods[0].read("/stats", wire.Stats).steps
             wait_until(lambda: pods[0].read("/stats", wire.Stats).steps > steps + 50)
         assert load.streamed > 0
         assert load.scored > 0
         assert load.longest_gap <= LONGEST_GAP
-        assert metric_of(gateway, "yardstick_resumed_sequences_total") > 0
-        assert metric_of(gateway, "yardstick_engine_silences_total") == (0 if which == "loop" else 1)
+        assert total_of(gateway, "yardstick_resumed_sequences_total") > 0
+        assert total_of(gateway, "yardstick_engine_silences_total") == (0 if which == "loop" else 1)
         wait_until(lambda: not any(pod.read("/stats", wire.Stats).running for pod in pods))
 
 
@@ -252,7 +252,7 @@ def test_long_steps_are_not_silence(tmp_path: Path) -> None:
                     time.sleep(0.1)
             assert longest > 2.5
             assert [each.result().status_code for each in asking] == [200, 200]
-            assert metric_of(gateway, "yardstick_engine_silences_total") == 0
+            assert total_of(gateway, "yardstick_engine_silences_total") == 0
             assert not any("engine_retries_total{" in line for line in gateway.client.get("/metrics").text.splitlines())
     finally:
         pod.close()
@@ -268,5 +268,5 @@ def test_a_gateway_that_was_stopped_itself_blames_no_engine(pods: list[Pod]) -> 
                 time.sleep(4)
             time.sleep(2)
         assert load.streamed > 0
-        assert metric_of(gateway, "yardstick_engine_silences_total") == 0
+        assert total_of(gateway, "yardstick_engine_silences_total") == 0
         assert metric_of(gateway, "yardstick_engines_ready") == 2

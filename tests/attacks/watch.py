@@ -96,6 +96,12 @@ def _resident(pid: int) -> int:
     return int(pages) * 4096
 
 
+def total_of(program: Program, name: str) -> float:
+    """The sum of all series of a metric, over the values of its labels."""
+    lines = program.client.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
 def metric_of(program: Program, name: str) -> float:
     """The value of a metric, named with its labels as in the exposition; 0 where it has none yet."""
     lines = program.client.get("/metrics").text.splitlines()

@@ -213,7 +213,7 @@ def test_metrics_count_what_happened(start: Start) -> None:
         assert metric(client, name) == value, name
     engine.faults.garbage = True
     client.post("/v1/completions", json={"prompt": [1]})
-    assert metric(client, 'yardstick_engine_errors_total{code="engine_lost"}') == 1
+    assert metric(client, 'yardstick_engine_errors_total{code="engine_lost",model="fake"}') == 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine import wire
 from gateway.auth import PRIORITY_RANGE
 from gateway.cache.memory import MemoryCache
+from gateway.cache.metered import MeteredCache
 from gateway.cache.policy import CachePolicy
 from gateway.pool.fanout import FanOut, affinity_of
 from gateway.pool.prompts import Prompts
@@ -112,7 +113,7 @@ async def test_the_longest_wait_in_a_queue_is_told() -> None:
         async with pool_of(source) as (pool, dispatcher, telemetry):
             source.say(one, two)
             await until(lambda: engines_ready(telemetry) == 2)
-            scorer = Scorer(MemoryCache(100, 10**6), FanOut(dispatcher, telemetry, split_tokens=1))
+            scorer = Scorer(MeteredCache(MemoryCache(100, 10**6), telemetry), FanOut(dispatcher, telemetry, split_tokens=1))
             prompts = Prompts([1], [[place] for place in range(2, 10)], wire.Labels([3]))
             scores = await scorer.score(pool.model(None), prompts, CachePolicy())
             assert [len(engine.scores) for engine in engines] == [1, 1], "one request in two parts"

@@ -110,7 +110,7 @@ def traced_port(client: httpx.Client) -> str:
     """Port of the only engine, from the gateway's metrics."""
     lines = client.get("/metrics").text.splitlines()
     (line,) = [line for line in lines if line.startswith("yardstick_engine_requests_in_flight{")]
-    return line.partition('"}')[0].rpartition(":")[2]
+    return line.partition('",')[0].rpartition(":")[2]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.metrics import MetricWrapperBase
 
+from gateway.telemetry import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one
 
 pytestmark = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing; Debian's package prometheus has it")
@@ -125,3 +127,79 @@ def test_errors_are_a_share_of_each_models_requests(rules: Path, series: list[di
 )
 def test_refusals_are_a_share_of_each_models_requests(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
     check(rules, "YardstickRefusals", series, refusals(*firing))
+
+
+def counted(metric: str, per_minute: int, model: str, pod: str = "one", **labels: str) -> dict[str, str]:
+    told = ",".join(f'{name}="{value}"' for name, value in {"namespace": "apps", "model": model, "pod": pod, **labels}.items())
+    return {"series": f"{metric}{{{told}}}", "values": f"0+{per_minute}x{MINUTES}"}
+
+
+def failed(per_minute: int, model: str, code: str = "engine_lost", pod: str = "one") -> dict[str, str]:
+    return counted("yardstick_engine_errors_total", per_minute, model, pod, code=code)
+
+
+@pytest.mark.parametrize(
+    ("series", "firing"),
+    [
+        pytest.param([], [], id="no series"),
+        pytest.param([failed(50, "a"), failed(50, "b")], [], id="two models, each with less than one a second"),
+        pytest.param([failed(90, "a"), failed(6, "b")], ["a"], id="one of two models"),
+        pytest.param([failed(40, "a"), failed(40, "a", "overloaded"), failed(40, "b")], ["a"], id="codes of one model together"),
+        pytest.param([failed(40, "a"), failed(40, "a", pod="two")], ["a"], id="gateways together"),
+        pytest.param([failed(90, "")], [""], id="a model that is not known"),
+    ],
+)
+def test_calls_of_each_models_engines_fail(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
+    summary = "Calls of engines{} fail more than once a second."
+    check(rules, "YardstickEngineErrors", series, [alarm("warning", model, summary) for model in firing])
+
+
+def silent(per_minute: int, model: str, pod: str = "one") -> dict[str, str]:
+    return counted("yardstick_engine_silences_total", per_minute, model, pod)
+
+
+@pytest.mark.parametrize(
+    ("series", "firing"),
+    [
+        pytest.param([silent(0, "a")], [], id="never"),
+        pytest.param([silent(1, "a"), silent(0, "b")], ["a"], id="one of two models"),
+        pytest.param([silent(1, "a"), silent(1, "a", "two"), silent(1, "b")], ["a", "b"], id="two gateways, two models"),
+    ],
+)
+def test_each_models_silent_engines(rules: Path, series: list[dict[str, str]], firing: list[str]) -> None:
+    summary = "Engines{} repeatedly do not answer probes."
+    check(rules, "YardstickEnginesSilent", series, [alarm("warning", model, summary) for model in firing])
+
+
+def waiting(requests: int, model: str, pool: str, pod: str) -> dict[str, str]:
+    labels = f'namespace="apps",model="{model}",pool="{pool}",pod="{pod}"'
+    return {"series": f"yardstick_engine_requests_waiting{{{labels}}}", "values": f"{requests}x{MINUTES}"}
+
+
+def test_a_queue_is_one_of_a_pool(rules: Path) -> None:
+    series = [waiting(150, "a", "blue", "one"), waiting(60, "a", "blue", "two"), waiting(190, "a", "green", "three")]
+    series.append(waiting(10, "a", "green", "four"))
+    summary = "More than 100 requests wait in the queue of each engine of the pool blue."
+    labels = {"severity": "warning", "model": "a", "pool": "blue"}
+    check(rules, "YardstickQueue", series, [{"exp_labels": labels, "exp_annotations": {"summary": summary}}])
+
+
+def test_a_model_without_engines_is_named(rules: Path) -> None:
+    ready = {model: counted("yardstick_model_engines_ready", 0, model) for model in ("a", "b")}
+    ready["a"]["values"] = f"2x{MINUTES}"
+    check(rules, "YardstickNoEngine", list(ready.values()), [alarm("critical", "b", "A gateway has no ready engine{}.")])
+
+
+def test_the_dashboard_filters_each_series_that_has_a_model() -> None:
+    """Series of the gateway by their labels; engines' series get theirs from Prometheus (`yardstick.relabelings`)."""
+    of_models = ("yardstick_engines", "yardstick_model_", "yardstick_engine_")  # and those of the collectors
+    counters = {collector for collector in Telemetry()._registry._collector_to_names if isinstance(collector, MetricWrapperBase)}
+    labelled = {collector._name for collector in counters if "model" in collector._labelnames}
+    assert labelled >= {"yardstick_cache_lookups", "yardstick_engine_errors", "yardstick_requests"}
+    dashboard = json.loads((CHART / "dashboards" / "yardstick.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    found = [pair for expression in asked for pair in re.findall(r"(yardstick_\w+)\{([^}]*)\}", expression)]
+    assert len(found) > 40
+    for name, selector in found:
+        has_model = re.sub(r"_(total|bucket|sum|count)$", "", name) in labelled or name.startswith(of_models)
+        assert ('model=~"$model"' in selector) == has_model, name

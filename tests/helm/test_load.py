@@ -70,6 +70,7 @@ def test_workers_share_a_claim_and_start_together() -> None:
 def test_results_go_to_a_store_with_credentials_of_a_secret() -> None:
     job, found = made({"results": STORE})
     assert options(job)["upload"] == f"s3://runs/nightly/{job['metadata']['name']}"
+    assert options(job)["log_records"], "if the store refuses, they are in the log"
     variables = {entry["name"]: entry for entry in pod_of(job)["containers"][0]["env"]}
     assert variables["AWS_ENDPOINT_URL"]["value"] == "http://10.0.0.9:9000"
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -82,7 +82,7 @@ def test_the_metrics_of_a_real_gateway(engines: tuple[FakeEngine, str]) -> None:
     done = drive(url, "score", f"extra.model={model}", *settings, **{"target.metrics": metrics, "seed": "8"})
     found = {series.name: series.value for series in evaluate(done).series}
     assert found['yardstick_items_total{model="score",source="engine"}'] == 40
-    assert found['yardstick_cache_lookups_total{result="miss"}'] == 40
+    assert found['yardstick_cache_lookups_total{model="score",result="miss"}'] == 40
     assert any(name.startswith("yardstick_request_seconds") for name in found)
 
 

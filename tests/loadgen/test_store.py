@@ -1,32 +1,25 @@
-"""Results in an S3-compatible store: moto's server, which checks signatures and rights, stands for the store."""
+"""Results in an S3-compatible store."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import httpx
 import pytest
 
 from loadgen import store
 from loadgen.cli import main
 from loadgen.errors import LoadError
-from tests.clients.environments import python_environment
+from tests.loadgen.s3 import Store, running_store
 from tests.loadgen.servers import serving
 from tests.loadgen.test_client import good
 from tests.loadgen.test_command import yardstick
-from tests.processes import free_port, wait_until
+from tests.processes import free_port
 
-obstore = pytest.importorskip("obstore", reason="the extra s3 is not installed")
-S3Store = pytest.importorskip("obstore.store").S3Store
 ADDRESS = "s3://runs/nightly/1"
 FILES = {"records.jsonl", "report.html", "report.txt", "summary.json"}
-POLICY = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]}'
 
 
 @pytest.mark.parametrize(
@@ -81,72 +74,10 @@ def test_a_store_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "summary.json").read_text() == "{}"
 
 
-class Store(NamedTuple):
-    """A running store with the bucket ``runs``."""
-
-    url: str
-    key: str
-    secret: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables of a user who may write to it."""
-        return {"AWS_ENDPOINT_URL": self.url, "AWS_ACCESS_KEY_ID": self.key, "AWS_SECRET_ACCESS_KEY": self.secret}
-
-    def files(self, prefix: str) -> dict[str, bytes]:
-        """Contents of the objects under ``prefix``, by the rest of their keys."""
-        credentials = {"access_key_id": self.key, "secret_access_key": self.secret, "region": "us-east-1"}
-        bucket = S3Store("runs", endpoint=self.url, client_options={"allow_http": True}, **credentials)
-        keys = [entry["path"] for batch in obstore.list(bucket, prefix) for entry in batch]
-        return {key.removeprefix(f"{prefix}/"): obstore.get(bucket, key).bytes().to_bytes() for key in keys}
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """It asks for signatures and rights once the user is there."""
-    port, python = free_port(), python_environment("moto") / "bin" / "python"
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "AWS_"))}
-    log = (tmp_path_factory.mktemp("moto") / "log").open("wb")
-    process = subprocess.Popen(
-        [python, "-m", "moto.server", "-p", str(port)],
-        env=variables | {"INITIAL_NO_AUTH_ACTION_COUNT": "1000"},
-        stdout=log,
-        stderr=log,
-    )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-            wait_until(lambda: _answers(client), 30)
-            yield Store(str(client.base_url).rstrip("/"), *_user_of(client))
-    finally:
-        process.kill()
-        process.wait()
-        log.close()
-
-
-def _answers(client: httpx.Client) -> bool:
-    try:
-        return client.get("/moto-api/data.json").is_success
-    except httpx.TransportError:
-        return False
-
-
-def _user_of(client: httpx.Client) -> tuple[str, str]:
-    """Make the bucket and a user; returns the id and the secret of its key."""
-    signed = {"authorization": "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/iam/aws4_request, SignedHeaders=host, Signature=x"}
-
-    def ask(action: str, **parameters: str) -> str:
-        form = {"Action": action, "Version": "2010-05-08", "UserName": "load"} | parameters
-        return client.post("/", data=form, headers=signed).raise_for_status().text
-
-    client.put("/runs").raise_for_status()
-    ask("CreateUser")
-    ask("PutUserPolicy", PolicyName="write", PolicyDocument=POLICY)
-    made = ask("CreateAccessKey")
-    client.post("/moto-api/reset-auth", content=b"0").raise_for_status()
-    id, secret = (re.search(f"<{name}>(.*)</{name}>", made) for name in ("AccessKeyId", "SecretAccessKey"))
-    assert id
-    assert secret
-    return id[1], secret[1]
+    with running_store(tmp_path_factory.mktemp("moto") / "log") as store:
+        yield store
 
 
 @pytest.fixture(scope="module")

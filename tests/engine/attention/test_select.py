@@ -101,6 +101,18 @@ def test_flashinfer_that_is_not_whole(hopper: pytest.MonkeyPatch) -> None:
     assert reason == "not flashinfer: flashinfer-python lacks something it imports: No module named 'tvm_ffi'"
 
 
+def test_flashinfer_that_cannot_write(hopper: pytest.MonkeyPatch) -> None:
+    """In a container whose volume is missing or read-only."""
+
+    def refused(*_: object) -> bool:
+        raise PermissionError(13, "Permission denied", "/models")
+
+    hopper.setattr(flashinfer, "compiled", refused)
+    choice = choose("auto", GPU, config(), HALF)
+    assert choice.backend is TritonAttention
+    assert choice.reason.endswith("cannot write its files below FLASHINFER_WORKSPACE_BASE: Permission denied")
+
+
 def test_what_cannot_run(hopper: pytest.MonkeyPatch) -> None:
     def refused(name: str, device: torch.device, model: ModelConfig) -> str:
         with pytest.raises(ModelError) as error:

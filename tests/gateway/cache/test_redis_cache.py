@@ -68,8 +68,8 @@ def test_gateways_share_results(start: Start, shared: dict[str, Any]) -> None:
     assert hits(again) == "2/3"
     assert again.json()["scores"][:2] == [pytest.approx(row) for row in answer.json()["scores"][1::-1]]
     assert [len(request.branches) for request in engines[1].scores] == [1]
-    assert metric(second, 'yardstick_cache_lookups_total{result="hit"}') == 2
-    assert metric(second, 'yardstick_cache_lookups_total{result="miss"}') == 1
+    assert metric(second, 'yardstick_cache_lookups_total{model="fake",result="hit"}') == 2
+    assert metric(second, 'yardstick_cache_lookups_total{model="fake",result="miss"}') == 1
     assert metric(second, "yardstick_cache_lookup_seconds_count") == 1
 
 

@@ -104,7 +104,7 @@ async def test_a_replica_that_loses_races_is_ejected() -> None:
             await hedged.score()
         assert slow.state == "ejected"
         assert hedged.counts() == {"won": 3}
-        assert "yardstick_engine_ejections_total 1.0" in b"".join(hedged.telemetry.exposition()).decode()
+        assert 'yardstick_engine_ejections_total{model="fake"} 1.0' in b"".join(hedged.telemetry.exposition()).decode()
 
 
 def test_health_of_a_slow_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from gateway.pool.client import Connections, EngineClient
 from gateway.pool.discovery.base import Endpoint
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.pool import Pool
-from gateway.pool.replica import Replica
+from gateway.pool.replica import Replica, ServedModel
 from gateway.telemetry import Telemetry
 from gateway.text.workers import Capacity, Workers
 from tests.fakes import FakeEngine, served
@@ -71,8 +71,12 @@ def engines_ready(telemetry: Telemetry) -> int:
 
 
 async def score(pool: Pool, dispatcher: Dispatcher, name: str | None = None) -> wire.Scored:
+    return await score_with(pool.model(name), dispatcher)
+
+
+async def score_with(model: ServedModel, dispatcher: Dispatcher) -> wire.Scored:
     request = wire.Score(uuid.uuid4().hex, [1], [[2]], wire.Labels([3]))
-    return await dispatcher.call(pool.model(name), lambda client: client.score(request), tokens=2)
+    return await dispatcher.call(model, lambda client: client.score(request), tokens=2)
 
 
 async def test_replicas_come_and_go() -> None:
@@ -116,6 +120,29 @@ async def test_running_work_finishes(how: str) -> None:
             assert not running.done()
             await running
             assert leaving.left == []
+
+
+async def test_the_last_engines_of_a_version_answer_requests_that_were_made_for_it() -> None:
+    """A request is tokenised for a version. When it is sent, the version's engines have begun to terminate, for another version."""
+    source, old, new = Told(), FakeEngine(fingerprint="old"), FakeEngine(fingerprint="new")
+    with served(old) as one, served(new) as two:
+        async with pool_of(source) as (pool, dispatcher, telemetry):
+            source.say(one)
+            await until(lambda: engines_ready(telemetry) == 1)
+            model = pool.model("fake")
+            source.say(one, two, draining=[one])
+            await until(lambda: pool.model("fake").info.fingerprint == "new")
+            assert not model.ready
+            async with asyncio.timeout(2):
+                await score_with(model, dispatcher)
+            assert (len(old.scores), len(new.scores)) == (1, 0)
+            await score(pool, dispatcher)
+            assert (len(old.scores), len(new.scores)) == (1, 1), "later requests are made for the other version"
+            old.ready = False
+            await until(lambda: model.leaving is None)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):  # it waits
+                    await score_with(model, dispatcher)
 
 
 async def test_an_engine_that_leaves_in_order_is_announced() -> None:

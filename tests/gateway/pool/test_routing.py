@@ -189,7 +189,7 @@ def test_only_the_failed_part_is_sent_again(start: Start) -> None:
     assert computed == Counter(map(tuple, items)), "what had succeeded was not computed again"
     assert len(engines[0].scores) == 1
     assert all(score.deadline == 600 for engine in engines for score in engine.scores)
-    assert metric(client, 'yardstick_engine_retries_total{code="engine_lost"}') == 1
+    assert metric(client, 'yardstick_engine_retries_total{code="engine_lost",model="fake"}') == 1
 
 
 def test_a_replica_that_fails_is_left_alone(start: Start, health_clock: Clock) -> None:
@@ -207,7 +207,7 @@ def test_a_replica_that_fails_is_left_alone(start: Start, health_clock: Clock) -
 
     ask(30)
     assert len(engines[0].scores) == 3
-    assert metric(client, "yardstick_engine_ejections_total") == 1
+    assert metric(client, 'yardstick_engine_ejections_total{model="fake"}') == 1
     assert metric(client, 'yardstick_engines{model="fake",state="ejected"}') == 1
     engines[0].faults.break_after = None
     health_clock.now += 13

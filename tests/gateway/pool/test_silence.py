@@ -63,9 +63,9 @@ def test_requests_in_flight_go_to_another_engine(start: Start) -> None:
     assert data[-1] == "data: [DONE]"
     assert "".join(httpx.Response(200, text=line[6:]).json()["choices"][0]["text"] for line in data[:-1]) == whole
     assert gap < 5
-    assert metric(client, "yardstick_engine_silences_total") == 1
+    assert metric(client, 'yardstick_engine_silences_total{model="fake"}') == 1
     assert metric(client, 'yardstick_engines{model="fake",state="silent"}') == 1
-    assert metric(client, 'yardstick_engine_retries_total{code="deadline_exceeded"}') == 1
+    assert metric(client, 'yardstick_engine_retries_total{code="deadline_exceeded",model="fake"}') == 1
     silent.silent = silent.frozen = False
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 2)
     wait_until(lambda: len(silent.left) == 1)
@@ -79,7 +79,7 @@ def test_slow_probes_are_no_silence(start: Start) -> None:
     for place in range(20):
         assert client.post("/v1/score", json=SCORE | {"items": [[place]]}).status_code == 200
         time.sleep(0.1)
-    assert metric(client, "yardstick_engine_silences_total") == 0
+    assert metric(client, 'yardstick_engine_silences_total{model="fake"}') == 0
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_a_gateway_that_was_blocked_blames_no_engine() -> None:
                     time.sleep(1)  # noqa: ASYNC251  the event loop is blocked, which is what is tested
                     await asyncio.sleep(0)
                 await running
-                assert "yardstick_engine_silences_total 0.0" in b"".join(telemetry.exposition()).decode()
+                assert 'yardstick_engine_silences_total{model="fake"} 0.0' in b"".join(telemetry.exposition()).decode()
 
     asyncio.run(scenario())
 

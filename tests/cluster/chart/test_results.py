@@ -1,0 +1,235 @@
+"""Results of the chart's load test: on a claim, and in an S3-compatible store."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+from kubernetes.client.exceptions import ApiException
+
+from tests.cluster.chart.conftest import VALUES
+from tests.cluster.chart.kube import Release, wait_for
+from tests.cluster.chart.test_load import DEPLOY, report
+from tests.helm.chart import Values, manifests
+from tests.loadgen.s3 import Store, running_store
+
+FILES = {"records.jsonl", "report.html", "report.txt", "summary.json"}
+RUN = (DEPLOY / "scenario.toml").read_text()
+SCENARIO = RUN.replace("duration_s = 30", "duration_s = 4").replace("warmup_s = 5", "warmup_s = 1")
+CREDENTIALS = "store"
+"""Secret of the user who may write to the store."""
+LOAD = "app.kubernetes.io/component=load"
+STARTED_TOGETHER = 1.0
+"""Largest gap between the starts of two workers, in seconds."""
+
+
+class Claim(NamedTuple):
+    """A claim, and a pod that has its files under ``/kept``."""
+
+    name: str
+    keeper: str
+    release: Release
+
+    def files(self, folder: str) -> dict[str, bytes]:
+        """Contents of the files in a folder of the claim, by their names."""
+        code = (
+            "import base64, json, pathlib, sys\n"
+            f"files = pathlib.Path('/kept/{folder}').iterdir()\n"
+            "print(json.dumps({file.name: base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()}))"
+        )
+        told = json.loads(self.release.run_in(self.keeper, "python", "-c", code))
+        return {name: base64.b64decode(content) for name, content in told.items()}
+
+
+@pytest.fixture(scope="module")
+def claim(release: Release) -> Iterator[Claim]:
+    """A volume on a disk of one node. Its folder belongs to root, so pods can write only because Kubernetes gives it to their
+    ``fsGroup``."""
+    name = f"results-{uuid.uuid4().hex[:6]}"
+    folder = f"/var/tmp/yardstick-{name}"
+    (gateway, *_) = release.pods("gateway")
+    pod = release.core.read_namespaced_pod(gateway, release.namespace)
+    node, image = pod.spec.node_name, pod.spec.containers[0].image
+    host = release.core.read_node(node).metadata.labels["kubernetes.io/hostname"]
+    release.core.create_namespaced_pod(release.namespace, _keeper(name, folder, node, image))
+    wait_for(lambda: release.ready(name), 60, "the claim's folder is there")
+    release.core.create_persistent_volume(_volume(name, folder, host))
+    release.core.create_namespaced_persistent_volume_claim(
+        release.namespace,
+        {
+            "metadata": {"name": name},
+            "spec": {
+                "storageClassName": "",
+                "volumeName": name,
+                "accessModes": ["ReadWriteOnce"],
+                "resources": {"requests": {"storage": "1Gi"}},
+            },
+        },
+    )
+    try:
+        yield Claim(name, name, release)
+    finally:
+        release.run_in(name, "sh", "-c", "rm -rf /kept/*")
+        release.core.delete_persistent_volume(name)
+        release.delete_pod(name, grace_seconds=0)
+
+
+def _keeper(name: str, folder: str, node: str, image: str) -> dict[str, Any]:
+    container = {
+        "name": "keeper",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["sleep", "3600"],
+        "volumeMounts": [{"name": "kept", "mountPath": "/kept"}],
+        "securityContext": {"runAsUser": 0},
+    }
+    volume = {"name": "kept", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}
+    return {"metadata": {"name": name}, "spec": {"nodeName": node, "containers": [container], "volumes": [volume]}}
+
+
+def _volume(name: str, folder: str, host: str) -> dict[str, Any]:
+    term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [host]}]}
+    spec = {
+        "capacity": {"storage": "1Gi"},
+        "accessModes": ["ReadWriteOnce"],
+        "persistentVolumeReclaimPolicy": "Retain",
+        "local": {"path": folder},
+        "nodeAffinity": {"required": {"nodeSelectorTerms": [term]}},
+    }
+    return {"metadata": {"name": name}, "spec": spec}
+
+
+@pytest.fixture(scope="module")
+def store(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store on this machine, which pods reach as a Service of their namespace."""
+    (gateway, *_) = release.pods("gateway")
+    pod = release.core.read_namespaced_pod(gateway, release.namespace).status.pod_ip
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect((pod, 9))
+        address = route.getsockname()[0]
+    with running_store(tmp_path_factory.mktemp("store") / "log", address) as running:
+        port = urlsplit(running.url).port
+        release.core.create_namespaced_service(
+            release.namespace, {"metadata": {"name": "store"}, "spec": {"ports": [{"port": 9000, "targetPort": port}]}}
+        )
+        subset = {"addresses": [{"ip": address}], "ports": [{"port": port}]}
+        release.core.create_namespaced_endpoints(release.namespace, {"metadata": {"name": "store"}, "subsets": [subset]})
+        for name, secret in ((CREDENTIALS, running.secret), ("wrong", "wrong-secret")):
+            values = {"AWS_ACCESS_KEY_ID": running.key, "AWS_SECRET_ACCESS_KEY": secret}
+            release.core.create_namespaced_secret(release.namespace, {"metadata": {"name": name}, "stringData": values})
+        yield running
+
+
+def store_of(secret: str) -> Values:
+    """Value ``loadTest.results.store`` with the credentials of ``secret``."""
+    return {"address": "s3://runs/cluster", "endpoint": "http://store:9000", "credentialsSecret": secret}
+
+
+@pytest.fixture(autouse=True)
+def no_load_left(release: Release) -> Iterator[None]:
+    """Turn the load test off, and remove its pods."""
+    yield
+    release.upgrade({"loadTest": {"enabled": False, "results": {"existingClaim": "", "store": store_of("") | {"address": ""}}}})
+    wait_for(lambda: not release.objects(("batch/v1", "Job")), 60, "the Job is gone")
+    wait_for(lambda: not release.pods("load"), 60, "its pods are gone")
+
+
+def run_load(release: Release, results: Values, condition: str) -> str:
+    """Run the load test until its Job has ``condition``; returns the Job's name."""
+    release.upgrade({"loadTest": {"enabled": True, "scenario": SCENARIO, "resources": {}, "results": results}}, wait=False)
+    (job,) = release.batch.list_namespaced_job(release.namespace, label_selector=LOAD).items
+    release.job_ended(job.metadata.name, condition, 120)
+    return str(job.metadata.name)
+
+
+def test_results_are_kept_on_a_claim_and_in_a_store(release: Release, claim: Claim, store: Store, tmp_path: Path) -> None:
+    job = run_load(release, {"existingClaim": claim.name, "store": store_of(CREDENTIALS)}, "Complete")
+    kept = claim.files(job)
+    assert set(kept) == FILES
+    assert store.files(f"cluster/{job}") == kept
+    summary = json.loads(kept["summary.json"])
+    assert summary["requests"] > 2
+    assert summary["failures_by_kind"] == {}
+    log = release.log(LOAD)
+    assert f"wrote s3://runs/cluster/{job}/records.jsonl" in log
+    assert "yardstick-load-records" not in log, "the records are on the claim"
+    assert store.secret not in log
+    assert store.secret.encode() not in b"".join(kept.values())
+    for name, content in kept.items():
+        (tmp_path / name).write_bytes(content)
+    assert again(tmp_path)["requests"] == summary["requests"]
+
+
+def test_a_store_that_refuses_leaves_the_records_in_the_log(release: Release, store: Store, tmp_path: Path) -> None:
+    """Without a claim, the pod's files are gone with it."""
+    run_load(release, {"existingClaim": "", "store": store_of("wrong")}, "Failed")
+    log = release.log(LOAD)
+    assert "403 Forbidden, SignatureDoesNotMatch" in log
+    assert "wrong-secret" not in log
+    assert report(log, tmp_path / "run")["requests"] > 2
+
+
+def test_workers_share_a_claim_and_start_together(release: Release, claim: Claim, tmp_path: Path) -> None:
+    """The pods of an Indexed Job, made from its template one after another, because such Jobs need Kubernetes 1.21."""
+    values = VALUES | {"loadTest": {"enabled": True, "scenario": SCENARIO, "resources": {}, "workers": 2}}
+    values["loadTest"]["results"] = {"existingClaim": claim.name}
+    made = {m["kind"]: m for m in manifests(values) if m["metadata"]["labels"].get("app.kubernetes.io/component") == "load"}
+    job = made["Job"]["metadata"]["name"]
+    release.core.create_namespaced_config_map(release.namespace, made["ConfigMap"])
+    pods = [f"{job}-{place}" for place in range(2)]
+    try:
+        release.core.create_namespaced_pod(release.namespace, worker(made["Job"], pods[0], 0))
+        here = ("ls", f"/kept/{job}/ready")
+        wait_for(lambda: "ready-0-of-2" in release.run_in(claim.keeper, *here), 60, "the first waits for the second")
+        release.core.create_namespaced_pod(release.namespace, worker(made["Job"], pods[1], 1))
+        wait_for(lambda: {phase(release, name) for name in pods} <= {"Succeeded", "Failed"}, 120, "the workers end")
+        for name in pods:
+            assert phase(release, name) == "Succeeded", release.core.read_namespaced_pod_log(name, release.namespace)
+        began, requests = [], 0
+        for place in range(2):
+            kept = claim.files(f"{job}/{place}")
+            assert set(kept) == FILES
+            (folder := tmp_path / str(place)).mkdir()
+            for name, content in kept.items():
+                (folder / name).write_bytes(content)
+            head = json.loads(kept["records.jsonl"].partition(b"\n")[0])
+            began.append(head["started"])
+            requests += json.loads(kept["summary.json"])["requests"]
+        assert abs(began[0] - began[1]) < STARTED_TOGETHER
+        assert again(tmp_path / "0", tmp_path / "1")["requests"] == requests > 2
+    finally:
+        for name in pods:
+            with suppress(ApiException):
+                release.delete_pod(name, grace_seconds=0)
+        release.core.delete_namespaced_config_map(job, release.namespace)
+
+
+def worker(job: dict[str, Any], name: str, index: int) -> dict[str, Any]:
+    """The pod that the Job's controller makes for one index."""
+    template = job["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    index_of_job = {"name": "JOB_COMPLETION_INDEX", "value": str(index)}
+    spec = template["spec"] | {"containers": [container | {"env": [index_of_job, *container["env"]]}]}
+    return {"metadata": template["metadata"] | {"name": name}, "spec": spec}
+
+
+def phase(release: Release, pod: str) -> str:
+    return str(release.core.read_namespaced_pod_status(pod, release.namespace).status.phase)
+
+
+def again(*folders: Path) -> dict[str, Any]:
+    """The line of JSON of ``yardstick load report`` over these folders."""
+    command = [sys.executable, "-m", "loadgen", "report", *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))

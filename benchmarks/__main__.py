@@ -20,7 +20,7 @@ class Benchmark:
 
 BENCHMARKS = {
     "score": Benchmark("benchmarks.engine.cli:score", "scoring: 10 items of 180 tokens after a query of 120"),
-    "catalogue": Benchmark("benchmarks.engine.catalogue:main", "items first, kept in the prefix cache, beside query first"),
+    "catalogue": Benchmark("benchmarks.engine.cli:catalogue", "items first, kept in the prefix cache, beside query first"),
     "eviction": Benchmark("benchmarks.engine.eviction:main", "hit rate of cached items, beside bounds; no model runs"),
     "length": Benchmark("benchmarks.engine.cli:length", "length guidance: its cost beside plain generation, and its effect"),
     "accuracy": Benchmark(

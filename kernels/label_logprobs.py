@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import linear
-from kernels.row_chunks import CHUNK_ELEMENTS
+from kernels.row_chunks import CHUNK_ELEMENTS, row_chunks
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, power_of_two, tl
 from kernels.soft_cap import NO_CAP, capped, soft_cap
 
@@ -44,7 +44,9 @@ def label_logprobs_reference(hidden: Tensor, head: Tensor, labels: Tensor, cap: 
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
         logits = soft_cap(linear(hidden[part], head).float(), cap)
-        out[part] = logits.gather(1, labels[part]) - logits.logsumexp(1, keepdim=True)
+        # A few rows at a time: the exponentials of all would not fit the caches.
+        logsumexp = torch.cat([some.logsumexp(1, keepdim=True) for some in row_chunks(logits)])
+        out[part] = logits.gather(1, labels[part]) - logsumexp
     return out
 
 

@@ -2,8 +2,9 @@
 
 A catalogue of items is scored with a new query for each request, in one process and without a gateway. Three variants answer the
 same requests in turn: the query first, which computes every item again; items first with room for the whole catalogue; and items
-first with room for a part of it, where popularity follows Zipf's law. The last two are warm when the measurement begins. Ratios
-are medians of the rounds' ratios. Some item-first scores are compared with each prompt computed alone. The last line is JSON.
+first with room for a part of it, where popularity follows Zipf's law. The last two are warm when the measurement begins. The first
+two also answer with the readout of ``/v1/rerank``, the logits of the labels alone. Ratios are medians of the rounds' ratios. Some
+item-first scores are compared with each prompt computed alone. The last line is JSON, with machine and commit.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from benchmarks.engine import machine
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.subject import SHAPES, Subject, subject
 from engine import wire
 from engine.ints import Ints
 
 LABELS = wire.Labels([17, 42])
+LOGITS = wire.Labels([17, 42], raw=True)
 WORKING_TOKENS = 4096
 """Slots beside those of items: for queries, and for items of the step that are not cached yet."""
 
@@ -46,14 +49,14 @@ class Catalogue:
         items = rng.integers(0, vocab_size, (options.items, options.item_tokens), np.int32)
         return cls(items, weights / weights.sum())
 
-    def query_first(self, name: str, query: Ints, places: Ints) -> wire.Score:
+    def query_first(self, name: str, query: Ints, places: Ints, readout: wire.Labels = LABELS) -> wire.Score:
         """Return a request that computes every item."""
-        return wire.Score(name, query.tolist(), self.items[places].tolist(), LABELS)
+        return wire.Score(name, query.tolist(), self.items[places].tolist(), readout)
 
-    def items_first(self, name: str, query: Ints, places: Ints) -> wire.ScoreItems:
+    def items_first(self, name: str, query: Ints, places: Ints, readout: wire.Labels = LABELS) -> wire.ScoreItems:
         """Return a request whose items are prefixes."""
         lengths = wire.pack_ids([self.items.shape[1]] * len(places))
-        return wire.ScoreItems(name, self.items[places].astype("<i4").tobytes(), lengths, query.tolist(), LABELS)
+        return wire.ScoreItems(name, self.items[places].astype("<i4").tobytes(), lengths, query.tolist(), readout)
 
 
 class Variants:
@@ -115,14 +118,14 @@ def main(arguments: Sequence[str]) -> int:
         catalogue = Catalogue.of(options, model.config.vocab_size)
         variants = Variants(catalogue, options, model)
         report = measure(catalogue, variants, options)
-    print(json.dumps(vars(options) | report))
+    print(json.dumps(vars(options) | {"machine": machine.describe()} | report))
     return 0
 
 
 def measure(catalogue: Catalogue, variants: Variants, options: argparse.Namespace) -> dict[str, float]:
     """Return medians: items a second of each variant, ratios to the query first, and the hit rate of the last variant."""
-    rates: dict[str, list[float]] = {"query first": [], "all cached": [], "part cached": []}
-    ratios: dict[str, list[float]] = {"all cached": [], "part cached": []}
+    rates: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     hits = found = 0
     clock = time.process_time if options.threads == 1 else time.perf_counter
 
@@ -133,25 +136,28 @@ def measure(catalogue: Catalogue, variants: Variants, options: argparse.Namespac
 
     for number in range(options.rounds):
         query, places, popular = variants.query(), variants.any(), variants.popular()
-        plain, known = catalogue.query_first(f"q{number}", query, places), catalogue.items_first(f"i{number}", query, places)
-        times = {
-            "query first": seconds(variants.plain, plain, []),
-            "all cached": seconds(variants.whole, known, []),
-        }
-        part = catalogue.items_first(f"p{number}", query, popular)
         replies: list[wire.Reply] = []
-        times["part cached"] = seconds(variants.part, part, replies)
+        times = {
+            "query first": seconds(variants.plain, catalogue.query_first(f"q{number}", query, places), []),
+            "all cached": seconds(variants.whole, catalogue.items_first(f"i{number}", query, places), []),
+            "part cached": seconds(variants.part, catalogue.items_first(f"p{number}", query, popular), replies),
+            "query first, logits": seconds(variants.plain, catalogue.query_first(f"ql{number}", query, places, LOGITS), []),
+            "all cached, logits": seconds(variants.whole, catalogue.items_first(f"il{number}", query, places, LOGITS), []),
+        }
         (scored,) = replies
         assert isinstance(scored, wire.Scored)
         hits, found = hits + scored.cached_items, found + len(scored.rows)
         check(catalogue, variants, query, popular[:3], scored)
         for name, taken in times.items():
-            rates[name].append(options.per_request / taken)
-            if name in ratios:
-                ratios[name].append(times["query first"] / taken)
+            rates.setdefault(name, []).append(options.per_request / taken)
+            beside = "query first, logits" if name.endswith("logits") else "query first"
+            if name != beside:
+                ratios.setdefault(name, []).append(times[beside] / taken)
         print(f"round {number + 1}: " + ", ".join(f"{name} {rates[name][-1]:.1f} items/s" for name in rates), file=sys.stderr)
     report = {f"{name}, items/s": round(statistics.median(values), 1) for name, values in rates.items()}
-    report |= {f"{name}, ratio": round(statistics.median(values), 2) for name, values in ratios.items()}
+    for name, values in ratios.items():
+        report |= {f"{name}, ratio": round(statistics.median(values), 2), f"{name}, least ratio": round(min(values), 2)}
+        report[f"{name}, greatest ratio"] = round(max(values), 2)
     return report | {"hit rate, part cached": round(hits / found, 3)}
 
 

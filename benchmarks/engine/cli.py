@@ -1,4 +1,5 @@
-"""Command lines of the engine's benchmarks: ``python -m benchmarks score``, ``length``, ``accuracy`` and ``gpu``."""
+"""Command lines of the engine's benchmarks: ``python -m benchmarks score``, ``length``, ``accuracy``, ``catalogue``
+and ``gpu``."""
 
 from __future__ import annotations
 
@@ -106,6 +107,14 @@ def accuracy(arguments: Sequence[str]) -> int:
     formats = [Format("float32"), chosen] if parsed.quantize or parsed.kv_dtype else None
     run(QUICK if parsed.quick else Sizes(), Store(parsed.out, resume=parsed.resume, limit=parsed.limit), formats)
     return 0
+
+
+def catalogue(arguments: Sequence[str]) -> int:
+    """Run the benchmark of catalogues in the environment of an engine; returns the exit code."""
+    _restart_as_engine("catalogue", arguments)
+    from benchmarks.engine.catalogue import main
+
+    return main(arguments)
 
 
 def gpu(arguments: Sequence[str]) -> int:

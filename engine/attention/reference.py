@@ -1,10 +1,10 @@
 """Attention in plain PyTorch: the reference for other backends, and what serves on a CPU.
 
 Runs are cut into pieces of at most :data:`MAX_QUERIES` queries, each with the part of the context that its last query sees. Pieces
-of similar shape are padded into one group, whose keys and values are gathered once. ``scaled_dot_product_attention`` is called for
-a tile of at most :data:`TILE_QUERIES` queries of each piece with the keys that the tile sees, so that little above the causal
-diagonal is computed. The query heads that share a key head are folded into the query axis, so that keys and values are never
-repeated.
+of similar shape are padded into one group, whose keys and values are gathered for a few pieces at a time, as many as fit a core's
+cache. ``scaled_dot_product_attention`` is called for a tile of at most :data:`TILE_QUERIES` queries of each piece with the
+keys that the tile sees, so that little above the causal diagonal is computed. The query heads that share a key head are folded into
+the query axis, so that keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ MAX_WASTE = 1.25
 """A group's padded area may be this many times what its pieces need."""
 MAX_AREA = 1 << 22
 """Queries × keys of a group, for bounded memory."""
+GATHERED_BYTES = 1 << 20
+"""Keys and values of a group that are gathered at a time; more would leave the cache of a core before they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,28 +125,39 @@ class ReferenceAttention(AttentionBackend):
 
     def _attend(self, layer: int, q: Tensor, group: Group, out: Tensor, own: tuple[Tensor, Tensor] | None = None) -> None:
         """Fill the rows of ``out`` [tokens, heads, head_dim] that belong to ``group``; ``own``: keys and values of branches."""
-        kv_heads, head_dim = self.kv.keys.shape[2:]
-        shape = (group.pieces, -1, kv_heads, head_dim)
-        keys, values = (self._read(cache[layer], group.slots).view(shape) for cache in (self.kv.keys, self.kv.values))
-        if own is not None:
-            longest = len(group.queries) // group.pieces
-            for read, new in zip((keys, values), own, strict=True):
-                read[:, -longest:] = new.index_select(0, group.queries).view(shape[0], longest, kv_heads, head_dim)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         rows = q.index_select(0, group.queries) if group.span is None else q[group.span]
         result = torch.empty_like(rows) if group.span is None else out[group.span]
+        kv_heads, head_dim = self.kv.keys.shape[2:]
         apart = (group.pieces, -1, kv_heads, self._fold, head_dim)  # [pieces, longest, kv_heads, fold, head_dim]
-        folded = rows.view(apart).transpose(1, 2).reshape(group.pieces, kv_heads, -1, head_dim)
-        for begin, end, width in group.tiles:
-            some = slice(begin * self._fold, end * self._fold)
-            seen_keys, seen_values, mask = keys[:, :, :width], values[:, :, :width], group.mask[:, :, some, :width]
-            found = _attention(folded[:, :, some], seen_keys, seen_values, mask, self.specs[layer])
-            parts = found.view(group.pieces, kv_heads, end - begin, self._fold, head_dim)
-            result.view(apart)[:, begin:end] = parts.transpose(1, 2)
+        asked, answered = rows.view(apart), result.view(apart)
+        piece_bytes = 2 * len(group.slots) // group.pieces * kv_heads * head_dim * q.element_size()
+        for some in spans(group.pieces, max(1, GATHERED_BYTES // piece_bytes)):
+            self._attend_pieces(layer, asked[some], group, some, answered[some], own)
         if (value_scales := self.kv.value_scales(layer)) is not None:
-            result.view(apart).mul_(value_scales[:, None, None].to(result.dtype))
+            answered.mul_(value_scales[:, None, None].to(result.dtype))
         if group.span is None:
             out.index_copy_(0, group.rows, result if group.real is None else result.index_select(0, group.real))
+
+    def _attend_pieces(
+        self, layer: int, q: Tensor, group: Group, some: slice, out: Tensor, own: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Attend from ``some`` pieces of a group. q, out: [pieces, longest, kv_heads, fold, head_dim] of these."""
+        pieces, longest, kv_heads, fold, head_dim = q.shape
+        slots = group.slots.view(group.pieces, -1)[some].flatten()
+        shape = (pieces, -1, kv_heads, head_dim)
+        keys, values = (self._read(cache[layer], slots).view(shape) for cache in (self.kv.keys, self.kv.values))
+        if own is not None:
+            queries = group.queries.view(group.pieces, -1)[some].flatten()
+            for read, new in zip((keys, values), own, strict=True):
+                read[:, -longest:] = new.index_select(0, queries).view(pieces, longest, kv_heads, head_dim)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        mask = group.mask if len(group.mask) == 1 else group.mask[some]
+        folded = q.transpose(1, 2).reshape(pieces, kv_heads, -1, head_dim)
+        for begin, end, width in group.tiles:
+            rows = slice(begin * fold, end * fold)
+            seen_keys, seen_values, seen_mask = keys[:, :, :width], values[:, :, :width], mask[:, :, rows, :width]
+            found = _attention(folded[:, :, rows], seen_keys, seen_values, seen_mask, self.specs[layer])
+            out[:, begin:end] = found.view(pieces, kv_heads, end - begin, fold, head_dim).transpose(1, 2)
 
     def _read(self, cache: Tensor, slots: Tensor) -> Tensor:
         """[slots, kv_heads, head_dim], in the model's dtype; codes without their scales."""
@@ -204,6 +217,11 @@ class ReferenceAttention(AttentionBackend):
         """hidden: [pieces or 1, longest, width] bool. -> as :class:`Group` has it."""
         mask = torch.zeros(hidden.shape, dtype=self.kv.dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return mask[:, None].repeat_interleave(self._fold, 2)
+
+
+def spans(count: int, size: int) -> Iterator[slice]:
+    """Cut ``count`` places into slices of at most ``size``."""
+    return (slice(begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
 def tiles(queries: int, width: int, before: int) -> list[Tile]:

@@ -28,7 +28,12 @@ class Fitted(msgspec.Struct, frozen=True):
         if not self.labels:
             return wire.Classes()
         tokens = [id for label in self.labels for id in label] + self.categories
-        return wire.Labels(tokens, raw=self.preset.raw)
+        return wire.Labels(tokens, raw=self.preset.raw or self._relative)
+
+    @property
+    def _relative(self) -> bool:
+        """Whether labels are compared with each other only, so that the sum over the vocabulary cancels."""
+        return len(self.labels) > 1 and not self.categories
 
     @property
     def names(self) -> list[str]:

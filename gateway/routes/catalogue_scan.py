@@ -53,6 +53,8 @@ class Scan:
     whole: Whole
     fitted: Fitted | None = None
     """The preset whose formula ranks the items; None reads the labels of the request or of the catalogue."""
+    relative: bool
+    """Whether labels are compared with each other only, so that logits serve as log-probabilities do."""
     priority: int
     cache_salt: str | None
     items: int = 0
@@ -70,14 +72,19 @@ class Scanner:
     scoring: Scoring
 
     async def open(
-        self, request: Request[Any, Any, Any], data: Body[Any], body: Reading[ScoreRequest] | Reading[RerankRequest]
+        self,
+        request: Request[Any, Any, Any],
+        data: Body[Any],
+        body: Reading[ScoreRequest] | Reading[RerankRequest],
+        *,
+        relative: bool,
     ) -> Scan:
         """Begin a request for a whole catalogue. Raises :class:`GatewayError` for one that cannot be answered within bounds."""
         fields = body.fields
         check_whole(data, top_n=fields.top_n, stream=bool(fields.stream))
         whole = await self.prompts.open(request, fields.catalogue or "", fields.model)
         priority = priority_of(request, fields.priority)
-        return Scan(request=request, body=body, whole=whole, priority=priority, cache_salt=fields.cache_salt)
+        return Scan(request=request, body=body, whole=whole, relative=relative, priority=priority, cache_salt=fields.cache_salt)
 
     async def best(self, scan: Scan, rank: Callable[[Row], float], most: int) -> list[Result]:
         """Return the ``most`` items with the highest ranks, the highest first. Raises :class:`GatewayError`."""
@@ -104,7 +111,8 @@ class Scanner:
                     charged = True
                     expected = _expected(scan.whole, prepared, records[0])
                     lease = await self.scoring.quotas.charge(scan.request, tokens=expected, items=scan.whole.state.items)
-                readout = wire.Labels(prepared.labels) if scan.fitted is None else scan.fitted.readout
+                raw = scan.relative and len(prepared.labels) > 1
+                readout = wire.Labels(prepared.labels, raw=raw) if scan.fitted is None else scan.fitted.readout
                 branches = Prompts((), prepared.rows, readout, scan.priority, caller, prepared.suffix)
                 scores = await self.scoring.scorer.score(model, branches, policy, lease)
                 first = scan.items

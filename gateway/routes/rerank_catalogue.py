@@ -44,7 +44,7 @@ class RankedCatalogue:
     ) -> Response[RerankResponse]:
         """Return the best items, or with ``stream`` all results as they become known. Raises :class:`GatewayError`."""
         fields = body.fields
-        scan = await self.scanner.open(request, data, body)
+        scan = await self.scanner.open(request, data, body, relative=True)
         scan.fitted = preset_of(scan.whole.model, scan.whole.state.spec)
         raw, id = bool(fields.raw_scores), f"rerank-{new_id()}"
 

@@ -35,7 +35,7 @@ class ScoredCatalogue:
     ) -> Response[ScoreAnswer]:
         """Return the best items, or with ``stream`` all results as they become known. Raises :class:`GatewayError`."""
         fields = body.fields
-        scan = await self.scanner.open(request, data, body)
+        scan = await self.scanner.open(request, data, body, relative=bool(fields.apply_softmax))
         check_score(scan.whole.model, fields)
         form, id = LabelForm([], softmax=bool(fields.apply_softmax)), f"score-{new_id()}"
         if fields.stream:

@@ -69,7 +69,7 @@ class LabelForm(Form):
 
     def __init__(self, labels: list[int], *, softmax: bool, ids: Sequence[str] | None = None, top_n: int | None = None) -> None:
         """``ids``: of the items, if they are those of a catalogue. ``top_n``: most items of the answer, the best first."""
-        self.readout = wire.Labels(labels)
+        self.readout = wire.Labels(labels, raw=softmax)  # the sum over the vocabulary cancels
         self._labels = len(labels)
         self._softmax = softmax
         self._ids = ids

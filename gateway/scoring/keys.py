@@ -31,7 +31,8 @@ def result_keys(
     registered = bool(branches) and isinstance(branches[0], PlacedIds)
     common = hashlib.blake2b(digest_size=16, person=b"registered" if registered else b"")
     # The encoding is unambiguous: no part contains a separator, a salt ends with a colon, and JSON begins with a brace.
-    asked = ",".join(map(str, readout.tokens)) if isinstance(readout, wire.Labels) else msgspec.json.encode(readout).decode()
+    tokens = readout.tokens if isinstance(readout, wire.Labels) and not readout.raw else None
+    asked = msgspec.json.encode(readout).decode() if tokens is None else ",".join(map(str, tokens))
     divided = f"{len(prefix)}\0" if isinstance(readout, wire.Likelihood) else ""
     common.update(f"{fingerprint}\0{salt and salt + ':'}{asked}\0{divided}".encode())
     common.update(array("I", prefix))

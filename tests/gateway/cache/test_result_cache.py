@@ -75,6 +75,7 @@ def test_a_key_depends_on_everything_else() -> None:
         *result_keys("f", wire.Labels([1, 2]), [3], [[4], [5], [4, 5], []], salt=""),
         *result_keys("g", wire.Labels([1, 2]), [3], [[4]], salt=""),
         *result_keys("f", wire.Labels([2, 1]), [3], [[4]], salt=""),
+        *result_keys("f", wire.Labels([1, 2], raw=True), [3], [[4]], salt=""),
         *result_keys("f", wire.Labels([12]), [3], [[4]], salt=""),
     ]
     assert len(set(keys)) == len(keys)

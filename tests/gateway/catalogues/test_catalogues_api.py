@@ -352,3 +352,33 @@ def test_without_redis_a_request_is_answered_503() -> None:
             assert answer.headers["retry-after"] == "1"
         plain = {"query": "a", "items": ["b"], "label_token_ids": [5]}
         assert client.post("/v1/score", json=plain).status_code == 200, "other requests need no Redis"
+
+
+@pytest.mark.parametrize("named", [["a", "b"], None], ids=["ids", "whole"])
+def test_labels_that_are_only_compared_are_read_as_logits(
+    served: tuple[FakeEngine, httpx.Client], name: str, named: list[str] | None
+) -> None:
+    """The sum over the vocabulary cancels in a rerank and in ``apply_softmax``, so engines are not asked for it."""
+    engine, client = served
+    register(client, name, {"a": "Red shoes", "b": "Oak table"})
+    query = f" Which? {name} {named}"
+    top = {} if named is not None else {"top_n": 2}
+    plain = score(client, name, named, query, **top).json()
+    best = {id: yes / (yes + no) for id, (yes, no) in zip(plain["ids"], plain["scores"], strict=True)}
+    engine.item_scores.clear()
+    scaled = score(client, name, named, query, apply_softmax=True, **top).json()
+    body = {"query": query, "catalogue": name, "top_n": 2} | ({} if named is None else {"ids": named})
+    asked = [message.readout for message in engine.item_scores]
+    assert asked
+    assert all(readout.raw for readout in asked)
+    assert {id: yes for id, (yes, _) in zip(scaled["ids"], scaled["scores"], strict=True)} == pytest.approx(best)
+    made = next(names)
+    create(client, made, labels=[" Yes", " No"]).raise_for_status()
+    register(client, made, {"a": "Red shoes", "b": "Oak table"})
+    engine.item_scores.clear()
+    ranked = client.post("/v1/rerank", json=body | {"catalogue": made, "query": query + " again"}).raise_for_status().json()
+    assert all(message.readout.raw for message in engine.item_scores)
+    assert len(ranked["results"]) == 2
+    again = score(client, made, named, query + " again", **top).json()
+    best = {id: yes / (yes + no) for id, (yes, no) in zip(again["ids"], again["scores"], strict=True)}
+    assert {result["id"]: result["relevance_score"] for result in ranked["results"]} == pytest.approx(best)

@@ -24,7 +24,7 @@ from engine.distributed.leader import LeadingDecoder
 from engine.distributed.placement import device_of, dtype_of, set_threads, warn_of_slow_dtype
 from engine.kvcache.kv import KVCache
 from engine.kvcache.slots import SlotPool
-from engine.lenvm.graphs import PARTS, PassGraphs
+from engine.lenvm.graphs import COUNTED_PARTS, PARTS, PassGraphs
 from engine.lenvm.guided_draws import LenVMRunner
 from engine.lenvm.pairing import check_pairing, gamma_of
 from engine.lenvm.parts import WIDTHS
@@ -245,7 +245,12 @@ def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
     capture = CudaCapture(kv.keys.device)
     buckets = [parts for parts in PARTS if parts <= max(budget.max_batched_tokens, PARTS[0])]
     attention = [FixedBranches(kv, max(buckets), width) for width in WIDTHS]
-    return PassGraphs(model, attention, capture, buckets)
+    graphs = PassGraphs(model, attention, capture, buckets)
+    try:
+        graphs.add_counted(COUNTED_PARTS)
+    except Exception:  # an error of CUDA or of Triton's compiler; the passes over all candidates are captured
+        logger.warning("CUDA graphs of the length model: none for needed candidates, capturing them failed", exc_info=True)
+    return graphs
 
 
 def describe(

@@ -22,28 +22,46 @@ MAX_ROWS = 128
 
 
 def branch_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_indptr: Tensor, kv_indices: Tensor, counts: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    counts: Tensor,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Each branch attends to the prefix of its row and to itself.
 
     q: [rows · branches, heads, head_dim], row by row; k, v: [rows · branches, kv_heads, head_dim]; keys, values: [slots, kv_heads,
     head_dim]; kv_indptr: [rows + 1], start of each row's prefix in the flat list ``kv_indices``; counts: [rows], number of real
-    branches of each row, which come first. The host reads none of these, so the step itself may compute ``counts``.
-    -> [rows · branches, heads, head_dim], zeros where there is no branch.
+    branches of each row, which come first; starts: [rows], place of each row's first branch, where rows with few branches leave no
+    room between them. The host reads none of these, so the step itself may compute ``counts`` and ``starts``.
+    -> [rows · branches, heads, head_dim]; where there is no branch zeros, or with ``starts`` undefined.
     """
     operation = branch_attention_triton if launches(q, k, v, keys, values) else branch_attention_reference
-    return operation(q, k, v, keys, values, kv_indptr, kv_indices, counts)
+    return operation(q, k, v, keys, values, kv_indptr, kv_indices, counts, starts=starts)
 
 
 def branch_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_indptr: Tensor, kv_indices: Tensor, counts: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    counts: Tensor,
+    starts: Tensor | None = None,
 ) -> Tensor:
-    """:func:`branch_attention` in plain PyTorch, row by row."""
+    """:func:`branch_attention` in plain PyTorch, row by row; what is undefined is NaN."""
     group, branches = q.shape[1] // keys.shape[1], len(q) // len(counts)
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q) if starts is None else torch.full_like(q, float("nan"))
+    begins = range(0, len(q), branches) if starts is None else starts.tolist()
     places = kv_indptr.tolist()
-    for row, count in enumerate(counts.tolist()):
-        mine = slice(row * branches, row * branches + count)
+    for row, (begin, count) in enumerate(zip(begins, counts.tolist(), strict=True)):
+        mine = slice(begin, begin + count)
         prefix = kv_indices[places[row] : places[row + 1]]
         wide, own = q[mine].float(), k[mine].float().repeat_interleave(group, 1)
         before, prefix_values = (cache[prefix].float().repeat_interleave(group, 1) for cache in (keys, values))
@@ -64,6 +82,7 @@ def branch_attention_triton(
     kv_indices: Tensor,
     counts: Tensor,
     chunks: int | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """:func:`branch_attention` on a GPU. q, k and v may be parts of the fused projection.
 
@@ -71,6 +90,8 @@ def branch_attention_triton(
     nothing but the prefixes. Raises ValueError for other shapes, dtypes, devices or strides.
     """
     _check(q, k, v, keys, values, kv_indptr, kv_indices, counts)
+    if starts is not None:
+        expect("starts", starts, q, (len(counts),), (torch.int64,))
     tokens, heads, head_dim = q.shape
     rows, kv_heads = len(counts), keys.shape[1]
     branches, group = tokens // max(1, rows), heads // kv_heads
@@ -83,10 +104,10 @@ def branch_attention_triton(
     partial_lses = q.new_empty((chunks if chunks > 1 else 0, tokens, heads), dtype=torch.float32)
     block = max(NARROW, power_of_two(branches * group))
     _attend[(rows * kv_heads, chunks)](
-        q, k, v, keys, values, out, kv_indptr, kv_indices, counts, partial_outs, partial_lses,
+        q, k, v, keys, values, out, kv_indptr, kv_indices, counts, counts if starts is None else starts, partial_outs, partial_lses,
         math.log2(math.e) / math.sqrt(head_dim), tokens, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], keys.stride(0),
-        branches, chunks, kv_heads, group, head_dim, block, block_keys(head_dim, q.dtype), chunks > 1, precision(q.dtype),
-        num_warps=8 if block > 64 else 4, num_stages=2 if block > 64 else 3,
+        branches, chunks, kv_heads, group, head_dim, block, block_keys(head_dim, q.dtype), chunks > 1, starts is not None,
+        precision(q.dtype), num_warps=8 if block > 64 else 4, num_stages=2 if block > 64 else 3,
     )  # fmt: skip
     if chunks > 1:
         tile = merged_heads(heads, head_dim)
@@ -115,7 +136,7 @@ def _check(
         raise ValueError(f"branches times query heads a key head are more than {MAX_ROWS}, all that a block holds")
 
 
-@jit("kv_indptr", "kv_indices", "counts", "tokens", "branches", "chunks")
+@jit("kv_indptr", "kv_indices", "counts", "starts", "tokens", "branches", "chunks")
 def _attend(
     q: tl.tensor,
     k: tl.tensor,
@@ -126,6 +147,7 @@ def _attend(
     kv_indptr: tl.tensor,
     kv_indices: tl.tensor,
     counts: tl.tensor,
+    starts: tl.tensor,
     partial_outs: tl.tensor,
     partial_lses: tl.tensor,
     scale: tl.tensor,
@@ -145,6 +167,7 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
+    PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Each program computes one row, key head and chunk. Row r of the block is branch r // GROUP, query head r % GROUP of the key
@@ -160,9 +183,13 @@ def _attend(
     column = tl.arange(0, HEAD_DIM)
     branch = row // GROUP
     head = kv_head * GROUP + row % GROUP
-    token = (place * branches + branch).to(tl.int64)
-    inside = branch < branches
-    real = inside & (branch < count)
+    real = (branch < branches) & (branch < count)
+    if PACKED:
+        token = tl.load(starts + place) + branch
+        written = real  # what follows are the branches of another row
+    else:
+        token = (place * branches + branch).to(tl.int64)
+        written = branch < branches
     q_cell = token * q_token_stride + head * q_head_stride
     block = tl.load(q + q_cell[:, None] + column[None, :], mask=real[:, None], other=0.0)
 
@@ -196,10 +223,10 @@ def _attend(
     cell = token * HEADS + head
     if SPLIT:
         cell += chunk.to(tl.int64) * tokens * HEADS
-        tl.store(partial_outs + cell[:, None] * HEAD_DIM + column[None, :], result, mask=inside[:, None])
-        tl.store(partial_lses + cell, peak + tl.log2(total), mask=inside)
+        tl.store(partial_outs + cell[:, None] * HEAD_DIM + column[None, :], result, mask=written[:, None])
+        tl.store(partial_lses + cell, peak + tl.log2(total), mask=written)
     else:
-        tl.store(out + cell[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=inside[:, None])
+        tl.store(out + cell[:, None] * HEAD_DIM + column[None, :], result.to(out.dtype.element_ty), mask=written[:, None])
 
 
 @jit("tokens", "chunks")

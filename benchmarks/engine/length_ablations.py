@@ -112,7 +112,8 @@ class OnTheHost(LenVMRunner):
             counts=found.counts,
         )
         kept = set(at)
-        return GuidedStep(steered, passed.ends, [each for row, each in enumerate(rows.passes) if row not in kept])
+        skipped = [each for row, each in enumerate(rows.passes) if row not in kept]
+        return GuidedStep(steered, passed.ends, skipped, self._needs)
 
     def _value(self, token: int, z: float | None) -> float:
         return 0.0 if z is None or token in self._eos else 1 / (1 + math.exp(-z))

@@ -43,12 +43,16 @@ class FixedBranches:
         self._kv_heads = kv.keys.shape[2]
         self._tables = torch.zeros(most_rows + 1 + MOST_SLOTS, dtype=torch.int64, device=kv.keys.device)
 
+    def fits(self, prefixes: Sequence[Ints], rows: int) -> bool:
+        """Whether the tables have room for ``prefixes`` and padding up to ``rows``."""
+        return len(prefixes) <= rows and rows + 1 + sum(prefix.size for prefix in prefixes) <= len(self._tables)
+
     def fill(self, prefixes: Sequence[Ints], rows: int) -> bool:
         """Queue the copy of the tables of ``prefixes``, padded with empty ones to ``rows``; False, and nothing is done, where they
         do not fit."""
-        room, kv_indptr = rows + 1, _kv_indptr(prefixes)
-        if len(kv_indptr) > room or room + kv_indptr[-1] > len(self._tables):
+        if not self.fits(prefixes, rows):
             return False
+        room, kv_indptr = rows + 1, _kv_indptr(prefixes)
         padding = np.full(room - len(kv_indptr), kv_indptr[-1])
         packed = _packed(np.concatenate([kv_indptr, padding]), prefixes, pinned=self._tables.is_cuda)
         self._tables[: len(packed)].copy_(packed, non_blocking=True)
@@ -59,16 +63,19 @@ class FixedBranches:
         lengths = self._tables[: rows + 1].diff()
         return lengths.unsqueeze(1).expand(-1, self.width).flatten()
 
-    def attend(self, rows: int, counts: Tensor) -> PlainAttend:
-        """Attention for ``rows`` prefixes, as :meth:`fill` last described them. counts: [rows] int64; for padding any number up to
-        the width.
+    def attend(self, rows: int, counts: Tensor, starts: Tensor | None = None) -> PlainAttend:
+        """Attention for ``rows`` prefixes, as :meth:`fill` last described them.
+
+        counts: [rows] int64; for padding any number up to the width. starts: [rows] int64, place of each prefix's first branch,
+        where they are not ``width`` apart; then padding has a count of 0.
         """
         kv, room = self.kv, rows + 1
         kv_indptr, kv_indices = self._tables[:room], self._tables[room:]
         chunks = chunks_of(LONG, rows * self._kv_heads)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return branch_attention_triton(q, k, v, kv.keys[layer], kv.values[layer], kv_indptr, kv_indices, counts, chunks)
+            keys, values = kv.keys[layer], kv.values[layer]
+            return branch_attention_triton(q, k, v, keys, values, kv_indptr, kv_indices, counts, chunks, starts)
 
         return attend
 

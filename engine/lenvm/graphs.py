@@ -3,6 +3,9 @@
 A bucket is a number of parts (:mod:`engine.lenvm.parts`) and their width. Padding parts have an empty prefix: their candidates,
 which remain from an earlier pass, attend only to themselves, and their results are not read. Passes that fit no bucket, or that
 compute other tokens too, are launched.
+
+Some buckets are also captured for needed candidates only (:mod:`engine.lenvm.counted`). They are few, because what such a pass
+costs depends on its candidates and hardly on its bucket.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from engine.attention.branches import FixedBranches
 from engine.device.cuda_graphs import Capture, Graphs
 from engine.ints import Ints
+from engine.lenvm.counted import LEAST_BRANCHES, Packed, counted_view
 from engine.lenvm.kept import Kept
 from engine.models.lenvm import LenVM
 
@@ -26,6 +30,9 @@ logger = logging.getLogger(__name__)
 PARTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 104, 128, 160, 192, 256)
 """Numbers of parts of the buckets. Beyond the last one, 1,280 candidates, a pass takes longer to compute than to launch, and
 padding costs more than a graph saves."""
+
+COUNTED_PARTS = (64, 128, 256)
+"""Numbers of parts of the buckets for needed candidates."""
 
 
 class PassGraphs:
@@ -38,8 +45,11 @@ class PassGraphs:
         self._attention = {each.width: each for each in attention}
         self._sizes = sorted(buckets)
         self._graphs: Graphs[tuple[int, int]] = Graphs(capture)
+        self._counted: Graphs[tuple[int, int]] = Graphs(capture)
         self.replayed = 0
         """Number of replayed passes."""
+        self.replayed_counted = 0
+        """Number of those that computed needed candidates only."""
         start, most, kv = time.monotonic(), max(buckets), attention[0].kv
         widest = max(self._attention)
         self.kept = Kept.room(kv, most * widest)
@@ -58,6 +68,50 @@ class PassGraphs:
             capture.allocated / 2**20,
         )
 
+    @torch.inference_mode()
+    def add_counted(self, buckets: Sequence[int] = COUNTED_PARTS) -> bool:
+        """Capture passes over needed candidates too, for those of ``buckets`` for which there is room. False where the model's
+        products cannot be counted."""
+        start, device = time.monotonic(), self.kept.keys.device
+        total = torch.zeros(1, dtype=torch.int64, device=device)
+        model, sizes = counted_view(self._model, total), sorted(parts for parts in buckets if parts <= self._sizes[-1])
+        if model is None or not sizes:
+            return False
+        most, widest = sizes[-1], max(self._attention)
+        inputs = torch.zeros((2, most * widest), dtype=torch.int64, device=device)
+        counts, starts = torch.zeros((2, most), dtype=torch.int64, device=device)
+        for parts in reversed(sizes):
+            for width in sorted(self._attention, reverse=True):
+                fits = self._attention[width].fill((), parts)
+                assert fits, parts
+                given = (*(each[: parts * width] for each in inputs), counts[:parts], starts[:parts], total)
+                self._counted.add((parts, width), partial(self._counted_pass, model, width), *given)
+        seconds = time.monotonic() - start
+        logger.info("CUDA graphs of the length model: captured for needed candidates of %s parts in %.1f s", sizes, seconds)
+        return True
+
+    def counted_bucket(self, prefixes: Sequence[Ints], width: int) -> int | None:
+        """Parts that a captured pass over the needed candidates of ``prefixes`` has room for; None where none fits, or where all
+        candidates take no longer than needed ones."""
+        if len(prefixes) * width < LEAST_BRANCHES or width not in self._attention:
+            return None
+        sizes = sorted(parts for parts, each in self._counted.buckets if each == width)
+        parts = next((size for size in sizes if size >= len(prefixes)), None)
+        return parts if parts is not None and self._attention[width].fits(prefixes, parts) else None
+
+    def forward_counted(self, prefixes: Sequence[Ints], width: int, parts: int, packed: Packed) -> Tensor:
+        """Raw values of needed candidates of up to ``width`` on each prefix, [branches of ``packed``] float32, valid until the next
+        pass is queued, and undefined behind the needed ones. parts: :meth:`counted_bucket`."""
+        filled = self._attention[width].fill(prefixes, parts)
+        assert filled, "asked before"
+        self.replayed += 1
+        self.replayed_counted += 1
+        missing = parts - len(prefixes)
+        # Padding must have no branches: in a packed pass they would be written over those of other rows.
+        counts, starts = (torch.nn.functional.pad(each, (0, missing)) for each in (packed.counts, packed.starts))
+        raw = self._counted.replay((parts, width), packed.tokens, packed.positions, counts, starts, packed.total)
+        return raw[: len(packed.tokens)]
+
     def forward(self, prefixes: Sequence[Ints], width: int, tokens: Tensor, counts: Tensor) -> Tensor | None:
         """Raw values of ``width`` candidates on each of some prefixes, [parts · width] float32, valid until the next pass is
         queued.
@@ -74,6 +128,14 @@ class PassGraphs:
     def bucket(self, parts: int) -> int | None:
         """Parts that a captured pass over ``parts`` computes, padding included; None where it is launched."""
         return next((size for size in self._sizes if size >= parts), None)
+
+    def _counted_pass(
+        self, model: LenVM, width: int, tokens: Tensor, positions: Tensor, counts: Tensor, starts: Tensor, _total: Tensor
+    ) -> Tensor:
+        """``_total`` is what ``model`` was made with."""
+        attention = self._attention[width].attend(len(counts), counts, starts)
+        raw: Tensor = model.head(model(tokens, positions, self.kept.first(len(tokens)).attend(attention)))
+        return raw
 
     def _pass(self, width: int, tokens: Tensor, counts: Tensor) -> Tensor:
         attention, parts = self._attention[width], len(counts)

@@ -9,7 +9,8 @@ allocated for it. The host chooses slots and the device chooses tokens, so neith
 (:mod:`engine.lenvm.parts`), and rows that are decided without the length model are computed like the others, because the host would
 have to read the device to leave them out. On a CPU this read costs nothing, so only real candidates of undecided rows are computed;
 the pending tokens of the other rows stay pending. Both forms draw the same tokens. A pass of the first form without other segments
-may be replayed from a CUDA graph (:mod:`engine.lenvm.graphs`).
+may be replayed from a CUDA graph (:mod:`engine.lenvm.graphs`), and if few of its candidates are probably needed, from one that the
+device ends behind these (:mod:`engine.lenvm.counted`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from engine.attention.base import AttentionBackend
 from engine.batch import CandidatePass, ExtendSegment, Tokens
 from engine.device.sampling import SamplingBatch, edited, prepare
 from engine.device.transfer import Upload
+from engine.ints import Ints
+from engine.lenvm.counted import Needs, Packed, pack
 from engine.lenvm.graphs import PassGraphs
 from engine.lenvm.guided_rows import GuidedRows, Parameters, prepare_guidance
 from engine.lenvm.lenvm_pass import LenVMOutput, LenVMPass, PassAttention
@@ -84,6 +87,44 @@ class GuidedStep(NamedTuple):
     """[valued segments] float32, raw; None if there are none."""
     skipped: list[CandidatePass]
     """Passes that were not computed, because the draw was decided without the length model."""
+    needs: Needs
+    """For the reader of the results to note what the draws needed."""
+    counted: bool = False
+    """Whether of decided draws only the drawn token was computed (:mod:`engine.lenvm.counted`)."""
+
+
+class Placed(NamedTuple):
+    """:class:`~engine.lenvm.parts.Parts` on the device, and what belongs to their rows; int64."""
+
+    width: int
+    """Most candidates of a part."""
+    rows: Tensor
+    first: Tensor
+    places: Tensor
+    branch_of: Tensor
+    """[rows · columns]"""
+    computed: Tensor
+    """[computed rows]: those that have parts"""
+    slots: Tensor
+    """[computed rows]: of their drawn tokens"""
+    lengths: Tensor
+    """[rows]: tokens in front of the candidates"""
+
+    @classmethod
+    def of(cls, parts: Parts, passes: Sequence[CandidatePass], device: torch.device) -> Placed:
+        """One copy to the device. passes: [rows]"""
+        computed, upload = parts.rows[parts.first == 0], Upload()
+        slots = [passes[row].slot for row in computed.tolist()]
+        lengths = [len(candidate_pass.prefix) for candidate_pass in passes]
+        numbers = (parts.rows, parts.first, parts.places, parts.branch_of, computed, slots, lengths)
+        copies = [upload.add(values) for values in numbers]
+        upload.send(device)
+        return cls(int(parts.branches.max(initial=0)), *(copy.tensor for copy in copies))
+
+    def given(self, found: Candidates) -> tuple[Tensor, Tensor]:
+        """Token of each branch, and the number of real candidates of each part."""
+        tokens = found.ids.flatten().index_select(0, self.places)
+        return tokens, (found.counts.index_select(0, self.rows) - self.first).clamp(0, self.width)
 
 
 class LenVMRunner:
@@ -107,12 +148,18 @@ class LenVMRunner:
         self._eos = tuple(eos_ids)
         self._graphs = graphs
         self._compact = compact
+        self._needs = Needs()
         self._device = attention.kv.keys.device
 
     @property
     def replayed(self) -> int:
         """Number of passes that were replayed from a CUDA graph."""
         return 0 if self._graphs is None else self._graphs.replayed
+
+    @property
+    def replayed_counted(self) -> int:
+        """Number of those that computed needed candidates only."""
+        return 0 if self._graphs is None else self._graphs.replayed_counted
 
     def draw_guided(
         self, logits: Tensor, rows: GuidedRows, segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve
@@ -131,29 +178,23 @@ class LenVMRunner:
             *segments,
             *(candidate_pass.pending for candidate_pass in passes if candidate_pass.pending is not None),
         ]
-        upload = Upload()
-        row_of_part, first, places, branch_of = (
-            upload.add(values) for values in (parts.rows, parts.first, parts.places, parts.branch_of)
-        )
-        computed, slots = upload.add(at), upload.add([candidate_pass.slot for candidate_pass in passes])
-        upload.send(self._device)
-        width = int(parts.branches.max(initial=0))
+        placed = Placed.of(parts, rows.passes, self._device)
         work = LenVMPass(
-            segments=segments,
-            valued=valued,
-            passes=[rows.passes[row] for row in parts.rows.tolist()],
-            branches=parts.branches.tolist(),
-            tokens=found.ids.flatten().index_select(0, places.tensor),
-            counts=(found.counts.index_select(0, row_of_part.tensor) - first.tensor).clamp(0, width),
+            segments, valued, [rows.passes[row] for row in parts.rows.tolist()], parts.branches.tolist(), *placed.given(found)
         )
-        passed = self._forward(work, resolve)
-        table = branch_of.tensor.view(found.ids.shape)
+        prefixes = [candidate_pass.prefix for candidate_pass in work.passes]
+        bucket = None if segments else self._counted_bucket(prefixes, placed.width)
+        if bucket is None:
+            table, passed = placed.branch_of.view(found.ids.shape), self._forward(work, resolve)
+        else:
+            drawn = seeded_choice(found.probabilities, found.ids, sampling.keys)  # right for rows that are decided
+            packed = pack(found, undecided, drawn, placed.lengths, placed.rows, placed.first, placed.width)
+            table, passed = packed.branch_of, self._forward_counted(prefixes, placed.width, bucket, packed)
         z = self._table(passed.branches, table)
         ends = (found.ids.unsqueeze(-1) == parameters.ends.unsqueeze(1)).any(-1)
         p = length_tilt(found.probabilities, z, ends, undecided, parameters.tilts)
         chosen = seeded_choice(p, found.ids, sampling.keys)
-        drawn = table.gather(1, chosen).squeeze(1).index_select(0, computed.tensor)
-        self._adopt(passed, drawn, slots.tensor)
+        self._adopt(passed, table.gather(1, chosen).squeeze(1).index_select(0, placed.computed), placed.slots)
         draws = GuidedDraws(
             tokens=found.ids.gather(1, chosen).squeeze(1),
             ids=found.ids,
@@ -165,13 +206,14 @@ class LenVMRunner:
             counts=found.counts,
         )
         kept = set(at)
-        return GuidedStep(draws, passed.ends, [each for row, each in enumerate(rows.passes) if row not in kept])
+        skipped = [each for row, each in enumerate(rows.passes) if row not in kept]
+        return GuidedStep(draws, passed.ends, skipped, self._needs, counted=bucket is not None)
 
     def compute(self, segments: Sequence[ExtendSegment], valued: Sequence[int], resolve: Resolve) -> GuidedStep:
         """Run a pass without draws. valued: indices of the ``segments`` whose last token is valued."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         output = self._forward(LenVMPass(segments, valued, [], [], nothing, nothing), resolve)
-        return GuidedStep(None, output.ends, [])
+        return GuidedStep(None, output.ends, [], self._needs)
 
     def _candidates(self, logits: Tensor, rows: GuidedRows) -> tuple[SamplingBatch, Parameters, Candidates]:
         """Return sampling and tilt parameters of each row, and its candidates. logits: see :meth:`draw_guided`."""
@@ -191,6 +233,16 @@ class LenVMRunner:
         if not self._compact:
             return equal_parts(rows.top_k, columns)
         return exact_parts((found.counts * undecided).numpy(), columns)
+
+    def _counted_bucket(self, prefixes: Sequence[Ints], width: int) -> int | None:
+        """Parts of the captured pass that computes needed candidates only; None where all are computed."""
+        if self._graphs is None or not self._needs.few:
+            return None
+        return self._graphs.counted_bucket(prefixes, width)
+
+    def _forward_counted(self, prefixes: Sequence[Ints], width: int, bucket: int, packed: Packed) -> LenVMOutput:
+        assert self._graphs is not None
+        return LenVMOutput(self._graphs.forward_counted(prefixes, width, bucket, packed), None, self._graphs.kept)
 
     def _table(self, branches: Tensor | None, branch_of: Tensor) -> Tensor:
         """Raw values in a table like ``branch_of``, 0 where none was computed. branches: [branches] float32"""

@@ -75,7 +75,7 @@ class GuidedDrawReadout(Readout):
         draws = step.guided.draws
         assert draws is not None
         self.tokens = draws.tokens
-        self.skipped = step.guided.skipped
+        self.skipped, self._counted, self._needs = step.guided.skipped, step.guided.counted, step.guided.needs
         self._token_copy = download.add(draws.tokens)
         self._undecided = download.add(draws.undecided.long())
         self._counts = download.add(draws.counts)
@@ -91,7 +91,9 @@ class GuidedDrawReadout(Readout):
                 logprobs[place] = told
         result.drawn += map(Drawn, self.branches, tokens, logprobs)
         skipped = set(self.skipped)
-        for candidate_pass, count in zip(self.rows.passes, counts, strict=True):
+        needed = [count if used else 1 for count, used in zip(counts, undecided, strict=True)]
+        self._needs.note(sum(needed), sum(self.rows.top_k))
+        for candidate_pass, count in zip(self.rows.passes, needed if self._counted else counts, strict=True):
             if candidate_pass not in skipped:
                 result.lenvm.tokens += count + (candidate_pass.pending.tokens.size if candidate_pass.pending else 0)
         result.lenvm.guided += sum(undecided)

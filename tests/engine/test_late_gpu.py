@@ -20,6 +20,7 @@ from engine import build, wire
 from engine.attention import flashinfer
 from engine.build import PairedLenVM, assemble, load_grammar_vocabulary
 from engine.device.transfer import Download, Upload
+from engine.lenvm.counted import Needs
 from engine.loop import Loop
 from engine.models.lenvm import load_lenvm
 from engine.models.loader import load_model
@@ -259,8 +260,13 @@ def test_steps_of_a_long_prompt_without_results(base: Path, tokens: int, step: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", ["on", "off"])
-def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs: str) -> None:
+@pytest.mark.parametrize("graphs", ["on", "off", "counted"])
+def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``counted``: the length model's passes compute needed candidates only."""
+    if graphs == "counted":
+        monkeypatch.setattr(build, "COUNTED_PARTS", (2, 4))
+        monkeypatch.setattr("engine.lenvm.graphs.LEAST_BRANCHES", 0)
+        monkeypatch.setattr(Needs, "few", True)
     rng = random.Random(4)
     guided = some_messages(rng, high=20)[:3]
     sampling = wire.Sampling(max_tokens=12, seed=1)
@@ -271,10 +277,11 @@ def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs:
     messages = [*guided[:2], *structured, make_score(rng, "s", items=2, query=20), *guided[2:]]
 
     def use(late: Late) -> list[wire.Reply]:
-        loop = late.assemble(*pair, attention="flashinfer", cuda_graphs=graphs)
+        loop = late.assemble(*pair, attention="flashinfer", cuda_graphs="off" if graphs == "off" else "on")
         replies = run(loop, messages)
+        assert (loop._runner._lenvm.replayed_counted > 5) == (graphs == "counted")
         assert not any(isinstance(reply, wire.Failed) for reply in replies)
-        assert (loop.stats.replayed_lenvm_passes > 5) == (graphs == "on")
+        assert (loop.stats.replayed_lenvm_passes > 5) == (graphs != "off")
         return replies
 
     assert {reply.id for reply in compare(pace, f"guided {graphs}", use)} == {message.id for message in messages}

@@ -62,6 +62,23 @@ def test_reference_is_a_run_of_one_token_on_the_prefix() -> None:
         assert not found[row * 5 + count : row * 5 + 5].any()
 
 
+@pytest.mark.parametrize("prefixes", [PREFIXES, [1700, 60, 0, 3, 9]], ids=["short", "split"])
+def test_branches_side_by_side(prefixes: list[int], device: torch.device) -> None:
+    """Rows with few branches leave no room between them, what follows is not read, and results are those of branches apart."""
+    q, k, v, keys, values, kv_indptr, kv_indices, counts = arguments(prefixes, COUNTS, device)
+    apart = branch_attention_reference(q, k, v, keys, values, kv_indptr, kv_indices, counts)
+    real = (torch.arange(5, device=device) < counts.unsqueeze(1)).flatten()
+    total, starts = int(counts.sum()), counts.cumsum(0) - counts
+    packed = [torch.full_like(each, torch.nan) for each in (q, k, v)]
+    for each, given in zip(packed, (q, k, v), strict=True):
+        each[:total] = given[real]
+    for found in (
+        branch_attention_reference(*packed, keys, values, kv_indptr, kv_indices, counts, starts=starts),
+        branch_attention_triton(*packed, keys, values, kv_indptr, kv_indices, counts, starts=starts),
+    ):
+        torch.testing.assert_close(found[:total], apart[real], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("group", [1, 2, 4, 6, 8])
 @pytest.mark.parametrize("branches", [1, 5, 16])
 def test_groups_and_branches(group: int, branches: int, device: torch.device) -> None:
@@ -151,16 +168,22 @@ def test_compiles_for_hopper() -> None:
     """Within its registers and shared memory: five branches of Qwen2.5-1.5B, and the most that a block holds."""
     imports = "from tests.kernels.test_branch_attention import compile_step"
     found = compiled(
-        imports, *[f"compile_step({prefix}, {group}, {branches})" for prefix in (9, 900) for group, branches in ((6, 5), (8, 16))]
+        imports,
+        *[
+            f"compile_step({prefix}, {group}, {branches}, {packed})"
+            for packed in (False, True)
+            for prefix in (9, 900)
+            for group, branches in ((6, 5), (8, 16))
+        ],
     )
-    assert [len(kernels) for kernels in found] == [1, 1, 2, 2]
-    for (attend, *_), instruction in zip(found, 2 * ["mma.sync", "wgmma.mma_async"], strict=True):
+    assert [len(kernels) for kernels in found] == 2 * [1, 1, 2, 2]
+    for (attend, *_), instruction in zip(found, 4 * ["mma.sync", "wgmma.mma_async"], strict=True):
         assert instruction in attend["ptx"]
     for kernel in [kernel for kernels in found for kernel in kernels]:
         assert kernel["local"] == 0, kernel["name"]
         assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
 
 
-def compile_step(prefix: int, group: int, branches: int) -> None:
+def compile_step(prefix: int, group: int, branches: int, packed: bool) -> None:
     given = arguments([prefix], [branches], torch.device("cpu"), torch.bfloat16, branches, group, head_dim=128)
-    branch_attention_triton(*given)
+    branch_attention_triton(*given, starts=torch.zeros(1, dtype=torch.int64) if packed else None)

@@ -27,7 +27,17 @@ from __future__ import annotations
 
 from engine.wire.common import MODEL_HEADER, STATUS_OF_CODE, Abort, Caller, ErrorCode, Failed
 from engine.wire.frames import MAX_FRAME, FrameReader, Reply, Request, encode, pack_frame
-from engine.wire.generation import PROMPT_PART, Delta, FinishReason, Generate, Logprobs, prompt_parts
+from engine.wire.generation import (
+    MAX_DRAFT_TOKENS,
+    MAX_NGRAM,
+    PROMPT_PART,
+    Delta,
+    FinishReason,
+    Generate,
+    Logprobs,
+    PromptLookup,
+    prompt_parts,
+)
 from engine.wire.sampling import (
     CONTROL_TOKEN,
     GRAMMAR_LIMITS,
@@ -63,8 +73,10 @@ __all__ = [
     "CONTROL_TOKEN",
     "GRAMMAR_LIMITS",
     "MAX_BAD_TOKENS",
+    "MAX_DRAFT_TOKENS",
     "MAX_FRAME",
     "MAX_GRAMMAR_BYTES",
+    "MAX_NGRAM",
     "MODEL_HEADER",
     "NEUTRAL_SCALE",
     "PROMPT_PART",
@@ -92,6 +104,7 @@ __all__ = [
     "Likelihood",
     "Limits",
     "Logprobs",
+    "PromptLookup",
     "Readout",
     "Reply",
     "Request",

@@ -101,9 +101,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_running_requests: Count = 256
     """Requests computed at once."""
     prompt_lookup: Annotated[int, Meta(ge=0, le=32)] = 0
-    """Most draft tokens of a generation in one step, where its request does not say; 0 for no drafts. See Prompt lookup in
-    docs/prompt-lookup.md.
-    """
+    """Most draft tokens of a generation in one step, where its request does not say; 0 for no drafts. They change no token."""
     prompt_lookup_rows: Annotated[Count | None, unset(f"{CPU_DRAFT_ROWS} on a CPU, {GPU_DRAFT_ROWS} on a GPU")] = None
     """Decoding rows of a step, drafts included, up to which it has drafts. With more, each row costs as much as its token."""
     max_waiting: Count = 4096

@@ -96,7 +96,7 @@ def _speed(loop: Loop, output: str, batch: int, asked: argparse.Namespace, draft
         prompt = [11 + (place * 31 + at * 7) % 200 for at in range(asked.prompt)]
         lookup = wire.PromptLookup(draft_tokens)
         loop.submit(wire.Generate(f"{place}", prompt, sampling, prompt_lookup=lookup, caller=wire.Caller(keep_prefix=False)))
-    began = time.perf_counter()
+    began, tokens = time.perf_counter(), batch * int(asked.tokens)
     while not loop.idle:
         loop.step()
-    return batch * asked.tokens / (time.perf_counter() - began)
+    return tokens / (time.perf_counter() - began)

@@ -37,11 +37,11 @@ class ExtendSegment(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def completes(self) -> bool:
-        """Whether this segment computes the last token of its branch, whose hidden row the request needs. A step may compute a
-        branch in several segments; only the last of them completes it.
+        """Whether this segment computes the last token of its branch, whose hidden row the request needs, and its draft. A step may
+        compute a branch in several segments; only the last of them completes it.
         """
         branch = self.branch
-        return branch is not None and self.context.size == self.request.prefix.size + branch.tokens.size
+        return branch is not None and self.context.size == self.request.prefix.size + branch.tokens.size + branch.draft.size
 
 
 class CandidatePass(msgspec.Struct, frozen=True, eq=False):

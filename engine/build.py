@@ -41,8 +41,9 @@ from engine.models.source import locate
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
+from engine.scheduling.drafting import LookupSettings
 from engine.scheduling.scheduler import Budget, Scheduler
-from engine.settings import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineSettings
+from engine.settings import CPU_BATCHED_TOKENS, CPU_DRAFT_ROWS, GPU_BATCHED_TOKENS, GPU_DRAFT_ROWS, EngineSettings
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
 from engine.structured_requests import StructuredRequests
 from engine.warm_up import warm_up
@@ -148,6 +149,8 @@ def assemble(
         settings.reserved_share,
         settings.max_loras_device if memory is not None else 0,
     )
+    rows = settings.prompt_lookup_rows or (GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS)
+    lookup = LookupSettings(rows, wire.PromptLookup(settings.prompt_lookup), config.eos_token_ids)
     lenvm = None
     if paired is not None:
         lenvm_attention = make_attention(paired.model.decoder, slots, settings.attention)
@@ -166,7 +169,7 @@ def assemble(
         lenvm_pool = None if paired is None else SlotPool(slots)
         return Loop(
             runner,
-            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool),
+            Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool, lookup=lookup),
             info,
             max_waiting=max_waiting,
             max_wait_seconds=max_wait_seconds,

@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import wire
-from engine.ints import IntBuffer, Ints, ints
+from engine.ints import EMPTY, IntBuffer, Ints, ints
 from engine.length_guidance import GuidedSection
 
 if TYPE_CHECKING:
     from engine.item_group import ItemBlock, ItemGroup
     from engine.kvcache.prefix_cache import Node
     from engine.lora.adapter import LoadedAdapter
+    from engine.prompt_lookup import Lookup
     from engine.structured.constraint import Constraint
 
 NOBODY = wire.Caller()
@@ -72,6 +73,10 @@ class Branch:
     """Section of the output whose draws are guided; None for all of it."""
     thinking: GuidedSection | None = None
     """The thinking section, if its length has a limit."""
+    lookup: Lookup | None = None
+    """Where its drafts come from; None without prompt lookup."""
+    draft: Ints = field(default_factory=lambda: EMPTY)
+    """Draft of the tokens behind the newest, which a pending step computes. Its slots are the last ones of ``context``."""
     packed_sampling: bytes = b""
     """:func:`engine.device.sampling_rows.pack` of its parameters; empty before its first draw."""
     plain_sampling: bool = False
@@ -99,12 +104,12 @@ class Branch:
 
     @property
     def computed(self) -> int:
-        """Tokens with a slot."""
-        return self.context.size - self.request.prefix.size if self.context.size else 0
+        """Tokens with a slot, without the draft."""
+        return self.context.size - self.request.prefix.size - self.draft.size if self.context.size else 0
 
     @property
     def slots(self) -> Ints:
-        """Slots of the tokens computed so far."""
+        """Slots of the tokens computed so far, and of the draft."""
         return self.context.from_(self.request.prefix.size)
 
     @property

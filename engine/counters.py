@@ -40,6 +40,8 @@ class Counters:
     scored_items: int = 0
     cached_items: int = 0
     unpinned_items: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
     refused: Refused = field(default_factory=Refused)
 
@@ -77,6 +79,8 @@ class Counters:
             steps=self.steps,
             computed_tokens=self.computed_tokens,
             cached_tokens=self.cached_tokens,
+            draft_tokens=self.draft_tokens,
+            accepted_draft_tokens=self.accepted_draft_tokens,
             replayed_steps=runner.replayed - self.replayed_before[0],
             attention_fallback=int(info.attention is not None and info.attention.fallback),
             lenvm_tokens=self.lenvm.tokens,

@@ -10,6 +10,8 @@ from engine import wire
 from engine.core import Branch
 from engine.counters import Counters
 from engine.generation import GenerateRequest
+from engine.prompt_lookup import Lookup
+from engine.readouts.base import Drawn, StepResult
 from engine.readouts.logprobs import join_logprobs
 from engine.scheduling.scheduler import Scheduler
 from engine.structured_requests import StructuredRequests
@@ -25,9 +27,17 @@ class Deltas:
         self._eos_token_ids = info.eos_token_ids
         self._max_context = info.max_context
 
-    def take(self, branch: Branch, token: int | None, logprobs: wire.Logprobs | None = None) -> Sequence[wire.Delta]:
-        """Take a drawn token; returns the messages to send, once the caller's number of tokens is there. ``token`` None: the
-        sequence ends without a draw."""
+    def settle_drafts(self, result: StepResult) -> None:
+        """Free the slots of rejected drafts. Comes before the draws of the step are taken."""
+        for branch, drafted, accepted in result.drafts:
+            self._counters.draft_tokens += drafted
+            self._counters.accepted_draft_tokens += accepted
+            if not branch.done:
+                self._scheduler.settle_draft(branch, accepted)
+
+    def take(self, drawn: Drawn) -> Sequence[wire.Delta]:
+        """Take a draw; returns the messages to send, once the caller's number of tokens is there."""
+        branch, token = drawn.branch, drawn.token
         request = branch.request
         assert isinstance(request, GenerateRequest)
         message = request.message
@@ -41,13 +51,15 @@ class Deltas:
         elif branch.constraint is not None and token is not None:
             assert self._structured is not None
             self._structured.advance(branch, token)
-        delta = wire.Delta(request.id, offset, [] if token is None else [token], branch.index, logprobs, finish)
+        delta = wire.Delta(request.id, offset, [] if token is None else [token], branch.index, drawn.logprobs, finish)
+        if branch.lookup is not None:
+            delta = _with_drafts(delta, branch.lookup)
         if offset == message.resume_offset or branch.prompt_logprobs:
             delta = self._with_prompt(delta, branch)
-        if message.tokens_per_delta <= 1 and delta.prompt_logprobs is None:
+        if message.tokens_per_delta <= 1 and delta.prompt_logprobs is None and not (drawn.more or branch.unsent):
             return (delta,)
         branch.unsent.append(delta)
-        if finish is None and len(branch.unsent) < message.tokens_per_delta:
+        if finish is None and (drawn.more or len(branch.unsent) < message.tokens_per_delta):
             return ()
         return unsent(branch)
 
@@ -75,6 +87,11 @@ class Deltas:
         return "length" if drawn >= sampling.max_tokens or context >= self._max_context else None
 
 
+def _with_drafts(delta: wire.Delta, lookup: Lookup) -> wire.Delta:
+    drafted, accepted = lookup.take_counts()
+    return msgspec.structs.replace(delta, draft_tokens=drafted, accepted_draft_tokens=accepted) if drafted else delta
+
+
 def unsent(branch: Branch) -> list[wire.Delta]:
     """Return the messages that ``branch`` kept back, and forget them."""
     if not branch.unsent:
@@ -94,4 +111,6 @@ def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
         tokens=[token for piece in pieces for token in piece.tokens],
         logprobs=join_logprobs(logprobs) if logprobs else None,
         finish=last.finish,
+        draft_tokens=sum(piece.draft_tokens for piece in pieces),
+        accepted_draft_tokens=sum(piece.accepted_draft_tokens for piece in pieces),
     )

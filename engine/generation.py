@@ -109,7 +109,7 @@ class GenerateRequest(Request):
         return self.offset(branch) < self.message.sampling.max_tokens
 
     def may_run_ahead(self, branch: Branch) -> bool:
-        if self.depends_on_output or branch.constraint is not None:
+        if self.depends_on_output or branch.constraint is not None or branch.draft.size:
             return False
         if branch.section is not None:
             self.guided_from(branch)  # reads the known tokens

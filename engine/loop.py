@@ -273,12 +273,12 @@ class Loop:
                 self._process_row(branch, request, row, replies)
         for group, done in items.items():
             replies += self._items.take(group, done)
+        self._deltas.settle_drafts(result)
         for drawn in result.drawn:
-            branch = drawn.branch
-            if not branch.done:
-                replies += self._deltas.take(branch, drawn.token, drawn.logprobs)
-                if not branch.request.branches:
-                    self._note("finished", branch.request)
+            if not drawn.branch.done:
+                replies += self._deltas.take(drawn)
+                if not drawn.branch.request.branches:
+                    self._note("finished", drawn.branch.request)
         if self._structured is not None:
             self._structured.start_masks()
         self._counters.add(result.lenvm)

@@ -29,6 +29,8 @@ RESERVED_SHARE = 0.25
 """Default of :attr:`EngineSettings.reserved_share`."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 """Defaults of :attr:`EngineSettings.max_batched_tokens`."""
+CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 16, 128
+"""Defaults of :attr:`EngineSettings.prompt_lookup_rows`."""
 
 
 def choices(*values: str, unset: str | None = None) -> Meta:
@@ -98,6 +100,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     max_running_requests: Count = 256
     """Requests computed at once."""
+    prompt_lookup: Annotated[int, Meta(ge=0, le=32)] = 0
+    """Most draft tokens of a generation in one step, where its request does not say; 0 for no drafts. They change no token."""
+    prompt_lookup_rows: Annotated[Count | None, unset(f"{CPU_DRAFT_ROWS} on a CPU, {GPU_DRAFT_ROWS} on a GPU")] = None
+    """Decoding rows of a step, drafts included, up to which it has drafts. With more, each row costs as much as its token."""
     max_waiting: Count = 4096
     """Requests queued before new ones are refused, or displace requests of the tenant with most in the queue."""
     max_wait_seconds: Seconds = 30.0

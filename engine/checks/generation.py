@@ -42,6 +42,9 @@ def _sampling_problems(message: wire.Generate, info: wire.Info) -> Iterator[str]
     limit = message.thinking_limit
     if limit is not None and (limit.tokens < 0 or not known(_tags(limit.thinking), info)):
         yield f"thinking_limit needs 0 or more tokens, and tags between 0 and {info.vocab_size - 1}."
+    lookup = message.prompt_lookup
+    if lookup is not None and not (0 <= lookup.max_tokens <= wire.MAX_DRAFT_TOKENS and 1 <= lookup.ngram <= wire.MAX_NGRAM):
+        yield f"prompt_lookup takes max_tokens of 0 to {wire.MAX_DRAFT_TOKENS} and ngram of 1 to {wire.MAX_NGRAM}."
     if not 1 <= sampling.n <= limits.max_sequences:
         yield f"n is {sampling.n}; between 1 and {limits.max_sequences} is allowed."
     if not 0 <= message.resume_offset < len(message.prompt) or (message.resume_offset and sampling.n != 1):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -37,6 +37,18 @@ class Drawn(msgspec.Struct, frozen=True, eq=False):
     token: int | None
     """None: the sequence is complete without a draw, because ``max_tokens`` is 0."""
     logprobs: wire.Logprobs | None = None
+    more: bool = False
+    """Whether another token of this sequence follows, from the same step."""
+
+
+class CheckedDraft(NamedTuple):
+    """The draft of a sequence, after its draws."""
+
+    branch: Branch
+    drafted: int
+    """Tokens of the draft."""
+    accepted: int
+    """Tokens at its beginning that were drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,7 @@ class StepResult:
     rows: list[tuple[Branch, list[float]]] = field(default_factory=list)
     """Rows of :class:`engine.wire.Scored`, of complete branches."""
     drawn: list[Drawn] = field(default_factory=list)
+    drafts: list[CheckedDraft] = field(default_factory=list)
     lenvm: LenVMCounts = field(default_factory=LenVMCounts)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import numpy as np
 
@@ -13,8 +15,8 @@ from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
 from engine.device.sampling_rows import SamplingRows, pack
 from engine.device.transfer import Download, Upload
 from engine.generation import GenerateRequest
-from engine.ints import EMPTY
-from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
+from engine.ints import EMPTY, Ints
+from engine.readouts.base import CheckedDraft, Drawn, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
 from engine.structured.bits import Bits, bits_of, words_of
 
@@ -32,6 +34,8 @@ class DrawReadout(Readout):
         self._sampling_rows = SamplingRows()
         self._reported: dict[int, wire.Generate] = {}
         """Places of the draws whose log-probabilities are asked for, and their messages."""
+        self._drafts: dict[int, Ints] = {}
+        """Drafts by the place of the first of their draws. A draft of k tokens has k + 1 draws, each behind one token more."""
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
         request = segment.request
@@ -42,11 +46,16 @@ class DrawReadout(Readout):
         if position >= request.message.sampling.max_tokens:
             self.ended.append(branch)
             return
-        if request.message.logprobs is not None:
-            self._reported[len(self.branches)] = request.message
-        self.branches.append(branch)
-        self.logit_rows.append(row + segment.tokens.size - 1)
-        add_draw(self._sampling_rows, branch, request, position, self.context.eos_token_ids)
+        draft = branch.draft
+        if draft.size:
+            self._drafts[len(self.branches)] = draft
+        row += segment.tokens.size - 1 - draft.size
+        for ahead in range(draft.size + 1):
+            if request.message.logprobs is not None:
+                self._reported[len(self.branches)] = request.message
+            self.branches.append(branch)
+            self.logit_rows.append(row + ahead)
+            add_draw(self._sampling_rows, branch, request, position + ahead, self.context.eos_token_ids, draft[:ahead])
 
     def upload(self, upload: Upload) -> None:
         self._reported_copy = upload.add(list(self._reported))
@@ -71,7 +80,21 @@ class DrawReadout(Readout):
         if self._reported:
             for (place, message), told in zip(self._reported.items(), self._logprobs.read(self._counts), strict=True):
                 logprobs[place] = _with_values(told, message)
-        result.drawn += map(Drawn, self.branches, self._token_copy.tensor.tolist(), logprobs)
+        tokens: list[int] = self._token_copy.tensor.tolist()
+        drawn = map(Drawn, self.branches, tokens, logprobs)
+        result.drawn += self._accepted(list(drawn), result) if self._drafts else drawn
+
+    def _accepted(self, drawn: list[Drawn], result: StepResult) -> Iterator[Drawn]:
+        """Yield the draws up to the first of each draft that differs from it; notes in ``result`` how many did not."""
+        place = 0
+        while place < len(drawn):
+            draft = self._drafts.get(place, EMPTY).tolist()
+            count = next((at for at, token in enumerate(draft) if drawn[place + at].token != token), len(draft))
+            if draft:
+                result.drafts.append(CheckedDraft(drawn[place].branch, len(draft), count))
+            yield from (msgspec.structs.replace(each, more=True) for each in drawn[place : place + count])
+            yield drawn[place + count]
+            place += len(draft) + 1
 
 
 def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
@@ -84,8 +107,11 @@ def _with_values(told: wire.Logprobs, message: wire.Generate) -> wire.Logprobs:
     return msgspec.structs.replace(told, values=[[None] * len(ranks) for ranks in told.top_tokens])
 
 
-def add_draw(rows: SamplingRows, branch: Branch, request: GenerateRequest, position: int, eos_token_ids: tuple[int, ...]) -> None:
-    """Add the parameters of the next draw of ``branch``. position: :meth:`GenerateRequest.offset`."""
+def add_draw(
+    rows: SamplingRows, branch: Branch, request: GenerateRequest, position: int, eos_token_ids: tuple[int, ...], ahead: Ints = EMPTY
+) -> None:
+    """Add the parameters of a draw of ``branch``, behind its tokens and those of its draft in ``ahead``. position:
+    :meth:`GenerateRequest.offset` plus these."""
     if not branch.packed_sampling:
         branch.packed_sampling = pack(request.message.sampling, request.message.index + branch.index)
         plain = branch.constraint is None and branch.thinking is None and request.allowed is None
@@ -97,7 +123,7 @@ def add_draw(rows: SamplingRows, branch: Branch, request: GenerateRequest, posit
     if forced is not None and _allows(branch, forced):
         rows.add(_row(branch, request, position, eos_token_ids, _FORCED, bits_of([forced], words_of(forced + 1))))
         return
-    row = _row(branch, request, position, eos_token_ids, request.message.sampling, _bits(branch, request))
+    row = _row(branch, request, position, eos_token_ids, request.message.sampling, _bits(branch, request), ahead)
     rows.add(row, branch.packed_sampling)
 
 
@@ -108,13 +134,14 @@ def _row(
     eos_token_ids: tuple[int, ...],
     params: wire.Sampling,
     bits: Bits | None,
+    ahead: Ints = EMPTY,
 ) -> SamplingRow:
     return SamplingRow(
         params,
         request.message.index + branch.index,
         position,
         request.prompt[: len(request.prompt) - request.message.resume_offset] if request.depends_on_output else EMPTY,
-        request.output(branch) if request.depends_on_output else EMPTY,
+        np.concatenate([request.output(branch), ahead]) if request.depends_on_output else EMPTY,
         eos_token_ids,
         bits,
         branch.constraint is not None and branch.constraint.complete,

@@ -54,7 +54,7 @@ class OutputPlan:
         """Readouts of the length model that have an output."""
         self.readouts = [*self.main, *self.lenvm]
         """All that have an output."""
-        self.branches = [branch for readout in self.readouts for branch in (*readout.branches, *readout.ended)]
+        self.branches = list(dict.fromkeys(branch for readout in self.readouts for branch in (*readout.branches, *readout.ended)))
         """Branches whose result this step brings."""
 
     @property

@@ -45,6 +45,7 @@ from engine.scheduling.admission import Admission
 from engine.scheduling.allocation import Allocator, KVPool
 from engine.scheduling.composer import StepComposer
 from engine.scheduling.decoding import decode, decoding_branch
+from engine.scheduling.drafting import Drafting, LookupSettings
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.wait_estimator import WaitEstimator
 from engine.settings import RESERVED_SHARE
@@ -79,12 +80,14 @@ class Scheduler:
         *,
         run_ahead: bool = False,
         lenvm_pool: SlotPool | None = None,
+        lookup: LookupSettings | None = None,
     ) -> None:
-        """``lenvm_pool``: slots of the length model, if there is one."""
+        """``lenvm_pool``: slots of the length model, if there is one. ``lookup``: None for no drafts."""
         pools = [each for each in (pool, lenvm_pool) if each is not None]
         self._queue = FairQueue(len(pools), clock)
         self._allocator = Allocator(pools, self._queue, budget.reserved_share, budget.max_adapters)
         self._composer = StepComposer(self._allocator, run_ahead=run_ahead)
+        self._drafting = Drafting(self._allocator, lookup or LookupSettings(rows=0))
         self._run_ahead = run_ahead
         self._running = self._allocator.running
         self._budget = budget
@@ -112,6 +115,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been checked. Its id is not in use."""
         self._requests[request.id] = request
+        self._drafting.prepare(request)
         self._queue.join(request)
         self._wait_estimator.enter(request)
         if request.expires is not None:
@@ -191,6 +195,7 @@ class Scheduler:
         contended, shared = self._queue.contended(), self._queue.shared
         tokens = max(1, int(CONTENDED_SHARE * self._budget.max_batched_tokens)) if contended else self._budget.max_batched_tokens
         reserved = self._queue.reserve()
+        self._drafting.begin(reserved)
         most = max(tokens, reserved + max(1, int(PREFILL_SHARE * tokens)))
         granted = self._queue.grant(most - reserved)
         self._admission.begin(most, now, contended=contended)
@@ -220,6 +225,10 @@ class Scheduler:
             return pins.pin(node, len(request.prefix), self._clock() + seconds)
         pins.remove(node)
         return False
+
+    def settle_draft(self, branch: Branch, accepted: int) -> None:
+        """Free the slots of the rejected tokens of a draft. Comes before the draws of its step are added to ``branch``."""
+        self._drafting.settle(branch, accepted)
 
     def finish(self, branch: Branch) -> None:
         """End a branch. A generation stays in the prefix cache; an item does not, because later requests rarely have it."""
@@ -279,8 +288,10 @@ class Scheduler:
         for request in self.running:
             if request.awaits_result or (request.adapter is not None and not self._allocator.turns.takes(request)):
                 continue
+            if self._run_ahead and self._drafting.holds(request):
+                continue
             branch = decoding_branch(request, run_ahead=self._run_ahead) if request.step != self._allocator.step else None
-            if branch is None:
+            if branch is None or self._drafting.wants(branch):
                 self._decode(batch, decoding)
                 decoding = []
                 self._go_on(batch, request)
@@ -298,6 +309,7 @@ class Scheduler:
         within the share of its tenant."""
         if request.step == self._allocator.step or request.arrival not in self._running:
             return
-        flow, reserve = self._queue.of(request), request.reserve
+        flow, reserve, first = self._queue.of(request), request.reserve, len(batch.segments)
         flow.room += reserve
         flow.room -= self._composer.compute(batch, flow, request, flow.room, reserve, may_preempt=True)
+        self._drafting.extend(batch, flow, first)

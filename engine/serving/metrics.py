@@ -35,6 +35,8 @@ COUNTERS = {
     "yardstick_engine_evicted_item_tokens": ("Tokens of items evicted from the prefix cache.", "evicted_item_tokens"),
     "yardstick_engine_displaced_pins": ("Pins that ended early for those of another cache salt.", "displaced_pins"),
     "yardstick_engine_unpinned_items": ("Items that were to be pinned and found no room.", "unpinned_items"),
+    "yardstick_engine_draft_tokens": ("Tokens of prompt-lookup drafts computed by the model.", "draft_tokens"),
+    "yardstick_engine_accepted_draft_tokens": ("Of these, tokens that were drawn.", "accepted_draft_tokens"),
     "yardstick_engine_lenvm_tokens": ("Tokens computed by the length model, candidates included.", "lenvm_tokens"),
     "yardstick_engine_guided_draws": ("Draws that the length model evaluated.", "guided_draws"),
     "yardstick_engine_decided_draws": ("Draws of guided requests that were decided without the length model.", "decided_draws"),

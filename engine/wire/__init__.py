@@ -31,7 +31,17 @@ from __future__ import annotations
 from engine.wire.adapters import Adapter, Adapters, LoadAdapter, UnloadAdapter
 from engine.wire.common import MODEL_HEADER, STATUS_OF_CODE, Abort, Caller, ErrorCode, Failed
 from engine.wire.frames import MAX_FRAME, FrameReader, Reply, Request, encode, pack_frame
-from engine.wire.generation import PROMPT_PART, Delta, FinishReason, Generate, Logprobs, prompt_parts
+from engine.wire.generation import (
+    MAX_DRAFT_TOKENS,
+    MAX_NGRAM,
+    PROMPT_PART,
+    Delta,
+    FinishReason,
+    Generate,
+    Logprobs,
+    PromptLookup,
+    prompt_parts,
+)
 from engine.wire.sampling import (
     CONTROL_TOKEN,
     GRAMMAR_LIMITS,
@@ -67,8 +77,10 @@ __all__ = [
     "CONTROL_TOKEN",
     "GRAMMAR_LIMITS",
     "MAX_BAD_TOKENS",
+    "MAX_DRAFT_TOKENS",
     "MAX_FRAME",
     "MAX_GRAMMAR_BYTES",
+    "MAX_NGRAM",
     "MODEL_HEADER",
     "NEUTRAL_SCALE",
     "PROMPT_PART",
@@ -99,6 +111,7 @@ __all__ = [
     "Limits",
     "LoadAdapter",
     "Logprobs",
+    "PromptLookup",
     "Readout",
     "Reply",
     "Request",

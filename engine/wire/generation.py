@@ -14,6 +14,19 @@ FinishReason = Literal["stop", "length", "abort"]
 is reached; ``abort``: the caller asked for it or left."""
 
 
+class PromptLookup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Drafts of the next tokens, from earlier places with the same last tokens. They change no token of the output."""
+
+    max_tokens: int
+    """Most tokens of a draft, 0 to :data:`MAX_DRAFT_TOKENS`; 0 for no drafts."""
+    ngram: int = 3
+    """Tokens that must be the same, 1 to :data:`MAX_NGRAM`."""
+
+
+MAX_DRAFT_TOKENS = 32
+MAX_NGRAM = 8
+
+
 class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """Continue ``prompt``."""
 
@@ -43,9 +56,11 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """The sequence index that the noise of the first of the ``n`` sequences is drawn with, so that each can be resumed by itself.
     ``Delta.index`` counts from 0 all the same."""
     tokens_per_delta: int = 1
-    """Tokens in each message of a sequence, except its last one. A caller that reads nothing before the end saves work on both
-    sides.
+    """Tokens in each message of a sequence, except its last one; more if one step draws them. A caller that reads nothing before
+    the end saves work on both sides.
     """
+    prompt_lookup: PromptLookup | None = None
+    """None: the engine's setting. Not used with a grammar, a thinking limit or length guidance that has an effect."""
     priority: int = 0
     """See :class:`Score`."""
     deadline: float | None = None
@@ -89,6 +104,10 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
     """Prompt tokens found in the prefix cache; in the first message of sequence 0 that has output or ends it."""
     queue_seconds: float = 0.0
     """See :class:`Scored`; in the same message as ``cached_tokens``."""
+    draft_tokens: int = 0
+    """Tokens of drafts that were computed since the last message (:class:`PromptLookup`)."""
+    accepted_draft_tokens: int = 0
+    """Those of them that were drawn."""
 
 
 PROMPT_PART = 256

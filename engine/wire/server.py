@@ -96,6 +96,10 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Steps whose launches were replayed from a CUDA graph."""
     attention_fallback: int = 0
     """1 if :attr:`Attention.fallback`."""
+    draft_tokens: int = 0
+    """Tokens of drafts that steps computed (:class:`engine.wire.PromptLookup`)."""
+    accepted_draft_tokens: int = 0
+    """Those of them that were drawn."""
     lenvm_tokens: int = 0
     """Tokens that the length model computed, candidates included."""
     guided_draws: int = 0

@@ -117,6 +117,7 @@ def plan(
         length_guidance=guidance,
         grammar=grammar,
         thinking_limit=thinking_limit,
+        prompt_lookup=_prompt_lookup(fields),
         prompt_logprobs=_prompt_logprobs(fields, logprobs, echoes=echo is not None, limit=limit),
         # stop strings need every token at once, because the gateway ends the sequence at one
         tokens_per_delta=1 if fields.stream or fields.stops or not (format is None or format.counts_tokens) else WHOLE_TOKENS,
@@ -143,6 +144,11 @@ def plan(
         prompt_logprobs=fields.prompt_logprobs,
         most_expected=UNSTATED_TOKENS if max_tokens is None else limit,
     )
+
+
+def _prompt_lookup(fields: GenerationRequest) -> wire.PromptLookup | None:
+    given = fields.prompt_lookup
+    return None if given is None else wire.PromptLookup(given.max_tokens, given.ngram)
 
 
 def _prompt_logprobs(fields: GenerationRequest, logprobs: int | None, *, echoes: bool, limit: int) -> int | None:

@@ -90,6 +90,8 @@ class Sequence:
         """Tokens up to and including the one that ended the sequence."""
         self.logprob = 0.0
         """Sum of the log-probabilities of these tokens, if log-probabilities were requested."""
+        self.draft_tokens = self.accepted_draft_tokens = 0
+        """Draft tokens that engines computed, and those of them that were drawn."""
         self._options = options
         self._simple = not (options.stops or options.format or options.token_ids)
         """Whether a delta in the middle of the sequence is its text, which is certain, and log-probabilities."""
@@ -113,6 +115,9 @@ class Sequence:
         """Process one delta and return the new output. Raises :class:`EngineLost` if ``delta`` does not follow the last one."""
         if delta.offset != self._received:
             raise EngineLost(f"The engine skipped or repeated output: at {delta.offset} instead of {self._received}.")
+        if delta.draft_tokens:
+            self.draft_tokens += delta.draft_tokens
+            self.accepted_draft_tokens += delta.accepted_draft_tokens
         if self._simple and delta.finish is None and self.finish is None:
             if not self._options.logprobs:
                 self.completion_tokens = self._received = self._received + len(delta.tokens)

@@ -262,6 +262,14 @@ def usage_of(generations: list[Generation]) -> Usage:
         prompt += len(generation.request.prompt)
         completion += generation.completion_tokens
         cached += generation.cached_tokens
+    return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached), _completion_details(generations))
+
+
+def _completion_details(generations: list[Generation]) -> CompletionTokensDetails | None:
     reasoning = generations[0].reasoning_tokens
-    details = None if reasoning is None else CompletionTokensDetails(reasoning)
-    return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached), details)
+    sequences = [sequence for generation in generations for sequence in generation.sequences]
+    drafted = sum(sequence.draft_tokens for sequence in sequences)
+    if not drafted:
+        return None if reasoning is None else CompletionTokensDetails(reasoning)
+    accepted = sum(sequence.accepted_draft_tokens for sequence in sequences)
+    return CompletionTokensDetails(reasoning or 0, accepted, drafted - accepted)

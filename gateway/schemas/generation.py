@@ -40,6 +40,15 @@ class PromptLogprob(msgspec.Struct, kw_only=True):
     decoded_token: str
 
 
+class PromptLookup(msgspec.Struct, forbid_unknown_fields=True):
+    """Drafts of the next tokens, from earlier places in prompt and output with the same last tokens."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=wire.MAX_DRAFT_TOKENS)] = 8
+    """Most tokens of a draft; 0 for no drafts."""
+    ngram: Annotated[int, msgspec.Meta(ge=1, le=wire.MAX_NGRAM)] = 3
+    """Number of last tokens that must be the same."""
+
+
 class TextRequest(StructuredRequest, kw_only=True):
     """Fields of all generating endpoints. Null always means the default."""
 
@@ -83,6 +92,9 @@ class TextRequest(StructuredRequest, kw_only=True):
     """Requests with lower numbers run earlier; 0 by default."""
     cache_salt: CacheSalt | None = None
     """Requests share cached work only with requests of the same salt, within the trust group of their API key."""
+    prompt_lookup: PromptLookup | None = None
+    """Draft tokens from the text so far, which saves time where the output repeats parts of it. It changes no token. The default
+    is the engine's setting."""
     parse_special_tokens: bool | None = None
     """Whether text such as `<|im_end|>` becomes a control token. The default is true in a raw `prompt` and false in `messages`."""
     length_guidance: LengthGuidance | None = None

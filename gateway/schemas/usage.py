@@ -17,6 +17,10 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
     reasoning_tokens: int
     """Tokens of the thinking section, with its tags."""
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Tokens of the completion that prompt lookup had drafted; only if there were drafts."""
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Drafted tokens that are not in the completion. They do not count as completion tokens."""
 
 
 class ItemUsage(msgspec.Struct, frozen=True):
@@ -45,4 +49,4 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens_details: PromptTokensDetails | None = None
     """Number of cached prompt tokens."""
     completion_tokens_details: CompletionTokensDetails | None = None
-    """Number of tokens of thinking sections, for models that think."""
+    """Number of tokens of thinking sections, for models that think, and of drafted tokens."""

@@ -70,6 +70,7 @@ VALUES: dict[str, Any] = {
     "presence_penalty": 0.5,
     "priority": 1,
     "prompt_logprobs": 1,
+    "prompt_lookup": {"max_tokens": 4},
     "prompt_name": "query",
     "reasoning": {"effort": "low"},
     "reasoning_effort": "low",

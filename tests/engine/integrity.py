@@ -61,7 +61,7 @@ class SlotContents:
         assert found == self._expected(request, branch, len(slots))
 
     def _expected(self, request: Request, branch: Branch | None, count: int) -> list[int]:
-        tokens = request.prefix.tolist() + (branch.tokens.view.tolist() if branch else [])
+        tokens = request.prefix.tolist() + (branch.tokens.view.tolist() + branch.draft.tolist() if branch else [])
         chain, hashes = 0, []
         for token in tokens[:count]:
             chain = hash((chain, token))

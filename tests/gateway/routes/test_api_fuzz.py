@@ -45,6 +45,7 @@ guides = {
             "return_values": st.booleans(),
         },
     ),
+    "prompt_lookup": st.fixed_dictionaries({}, optional={"max_tokens": st.integers(-1, 33), "ngram": st.integers(0, 9)}),
     "custom_params": st.fixed_dictionaries(
         {},
         optional={

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from engine import wire
 from engine.ints import EMPTY, IntBuffer, Ints, ints
 from engine.length_guidance import GuidedSection
+from engine.readout_prompts import prompt_parts_of
 
 if TYPE_CHECKING:
     from engine.item_group import ItemBlock, ItemGroup
@@ -263,18 +264,8 @@ class ScoreRequest(Request):
     def of(
         cls, message: wire.Score, now: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
     ) -> ScoreRequest:
-        """``now``: the monotonic clock, seconds; ``mean_pooling``: whether an embedding is the mean over the whole prompt.
-
-        For likelihoods, each branch starts with the last token of the message's prefix, whose row predicts the first target. It
-        lacks the last token of the message's branch, whose row predicts no target. For means over the prompt, each branch has the
-        whole prompt, because the prefix cache keeps no hidden states.
-        """
-        prefix, given, targets = message.prefix, message.branches, []
-        if isinstance(message.readout, wire.Likelihood):
-            targets = [ints(tokens) for tokens in given]
-            prefix, given = prefix[:-1], [[prefix[-1], *tokens[:-1]] for tokens in given]
-        elif isinstance(message.readout, wire.Embedding) and mean_pooling and prefix:
-            prefix, given = [], [message.prefix + tokens for tokens in given]
+        """``now``: the monotonic clock, seconds; ``mean_pooling``: whether an embedding is the mean over the whole prompt."""
+        prefix, given, targets = prompt_parts_of(message, mean_pooling=mean_pooling)
         request = cls(
             id=message.id,
             prefix=ints(prefix),

@@ -98,3 +98,11 @@ def as_ints(parts: Iterable[Ints]) -> Ints:
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate(arrays) if arrays else EMPTY
+
+
+def common_length(left: Ints, right: Ints) -> int:
+    """Number of leading elements that are equal."""
+    length = min(len(left), len(right))
+    if left[:length].tobytes() == right[:length].tobytes():  # a fraction of the time of what follows
+        return length
+    return int((left[:length] != right[:length]).argmax())

@@ -35,6 +35,7 @@ from gateway.limits.local import LocalLimiter
 from gateway.limits.quotas import Quotas
 from gateway.logs.access import AccessLog
 from gateway.logs.writer import LineWriter
+from gateway.metrics.telemetry import Telemetry
 from gateway.openapi import KEY, NO_KEY, DocumentedStructs, asset_route, openapi_config
 from gateway.pool.client import Connections, EngineClient, EngineToken
 from gateway.pool.discovery.create import discover
@@ -73,7 +74,6 @@ from gateway.routes.tokenize import tokenize_routes
 from gateway.scoring.scorer import Scorer
 from gateway.settings import Settings, SettingsError
 from gateway.streams import Streams
-from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.job_queue import Capacity
 from gateway.text.workers import Workers, default_workers
@@ -229,7 +229,7 @@ def _text_capacity(settings: Settings) -> Capacity:
 
 def _catalogues_in_memory(settings: Settings, telemetry: Telemetry) -> MemoryCatalogues:
     store = MemoryCatalogues(settings.catalogue_bounds)
-    telemetry.watch_catalogues(lambda: store.catalogues, lambda: store.items, lambda: store.bytes)
+    telemetry.catalogues.watch(lambda: store.catalogues, lambda: store.items, lambda: store.bytes)
     return store
 
 

@@ -16,7 +16,7 @@ from gateway.edge.refusal import answer_refusal as answer_early
 from gateway.errors import GatewayError, from_status
 from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 from gateway.tracing import Tracer
 
 logger = logging.getLogger(__name__)

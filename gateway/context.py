@@ -18,7 +18,7 @@ from gateway.errors import GatewayError, InternalError, InvalidRequest, Shutting
 from gateway.ids import new_id
 from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 from gateway.time_limits import TimeLimits
 from gateway.tracing import Tracer
 
@@ -162,7 +162,7 @@ async def answer_request(
         exemplar = None if trace is None else trace.exemplar
         model, first_byte = context.account.model, context.first_byte or now
         if context.account.adapter is not None:
-            telemetry.adapter_answered(model or "", context.account.adapter)
+            telemetry.adapters.answered(model or "", context.account.adapter)
         telemetry.answered(route, model, context.status, first_byte - context.began, now - context.began, exemplar)
         if context.broke:
             telemetry.broke(model, context.error or context.outcome)

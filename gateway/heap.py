@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

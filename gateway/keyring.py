@@ -28,10 +28,10 @@ from typing import NamedTuple, Self
 import msgspec
 
 from gateway.auth import SHARED_GROUP, ApiKey, parse_keys
-from gateway.collectors import KeySample
 from gateway.errors import KeysUnavailable
+from gateway.metrics.collectors import KeySample
+from gateway.metrics.telemetry import Telemetry
 from gateway.settings import CacheIsolation, SettingsError
-from gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 

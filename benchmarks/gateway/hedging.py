@@ -34,12 +34,12 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from engine import wire
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
 from gateway.pool.health import Health
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import Replica, ServedModel
-from gateway.telemetry import Telemetry
 
 QUERY, ITEM, ITEMS = 120, 180, 10
 """Tokens of query and item, and items of a request, as in the other benchmarks."""

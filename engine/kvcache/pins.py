@@ -68,6 +68,18 @@ class Pins:
             heapq.heapify(self._ends)
         return True
 
+    def set(self, node: Node | None, tokens: int, seconds: float, now: float) -> bool:
+        """:meth:`pin` the prefix for ``seconds`` from ``now``, or remove its pin for 0 seconds. Return whether it is pinned now.
+
+        A prefix in the tree of one request is never pinned, because nothing of it is kept.
+        """
+        if node is None or node.parent is None or not node.shared:
+            return False
+        if seconds > 0:
+            return self.pin(node, tokens, now + seconds)
+        self.remove(node)
+        return False
+
     def remove(self, node: Node) -> None:
         """Remove the pin of the prefix that ends with ``node``, if there is one."""
         if node in self._until:

@@ -31,6 +31,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from engine import wire
 from engine.core import Request, ScoreRequest
 from engine.item_group import ItemBlock, ItemGroup
 from engine.scheduling.flow import Flow, rank
@@ -137,6 +138,18 @@ class FairQueue:
             del self.working[flow.tenant]
             flow.reserved = 0
             self._make_ready(flow)
+
+    def displaceable(self, caller: wire.Caller) -> Request | None:
+        """Return the newest waiting request of the tenant with most waiting requests for its weight.
+
+        None if ``caller`` would have as many with one more.
+        """
+        longest = max(self.flows.values(), key=lambda flow: len(flow.waiting) / flow.weight, default=None)
+        own = self.flows.get(caller.tenant)
+        waiting = 0 if own is None else len(own.waiting)
+        if longest is None or (waiting + 1) / caller.weight >= len(longest.waiting) / longest.weight:
+            return None
+        return longest.newest_waiting
 
     def leave(self, request: Request) -> None:
         """Remove a request that has ended and does not run."""

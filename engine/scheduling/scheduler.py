@@ -28,7 +28,6 @@ cache.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from engine.kvcache.slots import SlotPool
 from engine.scheduling.admission import Admission
 from engine.scheduling.allocation import Allocator, KVPool
 from engine.scheduling.composer import StepComposer
+from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.decoding import decode, decoding_branch
 from engine.scheduling.drafting import Drafting, LookupSettings
 from engine.scheduling.fair_queue import FairQueue
@@ -93,7 +93,7 @@ class Scheduler:
         self._budget = budget
         self._clock = clock
         self._requests: dict[str, Request] = {}
-        self._expiring: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines()
         self._wait_estimator = WaitEstimator(clock)
         self._admission = Admission(budget.max_running_requests, self._queue, self._allocator, self._composer, self._wait_estimator)
 
@@ -118,8 +118,7 @@ class Scheduler:
         self._drafting.prepare(request)
         self._queue.join(request)
         self._wait_estimator.enter(request)
-        if request.expires is not None:
-            heapq.heappush(self._expiring, (request.expires, request.arrival, request))
+        self._deadlines.add(request)
 
     def get(self, request_id: str) -> Request | None:
         """Return the request with this id, or None if it has ended."""
@@ -164,24 +163,17 @@ class Scheduler:
 
         It is the newest one of the tenant with most waiting requests for its weight. None if ``caller`` would then have as many.
         """
-        longest = max(self._queue.flows.values(), key=lambda flow: len(flow.waiting) / flow.weight, default=None)
-        own = self._queue.flows.get(caller.tenant)
-        waiting = 0 if own is None else len(own.waiting)
-        if longest is None or (waiting + 1) / caller.weight >= len(longest.waiting) / longest.weight:
-            return None
-        displaced = longest.newest_waiting
+        displaced = self._queue.displaceable(caller)
         if displaced is not None:
             self.remove(displaced)
         return displaced
 
     def expire(self) -> list[Request]:
         """Remove the requests whose deadline passed before they were computed; returns them. Generations that have begun go on."""
-        late = []
-        while self._expiring and self._expiring[0][0] <= self._clock():
-            request = heapq.heappop(self._expiring)[2]
-            if self._requests.get(request.id) is request and request.droppable:
-                self.remove(request)
-                late.append(request)
+        passed = self._deadlines.passed(self._clock())
+        late = [request for request in passed if self._requests.get(request.id) is request and request.droppable]
+        for request in late:
+            self.remove(request)
         return late
 
     def schedule(self) -> Batch:
@@ -218,13 +210,8 @@ class Scheduler:
 
     def pin(self, request: Request, seconds: float) -> bool:
         """Pin the prefix of a request, which has all its slots, for ``seconds``; 0 removes its pin. Return whether it is pinned."""
-        node, pins = request.node, self._allocator.kv_pool(request).cache.pins
-        if node is None or node.parent is None or not node.shared:
-            return False
-        if seconds > 0:
-            return pins.pin(node, len(request.prefix), self._clock() + seconds)
-        pins.remove(node)
-        return False
+        pins = self._allocator.kv_pool(request).cache.pins
+        return pins.set(request.node, len(request.prefix), seconds, self._clock())
 
     def settle_draft(self, branch: Branch, accepted: int) -> None:
         """Free the slots of the rejected tokens of a draft. Comes before the draws of its step are added to ``branch``."""

@@ -15,10 +15,10 @@ from engine import wire
 from gateway.adapters.calls import Outcome, load_on, replicas_of, unload_on
 from gateway.adapters.store import MOST_KEPT, Full, Loaded, LoadedStore, Unavailable
 from gateway.errors import AdapterNotFound, Conflict, InvalidRequest, NotReady, Overloaded, StoreFull, StoreUnavailable
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.adapters import NAME, Reference
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica
-from gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class AdapterManager:
         await asyncio.gather(*(self._pool.adapters.refresh(replica) for replica in replicas))
 
     def _count(self, operation: str, outcome: Outcome) -> None:
-        self._telemetry.adapter_operated(operation, len(outcome.done), len(outcome.failed))
+        self._telemetry.adapters.operated(operation, len(outcome.done), len(outcome.failed))
 
 
 def _unavailable() -> StoreUnavailable:

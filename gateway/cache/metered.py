@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from gateway.cache.base import ResultCache, Row
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 from gateway.tracing import stage
 
 

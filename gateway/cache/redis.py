@@ -21,10 +21,10 @@ from itertools import chain
 from redis.asyncio import RedisCluster
 
 from gateway.cache.base import Row
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import read_values
 from gateway.redis.link import Link, RedisAway
 from gateway.redis.scripts import Script
-from gateway.telemetry import Telemetry
 
 QUEUE_ENTRIES = 20_000
 QUEUE_NUMBERS = 1 << 20

@@ -46,8 +46,8 @@ from gateway.catalogues.store import (
     check_size,
     lives,
 )
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.link import Link, RedisAway
-from gateway.telemetry import Telemetry
 
 SECONDS = 1.0
 """Longest wait for Redis. A request for items fails without it, so this is longer than for a cached result."""
@@ -138,11 +138,11 @@ class RedisCatalogues:
             if packed is None:
                 raise Missing
             copy.spec = _spec_decoder.decode(packed)
-        self._telemetry.catalogue_totals(*map(int, answer[3:6]))
+        self._telemetry.catalogues.totals(*map(int, answer[3:6]))
         now = self._now()
         records = self._copies.get(copy, ids, now)
         missing = [id for id, record in zip(ids, records, strict=True) if record is None]
-        self._telemetry.catalogue_items_found(len(ids) - len(missing), len(missing))
+        self._telemetry.catalogues.items_found(len(ids) - len(missing), len(missing))
         if missing:
             read = await self._read(owner, epoch, copy, list(dict.fromkeys(missing)), now)
             records = [record or read.get(id) for id, record in zip(ids, records, strict=True)]

@@ -11,8 +11,8 @@ from gateway.edge.cycle import Incoming
 from gateway.edge.inflate import Inflater
 from gateway.errors import ClientGone, GatewayError, Overloaded, from_status
 from gateway.limits.fair import FairRoom
+from gateway.metrics.telemetry import Telemetry
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
 
 _GONE = "The client left before its request was read."
 

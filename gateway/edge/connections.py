@@ -7,8 +7,8 @@ from collections import OrderedDict
 from typing import Protocol
 
 from gateway.logs.access import AccessLog
+from gateway.metrics.telemetry import Telemetry
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
 
 SWEEP_SECONDS = 0.25
 """Interval between checks of all deadlines. One timer serves all connections: a timer for each costs more than the check."""

@@ -16,7 +16,7 @@ from litestar.types import HTTPScope
 from gateway.edge.cors import Origins
 from gateway.edge.cycle import Incoming
 from gateway.errors import Forbidden, GatewayError, Misdirected, UnsupportedMediaType
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 
 
 class LocalGuard:

@@ -27,8 +27,8 @@ from gateway.edge.cycle import INCOMING, Cycle, Incoming
 from gateway.edge.lifetime import HEAD, WAITING, WORKING, BoundedConnection
 from gateway.errors import GatewayError, HeadersTooLarge, InvalidRequest, MethodNotAllowed
 from gateway.logs.access import AccessLog
+from gateway.metrics.telemetry import Telemetry
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
 
 SLICE = 16 * 1024
 """Bytes of a chunked body that are parsed per event loop iteration: at most 2,700 chunks, about a millisecond."""

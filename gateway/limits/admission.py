@@ -12,8 +12,8 @@ from gateway.context import RequestContext
 from gateway.edge.body import BodyReader
 from gateway.errors import Overloaded
 from gateway.limits.fair import FairRoom
+from gateway.metrics.telemetry import Telemetry
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
 from gateway.tracing import stage
 
 

@@ -11,7 +11,7 @@ from gateway.context import RequestContext
 from gateway.errors import RateLimited
 from gateway.ids import new_id
 from gateway.limits.base import CONCURRENCY, RATES, Cost, Lease, Limiter, Verdict, used
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 from gateway.tracing import stage
 
 

@@ -20,9 +20,9 @@ from contextlib import suppress
 
 from gateway.limits.base import BUSY_SECONDS, CONCURRENCY, NOTHING, RATES, Lease, Level, Limits, Verdict, level, too_much
 from gateway.limits.local import LocalLimiter
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.link import Link, RedisAway
 from gateway.redis.scripts import Script
-from gateway.telemetry import Telemetry
 
 LEASE_SECONDS = 60.0
 """Expiry time of a lease, which frees the leases of a gateway that died. A running gateway renews its leases every third of it."""

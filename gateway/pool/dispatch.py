@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from engine import wire
 from gateway.errors import AdapterNotFound, EngineLost, EngineSilent, GatewayError, InternalError, NotReady
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.hedging import Ask, Hedge, Hedger
 from gateway.pool.race import Race
 from gateway.pool.replica import Replica, ServedModel
 from gateway.pool.stream import Take
 from gateway.pool.waiting import WaitingRoom
-from gateway.telemetry import Telemetry
 from gateway.tracing import Stage, attempt, stage
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Dispatcher:
 
     def resumed(self, model: ServedModel) -> None:
         """Count a sequence that resumes on another replica."""
-        self._telemetry.resumed(model.name)
+        self._telemetry.engines.resumed(model.name)
 
     def check_retry(self, error: GatewayError, model: ServedModel, attempts: Attempts) -> None:
         """Return if another replica should be tried or waited for; otherwise raise ``error``."""
@@ -149,7 +149,7 @@ class Dispatcher:
             if attempts.wait_seconds <= 0:
                 raise error
             attempts.replicas.clear()
-        self._telemetry.retried(model.name, error.code or error.type)
+        self._telemetry.engines.retried(model.name, error.code or error.type)
 
     async def _choose(
         self,
@@ -191,7 +191,7 @@ class Dispatcher:
 
     def _judge(self, error: GatewayError, replica: Replica, model: ServedModel) -> None:
         """Update the health of ``replica``. An unreachable pod is not chosen again before the pool has seen it ready."""
-        self._telemetry.engine_failed(model.name, error.code or error.type)
+        self._telemetry.engines.failed(model.name, error.code or error.type)
         if error.status in (429, 503) and not replica.health.races_lost:  # a slow one is full when others are not
             model.refused()
         if isinstance(error, AdapterNotFound):
@@ -199,5 +199,5 @@ class Dispatcher:
         elif isinstance(error, NotReady):
             replica.ready = False
         elif isinstance(error, _FAULTS) and replica.health.failed():
-            self._telemetry.engine_ejected(model.name)
+            self._telemetry.engines.ejected(model.name)
             logger.warning("engine %s: ejected after %d failures", replica.client.url, replica.health.failures)

@@ -15,6 +15,7 @@ from engine import wire
 from gateway.errors import GatewayError, InternalError
 from gateway.ids import new_id
 from gateway.limits.base import Lease
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.hedging import Hedge
@@ -23,7 +24,6 @@ from gateway.pool.pace import size_class
 from gateway.pool.prompts import Part, Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import split
-from gateway.telemetry import Telemetry
 from gateway.text.prepared import Ids, as_list
 
 SUB_BATCHES_PER_REPLICA = 2
@@ -92,7 +92,7 @@ class FanOut:
             parts = await divide_items(model, prompts, branches, self._split_tokens)
         else:
             parts = self._evenly(model, prompts, branches)
-        self._telemetry.split(len(parts))
+        self._telemetry.engines.split(len(parts))
         await all_or_cancel([run(part) for part in parts])
 
     def _evenly(self, model: ServedModel, prompts: Prompts, branches: Sequence[Ids]) -> list[Part]:

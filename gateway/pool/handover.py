@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from engine import wire
 from gateway.auth import PRIORITY_RANGE
 from gateway.errors import GatewayError
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.fanout import FanOut
 from gateway.pool.prompts import Prompts, any_readout
 from gateway.pool.recent_items import RecentItem
 from gateway.pool.replica import Replica, ServedModel
-from gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Handover:
         except TimeoutError:
             pass
         finally:
-            self._telemetry.items_left(len(items) - moved)
+            self._telemetry.catalogues.items_left(len(items) - moved)
             logger.info("engine %s: %d of %d items moved to other engines", leaving.client.url, moved, len(items))
 
     async def _has_turn(self, model: ServedModel, leaving: Replica) -> bool:
@@ -107,7 +107,7 @@ class Handover:
         asked = Prompts((), rows, any_readout(owner.info), PRIORITY_RANGE[1], caller, _QUERY, pin)
 
         def take(places: list[int], scored: wire.Scored) -> None:
-            self._telemetry.items_moved(scored.cached_items, len(places) - scored.cached_items)
+            self._telemetry.catalogues.items_moved(scored.cached_items, len(places) - scored.cached_items)
             queued.append(scored.queue_seconds)
 
         try:

@@ -11,6 +11,7 @@ import msgspec
 
 from engine import wire
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.adapters import Adapters
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.names import Names
@@ -19,7 +20,6 @@ from gateway.pool.samples import model_samples, replica_samples
 from gateway.pool.silence import AwakeClock, watch_silence
 from gateway.presets.preset import PresetError
 from gateway.presets.select import choose
-from gateway.telemetry import Telemetry
 from gateway.text.spelling import TokenizerError
 from gateway.text.workers import Workers
 
@@ -236,7 +236,7 @@ class Pool:
     def _silenced(self, replica: Replica) -> None:
         """Give up a replica that left a probe unanswered for too long: its waits end, and it gets no request until it answers."""
         if replica.ready or replica.in_flight:
-            self._telemetry.engine_silent(self._model_name(replica))
+            self._telemetry.engines.silent(self._model_name(replica))
             logger.warning("engine %s: silent, given up with %d requests", replica.client.url, replica.in_flight)
         replica.ready = False
         replica.give_up()

@@ -183,4 +183,4 @@ class Race:
             self._result = "failed"
             if not isinstance(error, GatewayError):
                 logger.error("a hedge failed", exc_info=error)
-        self._hedger.telemetry.hedge_ended(self.model.base.name, self._result)
+        self._hedger.telemetry.engines.hedge_ended(self.model.base.name, self._result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from gateway.collectors import ModelSample, ReplicaSample
+from gateway.metrics.collectors import ModelSample, ReplicaSample
 from gateway.pool.replica import Replica, ServedModel
 
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import Client, close
-from gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 

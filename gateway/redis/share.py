@@ -10,11 +10,11 @@ from gateway.cache.redis import RedisCache
 from gateway.catalogues.copies import Copies
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.limits.shared import SharedLimiter
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.responses.shared import RedisStore
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
 
 
 @dataclass(frozen=True)

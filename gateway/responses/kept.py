@@ -11,9 +11,9 @@ from litestar.connection import ASGIConnection
 
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
+from gateway.metrics.telemetry import Telemetry
 from gateway.responses.store import ResponseStore, Stored, Unavailable
 from gateway.schemas.response_body import OutputItem, OutputMessage
-from gateway.telemetry import Telemetry
 from gateway.text.prepared import Items
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")

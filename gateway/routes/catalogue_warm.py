@@ -129,7 +129,7 @@ class _Warmer:
                     warming.cached_items += scored.cached_items
                     warming.computed_tokens += scored.computed_tokens
                     warming.pinned_items += scored.pinned_items
-                    self.scoring.telemetry.items_warmed(scored.cached_items, len(places) - scored.cached_items)
+                    self.scoring.telemetry.catalogues.items_warmed(scored.cached_items, len(places) - scored.cached_items)
 
                 await self.fan_out.run(whole.model, asked, prepared.rows, take, lease)
                 account.items = warming.items

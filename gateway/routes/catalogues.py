@@ -130,7 +130,7 @@ def _register_route(parts: _Parts) -> HTTPRouteHandler:
         expires = 0 if ttl is None else int((parts.clock() + ttl) * 1000)
         with parts.catalogues.errors(name):
             written = await store.put(owner, name, known.epoch, records.items, expires)
-        parts.catalogues.telemetry.items_registered(written.added, written.changed, written.unchanged)
+        parts.catalogues.telemetry.catalogues.items_registered(written.added, written.changed, written.unchanged)
         return JsonResponse(
             RegisteredItems(
                 catalogue=name,

@@ -18,6 +18,7 @@ from gateway.generation.prompt_output import check_size, prompt_output
 from gateway.generation.sequence import Piece, Token
 from gateway.limits.base import NOTHING, Cost, Lease
 from gateway.limits.quotas import Quotas
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
 from gateway.routes.answer import Answer
@@ -25,7 +26,6 @@ from gateway.routes.large import JsonResponse
 from gateway.schemas.generation import GenerationRequest
 from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from gateway.streams import DONE, Outlet, Streams, sse, while_connected
-from gateway.telemetry import Telemetry
 from gateway.tracing import finished
 
 _encoder = msgspec.json.Encoder()

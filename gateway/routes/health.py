@@ -15,9 +15,9 @@ from gateway.edge.cycle import Incoming
 from gateway.errors import NotReady
 from gateway.keyring import KeyRing
 from gateway.lifecycle import Lifecycle
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.pool import Pool
 from gateway.schemas.version import Version
-from gateway.telemetry import Telemetry
 
 
 def health_routes(pool: Pool, keys: KeyRing | None, telemetry: Telemetry, lifecycle: Lifecycle) -> list[HTTPRouteHandler]:

@@ -19,12 +19,12 @@ from litestar import Request
 
 from gateway.context import RequestContext
 from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.replica import ServedModel
 from gateway.routes.body import Body
 from gateway.schemas.parameters import Parameters
 from gateway.streams import while_connected
 from gateway.structure.compile import COMPILE_SECONDS
-from gateway.telemetry import Telemetry
 from gateway.text.bounds import Bounds
 from gateway.text.channel import Channel, Loss, WorkerLostError
 from gateway.text.messages import Broken, Decode, Decoded, Job, Read, Refused, Whole
@@ -129,9 +129,9 @@ class Reader:
         try:
             answer = await channel.ask(job, body, seconds=self.text_seconds)
         except WorkerLostError as error:
-            self.telemetry.text_worker_ended(error.loss)
+            self.telemetry.text.worker_ended(error.loss)
             raise self._lost(error.loss) from None
-        self.telemetry.text_read(time.perf_counter() - began)
+        self.telemetry.text.read(time.perf_counter() - began)
         if isinstance(answer, Refused):
             refusal = ContextExceeded if answer.code == ContextExceeded.code else InvalidRequest
             raise refusal(answer.message, param=answer.param)

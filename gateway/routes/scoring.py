@@ -16,6 +16,7 @@ from gateway.cache.policy import CachePolicy
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.limits.quotas import Quotas
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
@@ -25,7 +26,6 @@ from gateway.schemas.truncation import ItemError
 from gateway.schemas.usage import ItemUsage
 from gateway.scoring.scorer import Arrived, Scorer, Scores
 from gateway.streams import DONE, EventStream, Streams, sse, while_connected
-from gateway.telemetry import Telemetry
 from gateway.tenancy import caller_of
 from gateway.text.prepared import Prepared
 

@@ -23,7 +23,7 @@ import msgspec
 
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 from gateway.text.channel import Channel, WorkerLostError, connect
 from gateway.text.forks import Forks, ForksLostError
 from gateway.text.job_queue import Capacity, JobQueue, Waiter
@@ -58,7 +58,7 @@ class Workers:
         self._forks: Forks | None = None
         self._running = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        telemetry.watch_text_queue(lambda: len(self._queue))
+        telemetry.text.watch_queue(lambda: len(self._queue))
 
     def start(self) -> None:
         """Start the fork server, and restart it when it ends."""
@@ -114,11 +114,11 @@ class Workers:
     async def acquire(self, size: int, tenant: str, weight: float, *, bulk: bool) -> Channel:
         """Return a worker, which the caller releases. Raises :class:`Overloaded`."""
         if self._idle and self._queue.passes(size, tenant, weight, bulk=bulk):
-            self._telemetry.text_waited(0.0)
+            self._telemetry.text.waited(0.0)
             return self._idle.pop()
         began = time.perf_counter()
         channel = await self._wait(Waiter(size, bulk), tenant, weight)
-        self._telemetry.text_waited(time.perf_counter() - began)
+        self._telemetry.text.waited(time.perf_counter() - began)
         return channel
 
     async def _wait(self, waiter: Waiter, tenant: str, weight: float) -> Channel:
@@ -160,7 +160,7 @@ class Workers:
         try:
             await channel.clear()
         except (TimeoutError, WorkerLostError):
-            self._telemetry.text_worker_ended("left")
+            self._telemetry.text.worker_ended("left")
             channel.kill()
         self.release(channel, bulk=bulk)
 

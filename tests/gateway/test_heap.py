@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gateway.heap import MOST_PUT_OFF, OVERDUE_SECONDS, GarbageCollection
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 
 
 class Heap:

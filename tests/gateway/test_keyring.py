@@ -19,8 +19,8 @@ from gateway import keyring
 from gateway.auth import ApiKey, parse_keys
 from gateway.errors import KeysUnavailable
 from gateway.keyring import HANG_SECONDS, LOOKS_TO_REVOKE, MAX_FILE_BYTES, KeyRing
+from gateway.metrics.telemetry import Telemetry
 from gateway.settings import SettingsError
-from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 from tests.gateway.limits.test_key_limits import ask, entry, replace, write

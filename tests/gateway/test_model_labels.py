@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.collectors import ModelSample
-from gateway.model_labels import MOST_MODELS, OTHER, ModelLabels
-from gateway.telemetry import Telemetry
+from gateway.metrics.collectors import ModelSample
+from gateway.metrics.model_labels import MOST_MODELS, OTHER, ModelLabels
+from gateway.metrics.telemetry import Telemetry
 
 
 def series(telemetry: Telemetry) -> set[str]:
@@ -24,16 +24,16 @@ def test_models_that_come_and_go_leave_a_bounded_number_of_series() -> None:
         model = f"model-{number}"
         telemetry.answered("/v1/score", model, 200, 0.1, 0.2)
         telemetry.broke(model, "engine_lost")
-        telemetry.engine_failed(model, "engine_lost")
-        telemetry.retried(model, "engine_lost")
-        telemetry.engine_ejected(model)
-        telemetry.engine_silent(model)
-        telemetry.resumed(model)
+        telemetry.engines.failed(model, "engine_lost")
+        telemetry.engines.retried(model, "engine_lost")
+        telemetry.engines.ejected(model)
+        telemetry.engines.silent(model)
+        telemetry.engines.resumed(model)
         telemetry.looked_up(model, 1, 1, 0.1)
         telemetry.fell_back(model, f"other-{number}")
-        telemetry.hedge_sent(model, 1)
-        telemetry.hedge_ended(model, "won")
-        telemetry.hedge_denied(model, "budget")
+        telemetry.engines.hedge_sent(model, 1)
+        telemetry.engines.hedge_ended(model, "won")
+        telemetry.engines.hedge_denied(model, "budget")
         telemetry.guided(model, "centered_exp", 1)
         telemetry.structured(model, 1)
         if number in (MOST_MODELS, 2 * MOST_MODELS - 1):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 from gateway.watchdog import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, Watchdog
 
 

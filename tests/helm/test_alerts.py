@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.telemetry import Telemetry
+from gateway.metrics.telemetry import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one
 
 pytestmark = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is missing; Debian's package prometheus has it")

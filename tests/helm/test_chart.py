@@ -19,9 +19,9 @@ from engine.options import options_of, parser
 from engine.serving import metrics
 from engine.settings import EngineSettings, ServerSettings
 from gateway.auth import ApiKey
-from gateway.collectors import KeySample, ModelSample, ReplicaSample
+from gateway.metrics.collectors import KeySample, ModelSample, ReplicaSample
+from gateway.metrics.telemetry import Telemetry
 from gateway.settings import PREFIX, Settings
-from gateway.telemetry import Telemetry
 from tests.helm.chart import (
     BARE,
     CHART,
@@ -357,7 +357,7 @@ def metric_names() -> set[str]:
     telemetry.watch_keys(lambda: KeySample(1, 0.0, False))
     telemetry.watch_log(lambda: 0)
     telemetry.watch_traces(lambda: 0)
-    telemetry.watch_text_queue(lambda: 0)
+    telemetry.text.watch_queue(lambda: 0)
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
     text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]

@@ -15,10 +15,10 @@ import pytest
 from redis.asyncio import Connection
 
 from gateway.cache.redis import QUEUE_ENTRIES, QUEUE_NUMBERS, RedisCache
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, closed, metric
 from tests.processes import wait_until

@@ -27,8 +27,8 @@ from gateway.catalogues.store import (
     TooLarge,
     Unavailable,
 )
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.link import Link
-from gateway.telemetry import Telemetry
 from gateway.text.catalogue import Template
 from tests.gateway.conftest import closed
 from tests.redis import RedisServer

@@ -13,10 +13,10 @@ import pytest
 from gateway.limits.base import Cost, Lease, Limits
 from gateway.limits.local import LocalLimiter
 from gateway.limits.shared import SharedLimiter
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, closed, metric
 from tests.gateway.limits.test_key_limits import ask, entry, write

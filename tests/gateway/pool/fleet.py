@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from engine import wire
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool import pace
 from gateway.pool.client import Connections, EngineClient
 from gateway.pool.dispatch import Dispatcher
@@ -15,7 +16,6 @@ from gateway.pool.health import Health
 from gateway.pool.hedging import Hedge
 from gateway.pool.pace import size_class
 from gateway.pool.replica import Replica, ServedModel
-from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine, Faults, Running, logprobs_after, stop
 from tests.processes import until
 

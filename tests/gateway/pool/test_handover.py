@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from engine import wire
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool import handover
 from gateway.pool.client import Connections, EngineClient
 from gateway.pool.dispatch import Dispatcher
@@ -22,7 +23,6 @@ from gateway.pool.placement import assign, item_digests
 from gateway.pool.prompts import Prompts
 from gateway.pool.recent_items import RecentItem, RecentItems
 from gateway.pool.replica import Replica, ServedModel
-from gateway.telemetry import Telemetry
 from tests.fakes import FakeEngine, ids, items_of, served
 from tests.gateway.conftest import Start, metric
 from tests.prefixes import PrefixCache

@@ -11,12 +11,12 @@ import pytest
 
 from engine import wire
 from gateway.errors import ModelNotFound, NotReady
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.client import Connections, EngineClient
 from gateway.pool.discovery.base import Endpoint
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica, ServedModel
-from gateway.telemetry import Telemetry
 from gateway.text.workers import Capacity, Workers
 from tests.fakes import FakeEngine, served
 from tests.processes import until

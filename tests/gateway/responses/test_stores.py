@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.responses.shared import RedisStore
 from gateway.responses.store import ENTRY_BYTES, Bounds, MemoryStore, Stored, Unavailable
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
 from gateway.text.prepared import Items
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Clock, Start, closed, metric

@@ -14,6 +14,7 @@ from gateway.edge.cycle import Cycle
 from gateway.generation.generation import Generation
 from gateway.generation.relay import Relay
 from gateway.generation.sequence import Piece, TextOptions, Token
+from gateway.metrics.telemetry import Telemetry
 from gateway.pool.dispatch import Dispatcher
 from gateway.routes.chat import ChatAnswer
 from gateway.routes.completions import CompletionAnswer
@@ -21,7 +22,6 @@ from gateway.routes.generating import _Direct
 from gateway.schemas.chat import ChatChunk, ChatRequest
 from gateway.schemas.completions import CompletionRequest
 from gateway.streams import Outlet, _Line, sse
-from gateway.telemetry import Telemetry
 from gateway.text.tokenizer import Tokenizer
 from tests.fakes import ids, library
 

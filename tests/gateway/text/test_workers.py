@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from engine.wire import TokenizerFiles
 from gateway.errors import Overloaded
+from gateway.metrics.telemetry import Telemetry
 from gateway.schemas.score import ScoreRequest
-from gateway.telemetry import Telemetry
 from gateway.text import channel as channel_module
 from gateway.text.bounds import Bounds
 from gateway.text.channel import WorkerLostError

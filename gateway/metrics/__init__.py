@@ -1,0 +1,1 @@
+"""The gateway's metrics: :mod:`gateway.metrics.telemetry` has the whole, the other modules its parts."""

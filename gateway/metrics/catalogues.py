@@ -1,0 +1,65 @@
+"""Metrics of catalogues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from gateway.metrics.base import Metrics
+
+
+class CatalogueMetrics(Metrics):
+    """What catalogues have, and what is done with their items."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self._catalogues = {
+            name: self._gauge(name, f"{text} in the store of catalogues.")
+            for name, text in (("catalogues", "Catalogues"), ("catalogue_items", "Registered items"), ("catalogue_bytes", "Bytes"))
+        }
+        self._catalogue_lookups = self._counter(
+            "catalogue_lookups", "Registered items looked up, by source: memory of the gateway, or Redis.", "source"
+        )
+        self._registered = self._counter("registered_items", "Items registered: added, changed or unchanged.", "result")
+        self._warmed = self._counter("warmed_items", "Registered items warmed, by what engines did: cached or computed.", "result")
+        self._moved = self._counter(
+            "moved_items",
+            "Items of engines that leave, by what other engines did (cached or computed), or left where the handover ended before.",
+            "result",
+        )
+
+    def totals(self, catalogues: int, items: int, size: int) -> None:
+        """Report the contents of the store of catalogues."""
+        for gauge, value in zip(self._catalogues.values(), (catalogues, items, size), strict=True):
+            gauge.set(value)
+
+    def watch(self, *reads: Callable[[], int]) -> None:
+        """Report the numbers of catalogues, of items and of bytes that the functions return whenever the metrics are read."""
+        for gauge, read in zip(self._catalogues.values(), reads, strict=True):
+            gauge.set_function(read)
+
+    def items_found(self, memory: int, redis: int) -> None:
+        """Count registered items that were looked up."""
+        self._catalogue_lookups.labels("memory").inc(memory)
+        if redis:
+            self._catalogue_lookups.labels("redis").inc(redis)
+
+    def items_registered(self, added: int, changed: int, unchanged: int) -> None:
+        """Count registered items."""
+        for result, count in (("added", added), ("changed", changed), ("unchanged", unchanged)):
+            self._registered.labels(result).inc(count)
+
+    def items_warmed(self, cached: int, computed: int) -> None:
+        """Count warmed items."""
+        self._warmed.labels("cached").inc(cached)
+        self._warmed.labels("computed").inc(computed)
+
+    def items_moved(self, cached: int, computed: int) -> None:
+        """Count items of an engine that leaves, which another engine has now."""
+        self._moved.labels("cached").inc(cached)
+        self._moved.labels("computed").inc(computed)
+
+    def items_left(self, items: int) -> None:
+        """Count items of an engine that leaves, which no other engine was asked to compute."""
+        self._moved.labels("left").inc(items)

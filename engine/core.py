@@ -2,8 +2,7 @@
 
 A request is one prefix and its branches. Tokens of the prefix live in the prefix cache, where all requests may share them; tokens
 of a branch live in slots of its own. Scoring gives each item a branch, and a generation each of its sequences
-(:mod:`engine.generation`). So the remaining work of a request is always the tokens that have no slot yet, and a preempted branch is
-a branch without slots.
+(:mod:`engine.generation`). The remaining work of a request is the tokens without a slot; a preempted branch has no slots.
 """
 
 from __future__ import annotations
@@ -242,7 +241,7 @@ class Request:
 
 
 class RawLabels(wire.Labels, frozen=True):
-    """The kind of a request for :class:`engine.wire.Labels` with ``raw``."""
+    """Kind of a request for :class:`engine.wire.Labels` with ``raw``."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

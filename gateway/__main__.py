@@ -22,7 +22,8 @@ from gateway.app import create_app
 from gateway.heap import GarbageCollection, return_freed_memory
 from gateway.lifecycle import Lifecycle
 from gateway.logs.writer import LineWriter, LogHandler
-from gateway.settings import Settings, SettingsError, load_settings
+from gateway.settings import Settings, SettingsError
+from gateway.settings_loading import load_settings
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from litestar.types import HTTPScope
 
 from gateway.context import RequestContext, answer_request
 from gateway.edge.refusal import answer_refusal as answer_early
-from gateway.errors import GatewayError, from_status
+from gateway.error_sources import from_status
+from gateway.errors import GatewayError
 from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
 from gateway.metrics.telemetry import Telemetry

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -24,7 +23,7 @@ from gateway.settings_checks import (
 )
 from gateway.tools.formats import Formats
 
-__all__ = ["PREFIX", "CacheIsolation", "Settings", "SettingsError", "is_loopback", "load_settings"]
+__all__ = ["PREFIX", "CacheIsolation", "Settings", "SettingsError", "is_loopback"]
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -284,34 +283,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def store_bounds(self) -> Bounds:
         """Bounds of stored responses."""
         return Bounds(self.stored_responses, self.stored_responses_bytes, self.stored_responses_seconds)
-
-
-def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
-    """Merge ``environment`` (names that begin with ``YARDSTICK_``) and ``flags`` (by attribute; None means not given; flags win).
-
-    Raises :class:`SettingsError`.
-    """
-    known = Settings.__struct_fields__
-    given: dict[str, Any] = {}
-    for variable, text in environment.items():
-        if not variable.startswith(PREFIX):
-            continue
-        name = variable[len(PREFIX) :].lower()
-        if name not in known:
-            choices = ", ".join(PREFIX + field.upper() for field in known)
-            raise SettingsError(f"{variable}: there is no such setting; unset it, or use one of {choices}")
-        given[name] = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else text
-    given |= {name: value for name, value in flags.items() if value is not None}
-    types = get_type_hints(Settings, include_extras=True)
-    return Settings(**{"engines": ()} | {name: _convert(name, value, types[name]) for name, value in given.items()})
-
-
-def _convert(name: str, value: object, kind: object) -> Any:
-    """Convert ``value``, which may be text, to the type of the setting ``name``."""
-    try:
-        return msgspec.convert(value, kind, strict=False, dec_hook=lambda to, text: to(text))
-    except msgspec.ValidationError as error:
-        raise invalid(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:]) from None
-
-
-_LISTS = ("engines", "allowed_hosts", "cors_origins", "presets", "tool_parsers", "reasoning_parsers", "aliases", "fallbacks")

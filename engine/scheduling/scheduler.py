@@ -14,16 +14,14 @@ Between tenants, resources are divided by weight:
 - *Length of a step*: while several tenants share the engine, steps have a :data:`CONTENDED_SHARE` of the budget, because a new
   request waits for the step in progress, and a flood of requests fills every step.
 - *Running requests and slots*: a tenant takes them from requests of tenants that have more for their weight
-  (:mod:`engine.scheduling.preemption`). While several tenants share the engine, each leaves room for the others
-  (:data:`~engine.scheduling.admission.DYNAMIC_THRESHOLD`), so most requests need no preemption.
+  (:mod:`engine.scheduling.preemption`), and leaves room for the others (:data:`~engine.scheduling.admission.DYNAMIC_THRESHOLD`).
 - *Queue places*: see :meth:`Scheduler.displace`.
 
 With one tenant none of these rules applies.
 
 The scheduler computes running requests, and :mod:`engine.scheduling.admission` starts waiting ones.
 :mod:`engine.scheduling.composer` and, for sequences that continue by one token, :mod:`engine.scheduling.decoding` add their tokens
-to the step, and :mod:`engine.scheduling.allocation` allocates and frees their slots. A length model has its own slots and prefix
-cache.
+to the step, and :mod:`engine.scheduling.allocation` allocates and frees their slots. A length model has slots of its own.
 """
 
 from __future__ import annotations
@@ -121,7 +119,7 @@ class Scheduler:
         self._deadlines.add(request)
 
     def get(self, request_id: str) -> Request | None:
-        """Return the request with this id, or None if it has ended."""
+        """Return the request with this id; None if it has ended."""
         return self._requests.get(request_id)
 
     @property
@@ -161,7 +159,7 @@ class Scheduler:
     def displace(self, caller: wire.Caller) -> Request | None:
         """Remove and return a waiting request, so that a request of ``caller`` can take its place in a full queue.
 
-        It is the newest one of the tenant with most waiting requests for its weight. None if ``caller`` would then have as many.
+        See :meth:`~engine.scheduling.fair_queue.FairQueue.displaceable`. None if there is none.
         """
         displaced = self._queue.displaceable(caller)
         if displaced is not None:

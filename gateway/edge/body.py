@@ -9,7 +9,8 @@ from litestar.types import Receive, Scope
 
 from gateway.edge.cycle import Incoming
 from gateway.edge.inflate import Inflater
-from gateway.errors import ClientGone, GatewayError, Overloaded, from_status
+from gateway.error_sources import from_status
+from gateway.errors import ClientGone, GatewayError, Overloaded
 from gateway.limits.fair import FairRoom
 from gateway.metrics.telemetry import Telemetry
 from gateway.settings import Settings

@@ -18,7 +18,8 @@ import msgspec
 from yarl import URL
 
 from engine import wire
-from gateway.errors import EngineSilent, GatewayError, from_engine
+from gateway.error_sources import from_engine
+from gateway.errors import EngineSilent, GatewayError
 from gateway.ids import new_id
 from gateway.pool.faults import lost, silent, unreachable, unreadable
 from gateway.pool.stream import Take

@@ -8,7 +8,6 @@ model's context.
 from __future__ import annotations
 
 import secrets
-from array import array
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +21,9 @@ from gateway.text.cuts import cuts_of
 from gateway.text.pieces import Pieces, expression_of
 from gateway.text.sizes import characters_per_token
 from gateway.text.special import ControlTokens, Marked
-from gateway.text.spelling import Spelling, TokenizerError, spelling_of
-from gateway.text.vocabulary import Vocabulary, VocabularyTable
+from gateway.text.spelling import TokenizerError, spelling_of
+from gateway.text.vocabulary import Vocabulary
+from gateway.text.vocabulary_table import table_of
 
 UNBOUNDED = 2**31
 SLICE_CHARACTERS = 1 << 16
@@ -47,7 +47,7 @@ class Tokenizer(Vocabulary):
             raise TokenizerError("tokenizer.json has no tokens")
         added: list[dict[str, Any]] = document.get("added_tokens") or []
         spelling = spelling_of(document.get("decoder"))
-        super().__init__(_table(library, added, spelling))
+        super().__init__(table_of(library, added, spelling))
         self._library = library
         self._named = [token["id"] for token in added if token["special"] or CONTROL_TOKEN.fullmatch(token["content"])]
         self.controls = ControlTokens(added)
@@ -286,19 +286,3 @@ def _all_controls_special(document: dict[str, Any], given: bytes) -> bytes:
         return given
     added = [token | {"special": token["special"] or token["content"] in unmarked} for token in document["added_tokens"]]
     return msgspec.json.encode(document | {"added_tokens": added})
-
-
-def _table(library: tokenizers.Tokenizer, added: list[dict[str, Any]], spelling: Spelling) -> VocabularyTable:
-    pieces = {id: spelling.bytes_of(piece) for piece, id in library.get_vocab(with_added_tokens=True).items()}
-    pieces |= {token["id"]: token["content"].encode() for token in added}
-    ends, end = array("I"), 0
-    for id in range(max(pieces) + 1):
-        end += len(pieces.get(id, b""))
-        ends.append(end)
-    return VocabularyTable(
-        b"".join(pieces[id] for id in sorted(pieces)),
-        ends.tobytes(),
-        [id for id in range(len(ends)) if id not in pieces],
-        [token["id"] for token in added if token["special"]],
-        spelling.strips_leading_space,
-    )

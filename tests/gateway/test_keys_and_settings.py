@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from gateway.keyring import KeyRing
-from gateway.settings import Settings, SettingsError, load_settings
+from gateway.settings import Settings, SettingsError
+from gateway.settings_loading import load_settings
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start
 from tests.processes import wait_until

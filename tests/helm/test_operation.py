@@ -7,7 +7,7 @@ from typing import Any
 import helm_python
 import pytest
 
-from gateway.settings import load_settings
+from gateway.settings_loading import load_settings
 from tests.helm.chart import EVERYTHING, Manifest, Values, manifests, one, render
 
 ZERO: Values = {"engine": {"model": "org/ranker-2.0", "autoscaling": {"enabled": True, "minReplicas": 0}}}

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import wire
-from gateway.errors import from_engine
+from gateway.error_sources import from_engine
 from gateway.limits.base import NOTHING, Cost, Lease, Limits, used
 from gateway.limits.local import LocalLimiter
 from tests.fakes import LIMITS, FakeEngine

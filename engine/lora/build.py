@@ -50,7 +50,7 @@ def adapt_decoder(decoder: Decoder, settings: EngineSettings) -> AdapterMemory |
     size = capacity * weight.dtype.itemsize / 2**20
     logger.info("LoRA: %d places of %.0f MiB on the device, rank %d at most", slots.count, size, settings.max_lora_rank)
     rows = StepRows()
-    adapt(decoder, layout, rows, slots.matrices)
+    adapt(decoder, layout, rows, slots.products)
     return AdapterMemory(layout, slots, rows)
 
 

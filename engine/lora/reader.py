@@ -24,9 +24,8 @@ from engine.lora.config import AdapterConfig
 from engine.lora.errors import AdapterError
 from engine.lora.layout import Layout
 from engine.lora.tensors import MAX_HEADER, StoredTensor
+from kernels.lora import ALIGNMENT
 
-ALIGNMENT = 16
-"""Numbers: matrices begin at multiples of it."""
 MAX_CLASSES = 4096
 _NAME = re.compile(r"(?:base_model\.model\.)?((?:model\.)?layers\.(\d{1,4})\.(.+))\.lora_([AB])(?:\.default)?\.weight")
 _HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save(?:\.default)?)?\.weight")

@@ -6,6 +6,7 @@ import logging
 from typing import NamedTuple
 
 from engine import wire
+from engine.lora.blank import blank_adapter
 from engine.lora.errors import AdapterError
 from engine.lora.layout import Layout
 from engine.lora.linear import StepRows, adapt
@@ -70,3 +71,11 @@ def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: Engi
         except AdapterError as error:
             raise ModelError(f"The LoRA adapter {name} cannot be loaded. {error}") from None
     return registry
+
+
+def blank_registry(memory: AdapterMemory | None, decoder: Decoder, info: wire.Info) -> AdapterRegistry:
+    """The registry of the engine's start; in an engine with adapters it has the blank one alone."""
+    if memory is None:
+        return AdapterRegistry()
+    weight = decoder.embed.weight
+    return AdapterRegistry.of(blank_adapter(memory.layout, info, weight.dtype, pinned=weight.is_cuda))

@@ -61,6 +61,15 @@ class DeviceSlots:
                 self._copy(adapter, self._take())
         return {adapter.digest: self._slot_of[adapter.digest] for adapter in adapters}
 
+    def reset(self) -> None:
+        """Forget all adapters, and the copies so far."""
+        self._free = list(reversed(range(self.count)))
+        self._slot_of.clear()
+        self.heads.clear()
+        for matrices in self._matrices:
+            matrices[:] = [None] * self.count
+        self.swaps = 0
+
     def _take(self) -> int:
         if self._free:
             return self._free.pop()

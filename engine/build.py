@@ -29,7 +29,8 @@ from engine.lenvm.guided_draws import LenVMRunner
 from engine.lenvm.pairing import check_pairing, gamma_of
 from engine.lenvm.parts import WIDTHS
 from engine.loop import Loop
-from engine.lora.build import adapt_decoder, check_settings, make_registry
+from engine.lora.build import adapt_decoder, blank_registry, check_settings, make_registry
+from engine.lora.registry import AdapterRegistry
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
@@ -165,27 +166,30 @@ def assemble(
     info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description)
     registry = make_registry(memory, decoder, settings, info)
 
-    def make_loop(structured: StructuredRequests | None, max_waiting: int, max_wait_seconds: float) -> Loop:
+    def make_loop(adapters: AdapterRegistry, structured: StructuredRequests | None, max_waiting: int, max_wait: float) -> Loop:
         lenvm_pool = None if paired is None else SlotPool(slots)
         return Loop(
             runner,
             Scheduler(SlotPool(slots), budget, run_ahead=overlap, lenvm_pool=lenvm_pool, lookup=lookup),
             info,
             max_waiting=max_waiting,
-            max_wait_seconds=max_wait_seconds,
+            max_wait_seconds=max_wait,
             overlap=overlap,
             mean_pooling=config.pooling == "mean",
             structured=structured,
             compilations=compilations,
-            adapters=registry,
+            adapters=adapters,
         )
 
     if _compiles(attention.kv.keys.device):
-        loop = make_loop(None, max_waiting=16, max_wait_seconds=math.inf)  # its steps are not counted, and it refuses nothing
-        warm_up(loop, budget, compilations)
+        # Its steps are not counted, and it refuses nothing.
+        loop = make_loop(blank_registry(memory, decoder, info), None, max_waiting=16, max_wait=math.inf)
+        warm_up(loop, budget, compilations, adapted=memory is not None)
+        if memory is not None:
+            memory.slots.reset()
     compilations.ready()
     structured = None if vocabulary is None else StructuredRequests(vocabulary)
-    return make_loop(structured, settings.max_waiting, settings.max_wait_seconds)
+    return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds)
 
 
 def _compiles(device: torch.device) -> bool:

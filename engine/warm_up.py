@@ -16,9 +16,11 @@ import msgspec
 from engine import wire
 from engine.device.compilations import Compilations
 from engine.loop import Loop
+from engine.lora.blank import DIGEST
 from engine.models.errors import ModelError
 from engine.scheduling.scheduler import Budget
 from kernels.label_logprobs import ROW_TILES
+from kernels.lora import FEW_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +32,12 @@ REPORT_SECONDS = 5.0
 Messages = list[wire.Score | wire.Generate]
 
 
-def warm_up(loop: Loop, budget: Budget, compilations: Compilations) -> None:
-    """Compute :func:`requests` in ``loop``. Raises :class:`ModelError` if one of them fails."""
+def warm_up(loop: Loop, budget: Budget, compilations: Compilations, *, adapted: bool = False) -> None:
+    """Compute :func:`requests` in ``loop``. ``adapted``: also with its blank adapter. Raises :class:`ModelError` if one fails."""
     start = reported = time.monotonic()
     work = list(requests(loop.info, budget))
+    if adapted:
+        work += with_adapter([*work, *_few_and_many(loop.info, budget)])
     for done, messages in enumerate(work):
         if time.monotonic() - reported >= REPORT_SECONDS:
             reported = time.monotonic()
@@ -54,7 +58,7 @@ def _compute(loop: Loop, messages: Messages) -> None:
 def requests(info: wire.Info, budget: Budget) -> Iterator[Messages]:
     """Requests of each kind that the engine serves, in groups that are computed together; the id says what they are."""
     able = set(info.capabilities)
-    most = min(budget.max_batched_tokens, info.limits.max_branches, info.limits.max_slots - 1)
+    most = _most(info, budget)
     if "score" in able:
         for items in sorted({min(rows, most) for rows in (*ROW_TILES, 2 * ROW_TILES[-1])}):
             yield [_score(f"{items} items", wire.Labels([0]), items)]
@@ -71,6 +75,28 @@ def requests(info: wire.Info, budget: Budget) -> Iterator[Messages]:
     if "length_guidance" in able:
         yield [_score("length values", wire.LengthValue())]
         yield from _guided(info)
+
+
+def with_adapter(work: Sequence[Messages]) -> list[Messages]:
+    """The same requests with the blank adapter: their steps are never replayed from CUDA graphs."""
+    return [
+        [msgspec.structs.replace(message, id=f"{message.id} with an adapter", adapter=DIGEST) for message in messages]
+        for messages in work
+    ]
+
+
+def _few_and_many(info: wire.Info, budget: Budget) -> Iterator[Messages]:
+    """Steps in which few and many rows have an adapter."""
+    able = set(info.capabilities)
+    readout: wire.Readout = wire.Labels([0]) if "score" in able else wire.Classes() if "classify" in able else wire.Embedding()
+    prefix = [] if isinstance(readout, wire.Embedding) else [0]
+    for count in (1, min(FEW_ROWS + 1, _most(info, budget))):
+        yield [wire.Score(f"{count} of one token", prefix, [[0]] * count, readout)]
+
+
+def _most(info: wire.Info, budget: Budget) -> int:
+    """Items of one token that fit into a step."""
+    return min(budget.max_batched_tokens, info.limits.max_branches, info.limits.max_slots - 1)
 
 
 def _score(name: str, readout: wire.Readout, items: int = 2) -> wire.Score:

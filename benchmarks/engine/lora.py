@@ -28,6 +28,8 @@ from engine.models.source import locate
 from engine.settings import EngineSettings
 
 ITEMS, ITEM_TOKENS, QUERY_TOKENS = 43, 180, 120
+MAX_WAIT_SECONDS = 3600.0
+"""So long that no request is refused, also on a slow machine."""
 
 
 def main() -> int:
@@ -45,6 +47,7 @@ def main() -> int:
         settings = EngineSettings(
             model=str(directory), name="model", lora=lora, max_loras_device=given.adapters, max_lora_rank=given.rank,
             max_batched_tokens=8192, max_total_tokens=16384, threads=given.threads,
+            max_wait_seconds=MAX_WAIT_SECONDS,
         )  # fmt: skip
         loop = build_loop(settings)
         digests = [adapter.digest for adapter in loop.adapters.description.adapters]
@@ -72,7 +75,7 @@ def main() -> int:
 
 
 def _seconds(loop: Loop, rng: random.Random, all_digests: Sequence[str], digests: Sequence[str]) -> float:
-    """Time of all requests, one for each of ``digests``, whose items add up to :data:`ITEMS`."""
+    """Time of all requests, one for each of ``digests``, whose items add up to :data:`ITEMS`. Raises RuntimeError if one fails."""
     count, vocabulary = len(all_digests), loop.info.vocab_size
     for index, digest in enumerate(digests):
         items = ITEMS // count + (index < ITEMS % count)
@@ -82,7 +85,9 @@ def _seconds(loop: Loop, rng: random.Random, all_digests: Sequence[str], digests
         loop.submit(wire.Score(str(index), prefix, branches, wire.Labels([1, 2]), adapter=digest))
     began = time.perf_counter()
     while not loop.idle:
-        loop.step()
+        for reply in loop.step():
+            if isinstance(reply, wire.Failed):
+                raise RuntimeError(f"The request {reply.id} failed: {reply.message}")
     return time.perf_counter() - began
 
 

@@ -6,6 +6,7 @@ import logging
 from typing import NamedTuple
 
 from engine import wire
+from engine.lora.blank import blank_adapter
 from engine.lora.errors import AdapterError
 from engine.lora.layout import Layout
 from engine.lora.linear import StepRows, adapt
@@ -50,7 +51,7 @@ def adapt_decoder(decoder: Decoder, settings: EngineSettings) -> AdapterMemory |
     size = capacity * weight.dtype.itemsize / 2**20
     logger.info("LoRA: %d places of %.0f MiB on the device, rank %d at most", slots.count, size, settings.max_lora_rank)
     rows = StepRows()
-    adapt(decoder, layout, rows, slots.matrices)
+    adapt(decoder, layout, rows, slots.products)
     return AdapterMemory(layout, slots, rows)
 
 
@@ -70,3 +71,11 @@ def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: Engi
         except AdapterError as error:
             raise ModelError(f"The LoRA adapter {name} cannot be loaded. {error}") from None
     return registry
+
+
+def blank_registry(memory: AdapterMemory | None, decoder: Decoder, info: wire.Info) -> AdapterRegistry:
+    """The registry of the engine's start; in an engine with adapters it has the blank one alone."""
+    if memory is None:
+        return AdapterRegistry()
+    weight = decoder.embed.weight
+    return AdapterRegistry.of(blank_adapter(memory.layout, info, weight.dtype, pinned=weight.is_cuda))

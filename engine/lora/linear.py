@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,21 @@ from torch import Tensor, nn
 from engine.device.transfer import Copy
 from engine.lora.layout import Layout
 from engine.models.decoder import Decoder, Rows
-from kernels.lora import LoraMatrices, LoraRows, LoraRun, add_lora
+from kernels.lora import LoraProduct, LoraRows, LoraRun, add_lora
 
-NO_ROWS = LoraRows(())
+
+class UploadedRows(NamedTuple):
+    """:class:`LoraRows` whose tables travel to the device with a step's inputs."""
+
+    runs: tuple[LoraRun, ...]
+    blocks: Copy
+    size: int
+    order: Copy | None = None
+
+    @property
+    def arrived(self) -> LoraRows:
+        """The rows, once the upload is queued."""
+        return LoraRows(self.runs, self.blocks.tensor, self.size, None if self.order is None else self.order.tensor)
 
 
 @dataclass(slots=True)
@@ -22,25 +35,25 @@ class StepRows:
 
     tokens: int = 0
     """Tokens of the step; 0: no request of the step has an adapter."""
-    all: LoraRows = NO_ROWS
-    """Of all tokens."""
-    read_runs: tuple[LoraRun, ...] = ()
+    all: UploadedRows | None = None
+    """Of all tokens; set where ``tokens`` is."""
+    read: UploadedRows | None = None
     """Of the rows that readouts read. The last layer computes no others behind attention."""
-    read_order: Copy = field(default_factory=Copy)
 
     def of(self, count: int) -> LoraRows:
         """The rows of a product of ``count`` rows."""
-        return self.all if count == self.tokens else LoraRows(self.read_runs, self.read_order.tensor)
+        found = self.all if count == self.tokens else self.read
+        assert found is not None
+        return found.arrived
 
 
 class AdaptedLinear(nn.Module):
     """A projection of any format, and the additions of adapters in the model's dtype."""
 
-    def __init__(self, base: nn.Module, step: StepRows, matrices: Sequence[LoraMatrices | None], dtype: torch.dtype) -> None:
-        """``matrices``: of this product, by slot."""
+    def __init__(self, base: nn.Module, step: StepRows, product: LoraProduct, dtype: torch.dtype) -> None:
         super().__init__()
         self.base = base
-        self._step, self._matrices, self._dtype = step, matrices, dtype
+        self._step, self._product, self._dtype = step, product, dtype
 
     def forward(self, x: Rows) -> Tensor:
         """[rows, in] -> [rows, out]"""
@@ -48,7 +61,7 @@ class AdaptedLinear(nn.Module):
         step = self._step
         if step.tokens == 0:
             return y
-        return add_lora(y, self._plain(x), self._matrices, step.of(len(y)))
+        return add_lora(y, self._plain(x), self._product, step.of(len(y)))
 
     def _plain(self, x: Rows) -> Tensor:
         """Rows in the model's dtype; those of FP8 are the values that the base multiplies."""
@@ -58,9 +71,9 @@ class AdaptedLinear(nn.Module):
         return (codes.float() * scales).to(self._dtype)
 
 
-def adapt(decoder: Decoder, layout: Layout, step: StepRows, matrices: Sequence[Sequence[LoraMatrices | None]]) -> None:
-    """Replace the projections of ``decoder``. ``matrices``: [product][slot]."""
+def adapt(decoder: Decoder, layout: Layout, step: StepRows, products: Sequence[LoraProduct]) -> None:
+    """Replace the projections of ``decoder``. ``products``: in the order of the layout."""
     dtype = decoder.embed.weight.dtype
-    for product, own in zip(layout.products, matrices, strict=True):
+    for product, own in zip(layout.products, products, strict=True):
         layer = decoder.layers[product.layer]
         layer.set_submodule(product.module, AdaptedLinear(layer.get_submodule(product.module), step, own, dtype))

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,8 @@ from engine.lora.config import AdapterConfig
 from engine.lora.errors import AdapterError
 from engine.lora.layout import Layout
 from engine.lora.tensors import MAX_HEADER, StoredTensor
+from kernels.lora import ALIGNMENT
 
-ALIGNMENT = 16
-"""Numbers: matrices begin at multiples of it."""
 MAX_CLASSES = 4096
 _NAME = re.compile(r"(?:base_model\.model\.)?((?:model\.)?layers\.(\d{1,4})\.(.+))\.lora_([AB])(?:\.default)?\.weight")
 _HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save(?:\.default)?)?\.weight")
@@ -127,13 +126,11 @@ class AdapterReader:
 
     def _table(self, pairs: Mapping[tuple[int, str], Pair]) -> Table:
         """[2, products]: begin and rank of each product's matrices."""
-        table = np.zeros((2, len(self.layout.products)), np.int64)
+        ranks = [0] * len(self.layout.products)
         for place, pair in pairs.items():
             index = self.layout.places[place][0]
-            table[1, index] = max(table[1, index], pair["A"].shape[0])
-        sizes = [_aligned(product.numbers(int(rank))) for product, rank in zip(self.layout.products, table[1], strict=True)]
-        table[0] = np.cumsum([0, *sizes[:-1]])
-        return table
+            ranks[index] = max(ranks[index], pair["A"].shape[0])
+        return places_of(self.layout, ranks)
 
     def _numbers(self, ranks: Table) -> int:
         return sum(_aligned(product.numbers(int(rank))) for product, rank in zip(self.layout.products, ranks, strict=True))
@@ -175,6 +172,12 @@ class AdapterReader:
 def capacity_of(layout: Layout, rank: int) -> int:
     """Numbers of an adapter of this rank on all projections."""
     return sum(_aligned(product.numbers(rank)) for product in layout.products)
+
+
+def places_of(layout: Layout, ranks: Sequence[int]) -> Table:
+    """:attr:`LoadedAdapter.table` of an adapter with these ranks, [products]."""
+    sizes = [_aligned(product.numbers(rank)) for product, rank in zip(layout.products, ranks, strict=True)]
+    return np.array([np.cumsum([0, *sizes[:-1]]), ranks], np.int64)
 
 
 def read_bounded(directory: Path, name: str, most: int, *, optional: bool = False) -> bytearray:

@@ -33,6 +33,13 @@ class AdapterRegistry:
         self._loads = self._failures = 0
         self._seconds = 0.0
 
+    @classmethod
+    def of(cls, adapter: LoadedAdapter) -> AdapterRegistry:
+        """A registry of one adapter, which loads no others."""
+        registry = cls()
+        registry._by_digest = {adapter.digest: adapter}
+        return registry
+
     def get(self, digest: str) -> LoadedAdapter | None:
         """The adapter of this digest; None if there is none, or for an empty digest."""
         return self._by_digest.get(digest) if digest else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.lora.adapter import LoadedAdapter
 from engine.lora.layout import Layout, Product
-from kernels.lora import LoraMatrices
+from kernels.lora import LoraMatrices, LoraProduct
 
 
 class DeviceSlots:
@@ -23,11 +23,18 @@ class DeviceSlots:
         """``capacity``: numbers of a slot."""
         self._layout = layout
         self._buffer = torch.empty((count, capacity), dtype=dtype, device=device)
+        self._table = torch.zeros((count, 2, len(layout.products)), dtype=torch.int64, device=device)
+        """See :attr:`kernels.lora.LoraProduct.table`."""
         self._slot_of: OrderedDict[str, int] = OrderedDict()
         """Slots by the digest of their adapter, the least recently used first."""
         self._free = list(reversed(range(count)))
-        self.matrices: list[list[LoraMatrices | None]] = [[None] * count for _ in layout.products]
+        self._matrices: list[list[LoraMatrices | None]] = [[None] * count for _ in layout.products]
         """[product][slot]"""
+        self.products = [
+            LoraProduct(own, self._buffer, self._table, index, product.inputs, tuple(part.outputs for part in product.parts))
+            for index, (product, own) in enumerate(zip(layout.products, self._matrices, strict=True))
+        ]
+        """In the order of the layout."""
         self.heads: dict[str, Tensor] = {}
         """Classification heads on the device, by the digest of their adapter."""
         self.swaps = 0
@@ -54,6 +61,15 @@ class DeviceSlots:
                 self._copy(adapter, self._take())
         return {adapter.digest: self._slot_of[adapter.digest] for adapter in adapters}
 
+    def reset(self) -> None:
+        """Forget all adapters, and the copies so far."""
+        self._free = list(reversed(range(self.count)))
+        self._slot_of.clear()
+        self.heads.clear()
+        for matrices in self._matrices:
+            matrices[:] = [None] * self.count
+        self.swaps = 0
+
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
@@ -64,10 +80,11 @@ class DeviceSlots:
     def _copy(self, adapter: LoadedAdapter, slot: int) -> None:
         target = self._buffer[slot, : len(adapter.weights)]
         target.copy_(adapter.weights, non_blocking=True)
+        self._table[slot].copy_(adapter.table, non_blocking=True)
         if adapter.head is not None:
             self.heads[adapter.digest] = adapter.head.to(self._buffer.device)
         table = adapter.table.tolist()
-        for product, matrices, begin, rank in zip(self._layout.products, self.matrices, *table, strict=True):
+        for product, matrices, begin, rank in zip(self._layout.products, self._matrices, *table, strict=True):
             matrices[slot] = _matrices(target, product, begin, rank) if rank else None
         self._slot_of[adapter.digest] = slot
         self.swaps += 1

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from engine.batch import Batch, ExtendSegment
 from engine.core import Branch
-from engine.device.transfer import Upload
-from engine.lora.linear import StepRows
+from engine.device.transfer import Copy, Upload
+from engine.lora.linear import StepRows, UploadedRows
 from engine.lora.slots import DeviceSlots
 from engine.models.decoder import Decoder
 from kernels.linear import linear
-from kernels.lora import LoraRows, LoraRun
+from kernels.lora import LoraRun, block_runs
 
 
 class StepAdapters:
@@ -55,8 +55,8 @@ class StepAdapters:
         assert len(slots) == batch.tokens
         own = slots[np.asarray(read, np.int64)]
         order = np.argsort(own, kind="stable")
-        self._rows.all = LoraRows(_runs(slots))
-        self._rows.read_runs, self._rows.read_order = _runs(own[order]), upload.add(order)
+        self._rows.all = _uploaded(_runs(slots), upload)
+        self._rows.read = _uploaded(_runs(own[order]), upload, upload.add(order))
 
     def class_logits(self, hidden: Tensor, branches: Sequence[Branch]) -> list[Tensor]:
         """See :class:`engine.readouts.base.ReadoutContext`."""
@@ -81,6 +81,11 @@ def _own_head(branch: Branch) -> str | None:
     """Digest of the adapter whose head reads ``branch``; None: the base model's head does."""
     adapter = branch.request.adapter
     return None if adapter is None or adapter.head is None else adapter.digest
+
+
+def _uploaded(runs: tuple[LoraRun, ...], upload: Upload, order: Copy | None = None) -> UploadedRows:
+    blocks, size = block_runs(runs)
+    return UploadedRows(runs, upload.add(blocks), size, order)
 
 
 def _runs(slots: npt.NDArray[np.int64]) -> tuple[LoraRun, ...]:

@@ -17,6 +17,7 @@ from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.settings import EngineSettings
 from kernels.int8 import instructions
+from kernels.lora import add_lora_triton
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import ATTENTION, merge, some_tokens, write_adapter
 from tests.engine.test_loop import run, tokens_of
@@ -108,6 +109,29 @@ def test_mixed_steps_equal_merged_weights(model: Model, settings: dict[str, Any]
     assert rows["s0"] != rows["s1"]
     assert loop.stats.adapters == len(model.adapters)
     assert loop.stats.adapter_swaps >= len(model.adapters)
+
+
+def test_kernels_equal_merged_weights(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, on the tables that the engine makes, while adapters change their slots."""
+    pytest.importorskip("triton")
+    launched: list[int] = []
+
+    def launch(*given: Any) -> torch.Tensor:
+        launched.append(len(given[0]))
+        return add_lora_triton(*given)
+
+    for name in ("add_lora_reference", "add_lora_triton"):
+        monkeypatch.setattr(f"kernels.lora.{name}", launch)
+    loop = build(model, max_loras_device=2)
+    prefix, branches = list(range(10, 20)), [[3], [4, 5, 6]]
+    messages = [
+        wire.Score(str(index), prefix, branches, wire.Labels(LABELS), adapter=each) for index, each in enumerate(digests(loop))
+    ]
+    rows = {reply.id: reply.rows for reply in run(loop, *messages)}
+    for index, merged in enumerate(model.merged):
+        wanted = expected_logprobs(merged, prefix, branches)
+        torch.testing.assert_close(torch.tensor(rows[str(index)]), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
+    assert len(set(launched)) > 1, "of all rows, and of those that are read"
 
 
 def test_catalogue_items_and_likelihoods(model: Model) -> None:

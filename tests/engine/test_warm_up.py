@@ -6,7 +6,9 @@ import logging
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
+from transformers import AutoModel, AutoModelForCausalLM
 
 from engine import build, wire
 from engine.build import build_loop
@@ -19,6 +21,7 @@ from engine.readouts.labels import LabelReadout
 from engine.serving.metrics import render
 from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, HEADLESS, make_checkpoint, write_pooling
+from tests.engine.adapters import ALL, write_adapter
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
 from tests.engine.lenvm.writing import run, some_tokens
 from tests.engine.variants import Variants
@@ -126,6 +129,35 @@ def test_windows_soft_caps_and_experts(variants: Variants, tmp_path: Path, famil
     loop = build_loop(settings(make_checkpoint(tmp_path, family, **SHAPE | {"num_hidden_layers": 2})))
     rng = random.Random(1)
     nothing_new(variants, loop, [*scores(rng), *generations(rng)], 1)
+
+
+@pytest.mark.parametrize("kind", ["embeddings", pytest.param("scores", marks=pytest.mark.slow)])
+def test_adapters(variants: Variants, tmp_path: Path, kind: str) -> None:
+    """Adapters of any rank, in steps of few and many rows, beside requests without one."""
+    model_class = HEADLESS["qwen3"] if kind == "embeddings" else None
+    model = make_checkpoint(tmp_path / "model", "qwen3", model_class=model_class, **SHAPE)
+    if kind == "embeddings":
+        write_pooling(model)
+    loaded = AutoModel.from_pretrained(model) if kind == "embeddings" else AutoModelForCausalLM.from_pretrained(model)
+    paths = [
+        write_adapter(tmp_path / name, loaded, targets, rank=rank)
+        for name, rank, targets in (("a", 3, ALL), ("b", 8, ("q_proj", "down_proj")), ("c", 16, ALL), ("d", 32, ("gate_proj",)))
+    ]
+    loop = build_loop(settings(model, lora=[f"{path.name}={path}" for path in paths], max_loras_device=3))
+    assert loop.stats.adapter_swaps == 0
+    assert any("_shrink" in found for found in variants.found)
+    assert any("_expand" in found for found in variants.found)
+    rng, digests = random.Random(1), ["", *(adapter.digest for adapter in loop.adapters.description.adapters)]
+    asked: list[wire.Request] = []
+    for digest in digests:
+        if kind == "embeddings":
+            items = [[some_tokens(rng, 1, 9) for _ in range(count)] for count in (1, 5, 50)]
+            own: list[wire.Request] = [wire.Score(str(len(each)), [], each, wire.Embedding()) for each in items]
+        else:
+            own = [*rng.sample(scores(rng), 3), *rng.sample(generations(rng)[:-1], 3)]
+        asked += [msgspec.structs.replace(request, id=f"{request.id} {digest}", adapter=digest) for request in own]
+    nothing_new(variants, loop, asked, 1)
+    assert loop.stats.adapter_swaps >= len(paths)
 
 
 @pytest.mark.parametrize("vocab_size", [pytest.param(320, marks=pytest.mark.slow), ODD_VOCABULARY])

@@ -42,7 +42,9 @@ def test_unknown_name() -> None:
 
 
 def test_every_operation_has_one() -> None:
-    assert {"grouped_experts", "label_logprobs", "length_tilt", "qk_norm_rope", "quantize", "rms_norm", "silu_mul"} <= set(names())
+    assert {"grouped_experts", "label_logprobs", "length_tilt", "lora", "qk_norm_rope", "quantize", "rms_norm", "silu_mul"} <= set(
+        names()
+    )
     assert all(callable(import_module(f"benchmarks.kernels.{name}").rows) for name in names())
 
 

@@ -38,7 +38,7 @@ from engine.models.kv_scales import check_kv_dtype
 from engine.models.lenvm import LenVM, load_lenvm
 from engine.models.loader import fingerprint, load_model
 from engine.models.quantization import FORMATS, arithmetic_of, format_of
-from engine.models.source import locate
+from engine.models.source import located
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
@@ -80,15 +80,6 @@ def build_loop(settings: EngineSettings) -> Loop:
     paired = load_pair(lenvm_directory, directory, settings, dtype, device)
     both = hashlib.sha256(f"{digest} {fingerprint(lenvm_directory, dtype, settings.quantize)} {paired.gamma}".encode()).hexdigest()
     return assemble(decoder, settings, both[: len(digest)], paired, vocabulary)
-
-
-def located(settings: EngineSettings) -> EngineSettings:
-    """``settings`` with directories as models, so that all processes of an engine load the same files although a branch of a
-    repository may move. Raises :class:`ModelError`.
-    """
-    model = locate(settings.model, settings.revision)
-    lenvm = None if settings.lenvm_model is None else str(locate(settings.lenvm_model, settings.lenvm_revision))
-    return msgspec.structs.replace(settings, model=str(model), revision=None, lenvm_model=lenvm, lenvm_revision=None)
 
 
 def load_grammar_vocabulary(directory: Path, config: ModelConfig) -> LLTokenizer | None:

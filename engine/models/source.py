@@ -6,7 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from engine.models.errors import ModelError
+from engine.settings import EngineSettings
 
 FILES = [
     "config.json",
@@ -72,3 +75,12 @@ def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
             f"There is no directory {hub_id}, and it cannot be downloaded from the hub ({type(error).__name__}); "
             "check the name and the network, or give a local directory."
         ) from None
+
+
+def located(settings: EngineSettings) -> EngineSettings:
+    """``settings`` with directories as models, so that all processes of an engine load the same files although a branch of a
+    repository may move. Raises :class:`ModelError`.
+    """
+    model = locate(settings.model, settings.revision)
+    lenvm = None if settings.lenvm_model is None else str(locate(settings.lenvm_model, settings.lenvm_revision))
+    return msgspec.structs.replace(settings, model=str(model), revision=None, lenvm_model=lenvm, lenvm_revision=None)

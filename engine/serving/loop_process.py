@@ -17,9 +17,10 @@ import msgspec
 import zmq
 
 from engine import wire
-from engine.build import build_loop, located
+from engine.build import build_loop
 from engine.loop import Loop
 from engine.models.errors import ModelError
+from engine.models.source import located
 from engine.serving import channel, logs
 from engine.serving.adapter_thread import AdapterThread, start_adapters
 from engine.settings import EngineSettings

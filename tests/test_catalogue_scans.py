@@ -53,10 +53,8 @@ class Service:
         client = self.gateway.client
         client.put("/v1/catalogues/large", json={"template": ["{item}", "{query}"]}).raise_for_status()
         for begin in range(0, self.items, BATCH):
-            tokens = iter(self.dice.choices(range(3, 200), k=BATCH * TOKENS))
-            items = [
-                {"id": f"i{begin + place}", "token_ids": row} for place, row in enumerate(zip(*[tokens] * TOKENS, strict=True))
-            ]
+            rows = [self.dice.choices(range(3, 200), k=TOKENS) for _ in range(BATCH)]
+            items = [{"id": f"i{begin + place}", "token_ids": row} for place, row in enumerate(rows)]
             client.put("/v1/catalogues/large/items", content=msgspec.json.encode(items)).raise_for_status()
 
     def scan(self, query: str, leave_after: int | None = None) -> dict[str, list[float]]:

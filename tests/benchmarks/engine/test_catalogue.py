@@ -32,9 +32,15 @@ def test_cached_items_are_faster(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 <= report["hit rate, part cached"] <= 1
 
 
-def test_replicas_share_a_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
-    assert placement(["--items", "400", "--item-tokens", "36", "--requests", "150", "--per-request", "40"]) == 0
+SMALL = ["--items", "1000", "--item-tokens", "90", "--query-tokens", "10", "--requests", "200"]
+
+
+@pytest.mark.parametrize("options", [SMALL, pytest.param([], marks=pytest.mark.slow)], ids=["small", "2000 items"])
+def test_replicas_share_a_catalogue(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The simulation is deterministic, so its limits are those that placement has to keep."""
+    assert placement(options) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["throughput beside one replica with all slots"] > 3
-    assert report["hit rate"] > report["hit rate of one replica with all slots"] - 0.05
-    assert report["items that a further replica takes"] == pytest.approx(0.2, abs=0.07)
+    assert report["throughput beside one replica of the same size"] >= 3.6
+    assert report["throughput beside one replica with all slots"] >= 3.6
+    assert report["hit rate"] >= report["hit rate of one replica with all slots"] - 0.02
+    assert 0.15 <= report["items that a further replica takes"] <= 0.25

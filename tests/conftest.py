@@ -36,7 +36,10 @@ FIRST = Path(__file__).parent / "gateway" / "console"
 """Folder whose tests take a minute in one browser: if they came last, other processes would have nothing left to do."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-hypothesis.settings.register_profile("quick", max_examples=20)  # for `make test`; the default is 100
+# Examples have no deadline: beside other tests, a thread may not run for longer than any example takes.
+hypothesis.settings.register_profile("whole", deadline=None)
+hypothesis.settings.register_profile("quick", max_examples=20, deadline=None)  # for `make test`; the default is 100
+hypothesis.settings.load_profile("whole")
 
 if DEVICE == "cpu" and HAS_TRITON:
     with pytest.MonkeyPatch.context() as environment:

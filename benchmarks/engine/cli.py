@@ -111,7 +111,8 @@ def accuracy(arguments: Sequence[str]) -> int:
 
 def catalogue(arguments: Sequence[str]) -> int:
     """Run the benchmark of catalogues in the environment of an engine; returns the exit code."""
-    _restart_as_engine("catalogue", arguments)
+    if not {"-h", "--help"}.intersection(arguments):
+        _restart_as_engine("catalogue", arguments)
     from benchmarks.engine.catalogue import main
 
     return main(arguments)

@@ -304,7 +304,7 @@ async def test_the_thread_ends_with_its_follower(api: FakeApi) -> None:
         await until(lambda: brought[-1] == {"10.0.0.1"})
         assert names_of_threads().count("endpoints of engines") == 1
         began = time.monotonic()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4  # the watch would last longer
     assert "endpoints of engines" not in names_of_threads()
 
 

@@ -77,7 +77,7 @@ def test_an_sdk_that_gives_up_leaves_no_work(slow: FakeEngine, client: httpx.Cli
     with pytest.raises((openai.APITimeoutError, openai.InternalServerError)):
         sdk.completions.create(model="fake", prompt="red", max_tokens=50)
     wait_until(lambda: not slow.running)
-    assert slow.left
+    assert slow.left or not slow.generates  # on a busy machine, the gateway may not have asked the engine by then
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "86401", "1e99"])

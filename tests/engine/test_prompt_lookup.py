@@ -30,7 +30,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(checkpoint: Path, **settings: Any) -> Loop:
-    return build_loop(EngineSettings(model=str(checkpoint), name="test", **({"max_total_tokens": 4096, "max_wait_seconds": 3600.0} | settings)))
+    return build_loop(
+        EngineSettings(model=str(checkpoint), name="test", **({"max_total_tokens": 4096, "max_wait_seconds": 3600.0} | settings))
+    )
 
 
 class Output(msgspec.Struct):

@@ -24,7 +24,8 @@ MOST_BITS = 17
 FIRST_CREDIT = 4.0
 MOST_CREDIT = 64.0
 REGAINED = 1 / 32
-"""Credit for each output token, up to :data:`FIRST_CREDIT`: at most so many tokens of an output are drafted in vain."""
+"""Credit for each output token, up to :data:`FIRST_CREDIT`. It bounds the rejected draft tokens of an output: at most one for each
+32 output tokens, beside the first credit and one for each accepted token."""
 WAIT_COST = 0.5
 """Credit for waiting for a draw, where the next step could start before it is known."""
 

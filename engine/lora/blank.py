@@ -13,7 +13,8 @@ DIGEST = "warm-up"
 
 
 def blank_adapter(layout: Layout, info: wire.Info, dtype: torch.dtype, *, pinned: bool = False) -> LoadedAdapter:
-    """Of rank 1, because nothing is compiled for a rank. ``pinned``: as :attr:`engine.lora.reader.AdapterReader.pinned`."""
+    """Return an adapter of rank 1; kernels take the rank at run time, so others need no compilation. ``pinned``: see
+    :attr:`engine.lora.reader.AdapterReader.pinned`."""
     weights = torch.zeros(capacity_of(layout, 1), dtype=dtype, pin_memory=pinned)
     table = places_of(layout, [1] * len(layout.products))
     on_host = torch.from_numpy(table)

@@ -36,9 +36,9 @@ class StepRows:
     tokens: int = 0
     """Tokens of the step; 0: no request of the step has an adapter."""
     all: UploadedRows | None = None
-    """Of all tokens; set where ``tokens`` is."""
+    """Rows of all tokens of the step; None if ``tokens`` is 0."""
     read: UploadedRows | None = None
-    """Of the rows that readouts read. The last layer computes no others behind attention."""
+    """The rows that readouts read, which are all that the last layer computes after its attention."""
 
     def of(self, count: int) -> LoraRows:
         """The rows of a product of ``count`` rows."""

@@ -55,7 +55,7 @@ class AdapterTurns:
         return True
 
     def _rotate(self, wanted: dict[str, None]) -> None:
-        """Replace those in turn that nobody wants, and then those whose turn is over."""
+        """End the turns of adapters without requests, then turns that are over, and give their places to waiting adapters."""
         for digest in [digest for digest in self._since if digest not in wanted]:
             self._end(digest)
         waiting = sorted((digest for digest in wanted if digest not in self._since), key=lambda digest: self._ended.get(digest, 0))

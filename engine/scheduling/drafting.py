@@ -31,7 +31,7 @@ class LookupSettings:
     rows: int
     """Decoding rows of a step up to which it has drafts, drafts included."""
     default: PromptLookup | None = None
-    """Of requests that do not say; None for no drafts."""
+    """Used for requests without ``prompt_lookup``; None: these have no drafts."""
     eos_token_ids: tuple[int, ...] = ()
 
 

@@ -74,7 +74,7 @@ class Inbox:
     """Decodes messages for the loop. The server has read their headers only, so a body may be faulty."""
 
     def __init__(self, loop: Loop, adapters: AdapterThread | None = None) -> None:
-        """``adapters``: None where nobody sends commands for adapters."""
+        """``adapters``: None if the engine takes no adapters through HTTP."""
         self._loop = loop
         self._adapters = adapters
         self._messages = msgspec.msgpack.Decoder(wire.Request | channel.AdapterCommand)

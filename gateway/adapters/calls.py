@@ -20,27 +20,13 @@ CALL_SECONDS = 300.0
 """Longest time of one engine for loading an adapter, which it may have to download."""
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """An engine on which a call failed."""
-
-    engine: str
-    """Its URL."""
-    message: str
-    """The problem and its remedy, for a person."""
-
-
 class Outcome(msgspec.Struct, frozen=True):
-    """What the engines of a model answered."""
+    """The answers of a model's engines to one call."""
 
     done: list[Replica]
     failed: list[tuple[Replica, GatewayError]]
     adapter: wire.Adapter | None = None
-    """What was loaded."""
-
-    @property
-    def failures(self) -> list[Failure]:
-        """The failures, for a client."""
-        return [Failure(replica.client.url, error.message) for replica, error in self.failed]
+    """The adapter that ``done`` loaded; None for an unload."""
 
 
 def replicas_of(pool: Pool, base: str) -> list[Replica]:

@@ -33,7 +33,7 @@ class AdapterManager:
     def __init__(self, pool: Pool, store: LoadedStore, telemetry: Telemetry) -> None:
         self.store = store
         self.known: dict[Reference, Loaded] = {}
-        """What the store held when it was last read, and what this gateway has changed since."""
+        """The store's adapters at the last reading, with the changes that this gateway made since."""
         self.busy: set[Reference] = set()
         """Adapters that this gateway loads or unloads right now."""
         self.unloads: dict[Replica, set[str]] = {}

@@ -86,7 +86,7 @@ class RedisLoaded:
         try:
             return {loaded.reference: loaded for loaded in _decoder.decode(content)} if content else {}
         except msgspec.DecodeError:
-            logger.error("Redis: %s cannot be read; it is begun anew", self._name)
+            logger.error("Redis: %s is damaged; its entries are dropped", self._name)
             return {}
 
     async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:

@@ -19,7 +19,7 @@ from gateway.pool.adapters import Reference
 from gateway.pool.pool import Pool
 from gateway.routes.body import Body, post_json
 from gateway.routes.large import JsonResponse
-from gateway.schemas.adapters import AdapterOperation, LoadAdapterRequest, UnloadAdapterRequest
+from gateway.schemas.adapters import AdapterOperation, Failure, LoadAdapterRequest, UnloadAdapterRequest
 from gateway.schemas.decoding import BodyDecoder
 from gateway.schemas.parameters import Parameters
 
@@ -101,6 +101,6 @@ def _answer(reference: Reference, outcome: Outcome) -> Response[AdapterOperation
         parent=reference.base,
         digest=None if outcome.adapter is None else outcome.adapter.digest,
         engines=len(outcome.done),
-        failed=outcome.failures,
+        failed=[Failure(replica.client.url, error.message) for replica, error in outcome.failed],
     )
     return JsonResponse(answer, status=202 if outcome.failed else 200)

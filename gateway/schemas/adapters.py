@@ -6,11 +6,19 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from gateway.adapters.calls import Failure
 from gateway.schemas.parameters import Endpoint, Parameters
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Path = Annotated[str, msgspec.Meta(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An engine on which an operation failed."""
+
+    engine: str
+    """Its URL."""
+    message: str
+    """The problem and its remedy, for a person."""
 
 
 class LoadAdapterRequest(Parameters, kw_only=True):

@@ -126,7 +126,7 @@ class Scorer:
         for begin, end in slices(prompts.branches):
             branches = prompts.branches[begin:end]
             keys += result_keys(model.info.fingerprint, prompts.readout, prompts.prefix, branches, prompts.suffix, salt=salt)
-            if end > LOOKUP_KEYS:
+            if end > LOOKUP_KEYS or end < len(prompts.branches):  # also between slices of few long branches
                 await asyncio.sleep(0)
         branch_of = dict(zip(keys, prompts.branches, strict=True))
         if arrived is not None:
@@ -152,6 +152,8 @@ class Scorer:
         reused = [key in hits for key in keys]
         cached_tokens = job.cached_tokens + sum(length for hit, length in zip(reused, prompts.lengths, strict=True) if hit)
         repeated = set() if len(branch_of) == len(keys) else _repeated(keys)
+        if len(keys) > LOOKUP_KEYS:
+            await asyncio.sleep(0)
         if not job.errors:
             return Scores([results[key] for key in keys], reused, cached_tokens, job.queue_seconds, repeated)
         errors = {place: job.errors[key] for place, key in enumerate(keys) if key in job.errors}

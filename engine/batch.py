@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from engine.core import Branch, Request
 from engine.ints import EMPTY, Ints
+
+if TYPE_CHECKING:
+    from engine.vision.embeddings import ImageWork
 
 
 class ExtendSegment(msgspec.Struct, frozen=True, eq=False):
@@ -68,8 +71,10 @@ class Batch:
     """Segments on the length model, without the pending tokens of ``candidate_passes``."""
     candidate_passes: dict[Branch, CandidatePass] = field(default_factory=dict)
     """One pass for each guided branch that draws."""
+    images: list[ImageWork] = field(default_factory=list)
+    """Images that vision towers embed before the decoders compute their tokens."""
     load: int = 0
-    """Upper bound of the tokens of the step on both models, candidates included."""
+    """Upper bound of the tokens of the step on both models, candidates and tokens of :attr:`images` included."""
 
     def add(self, segment: ExtendSegment) -> None:
         """Add a segment. Segments of a model are computed in the order in which they are added."""
@@ -95,10 +100,21 @@ class Batch:
         self.candidate_passes[branch] = candidate_pass
         self.load += candidates + (len(candidate_pass.pending.tokens) if candidate_pass.pending else 0)
 
+    def add_image(self, work: ImageWork, tokens: int) -> None:
+        """Let the step embed an image of ``tokens``."""
+        self.images.append(work)
+        self.load += tokens
+
+    @property
+    def requests(self) -> list[Request]:
+        """The request of each segment and image."""
+        segments = (segment.request for segment in (*self.segments, *self.lenvm_segments))
+        return [*segments, *(work.request for work in self.images)]
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to compute."""
-        return not (self.segments or self.lenvm_segments)
+        return not (self.segments or self.lenvm_segments or self.images)
 
 
 class Tokens(NamedTuple):

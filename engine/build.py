@@ -18,10 +18,12 @@ from engine.attention.branches import FixedBranches
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
 from engine.capacity import default_slots
+from engine.description import describe
 from engine.device.compilations import Compilations
 from engine.device.cuda_graphs import CudaCapture
 from engine.distributed.leader import LeadingDecoder
 from engine.distributed.placement import device_of, dtype_of, set_threads, warn_of_slow_dtype
+from engine.distributed.shard import check_expert_parallel
 from engine.kvcache.kv import KVCache
 from engine.kvcache.slots import SlotPool
 from engine.lenvm.graphs import COUNTED_PARTS, PARTS, PassGraphs
@@ -47,8 +49,8 @@ from engine.scheduling.scheduler import Budget, Scheduler
 from engine.settings import CPU_BATCHED_TOKENS, CPU_DRAFT_ROWS, GPU_BATCHED_TOKENS, GPU_DRAFT_ROWS, EngineSettings
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
 from engine.structured_requests import StructuredRequests
+from engine.vision.build import assemble_vision, check_vision_settings
 from engine.warm_up import warm_up
-from kernels.candidates import MOST
 from kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ def build_loop(settings: EngineSettings) -> Loop:
     """Load the model and build the loop around it. Raises :class:`ModelError`."""
     settings = located(settings)
     check_settings(settings)
+    check_expert_parallel(settings)
+    check_vision_settings(settings, load_config(Path(settings.model)))
     set_threads(settings)
     device = device_of(settings)
     dtype = dtype_of(settings, device)
@@ -71,8 +75,8 @@ def build_loop(settings: EngineSettings) -> Loop:
     if shared:
         decoder: Decoder = LeadingDecoder(directory, dtype, settings, device)
     else:
-        decoder = load_model(directory, dtype, format_of(settings.quantize, device, dtype)).to(device)
-    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype)
+        decoder = load_model(directory, dtype, format_of(settings.quantize, device, dtype), settings.max_context).to(device)
+    digest = fingerprint(directory, dtype, settings.quantize, settings.tensor_parallel, settings.kv_dtype, decoder.config)
     vocabulary = load_grammar_vocabulary(directory, decoder.config)
     if settings.lenvm_model is None:
         return assemble(decoder, settings, digest, vocabulary=vocabulary)
@@ -134,6 +138,7 @@ def assemble(
     description = attention.description
     if isinstance(decoder, LeadingDecoder):
         attention = decoder.lead(attention)
+    vision = assemble_vision(decoders, settings, slots)
     overlap = on_gpu if settings.overlap is None else settings.overlap
     budget = Budget(
         settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS),
@@ -148,13 +153,16 @@ def assemble(
         lenvm_attention = make_attention(paired.model.decoder, slots, settings.attention)
         passes = make_pass_graphs(paired.model, lenvm_attention.kv, settings.cuda_graphs, budget)
         compact = not on_gpu and not overlap
-        lenvm = LenVMRunner(paired.model, lenvm_attention, paired.gamma, config.eos_token_ids, passes, compact=compact)
+        lenvm = LenVMRunner(
+            paired.model, lenvm_attention, paired.gamma, config.eos_token_ids, passes, vision.steps, compact=compact
+        )
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
-    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters)
-    info = describe(config, settings, slots, digest, paired, grammar=vocabulary is not None)
+    runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps)
+    length = (None, None) if paired is None else (paired.model, paired.gamma)
+    info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
-    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description)
+    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info)
     registry = make_registry(memory, decoder, settings, info)
 
     def make_loop(adapters: AdapterRegistry, structured: StructuredRequests | None, max_waiting: int, max_wait: float) -> Loop:
@@ -170,12 +178,14 @@ def assemble(
             structured=structured,
             compilations=compilations,
             adapters=adapters,
+            images=vision.intake,
         )
 
     if _compiles(attention.kv.keys.device):
         # Its steps are not counted, and it refuses nothing.
         loop = make_loop(blank_registry(memory, decoder, info), None, max_waiting=16, max_wait=math.inf)
         warm_up(loop, budget, compilations, adapted=memory is not None)
+        vision.steps.reset()
         if memory is not None:
             memory.slots.reset()
     compilations.ready()
@@ -249,49 +259,3 @@ def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
     except Exception:  # an error of CUDA or of Triton's compiler; the passes over all candidates are captured
         logger.warning("CUDA graphs of the length model: none for needed candidates, capturing them failed", exc_info=True)
     return graphs
-
-
-def describe(
-    config: ModelConfig,
-    settings: EngineSettings,
-    slots: int,
-    digest: str,
-    paired: PairedLenVM | None = None,
-    *,
-    grammar: bool = False,
-) -> wire.Info:
-    """Return the description of the model and its limits for the gateway. Head rows that only one of two models has are padding."""
-    vocab_size = config.vocab_size if paired is None else min(config.vocab_size, paired.model.config.vocab_size)
-    return wire.Info(
-        model=settings.name,
-        fingerprint=digest,
-        vocab_size=vocab_size,
-        max_context=config.max_context,
-        eos_token_ids=list(config.eos_token_ids),
-        capabilities=capabilities(config, paired, grammar=grammar),
-        limits=wire.Limits(
-            max_branches=10_000,
-            max_slots=slots,
-            max_logprobs=20,
-            max_labels=1000,
-            max_sequences=128,
-            max_candidates=min(MOST, 1 << vocab_size.bit_length() - 1),
-        ),
-        lenvm_gamma=None if paired is None else paired.gamma,
-        classes=list(config.classes),
-        multi_label=config.multi_label,
-        embedding_size=0 if config.pooling is None else config.hidden_size,
-    )
-
-
-def capabilities(config: ModelConfig, paired: PairedLenVM | None, *, grammar: bool = False) -> list[str]:
-    """:attr:`engine.wire.Info.capabilities`."""
-    able = {
-        "score": config.lm_head,
-        "generate": config.lm_head,
-        "classify": bool(config.classes),
-        "embed": config.pooling is not None,
-        "length_guidance": paired is not None,
-        "grammar": grammar,
-    }
-    return [name for name, is_able in able.items() if is_able]

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from engine.lora.adapter import LoadedAdapter
     from engine.prompt_lookup import Lookup
     from engine.structured.constraint import Constraint
+    from engine.vision.prompts import RequestImages
 
 NOBODY = wire.Caller()
-
 PENDING = -1
 """Stands for a token that a step in flight is drawing: the next step takes it from device memory."""
 
@@ -51,8 +51,7 @@ class Branch:
     index: int
     tokens: IntBuffer
     context: IntBuffer = field(default_factory=IntBuffer)
-    """Slots of the prefix, and behind them those of the branch's tokens computed so far, which this branch owns. Empty before the
-    first token is computed. Views stay valid while tokens are added."""
+    """Slots of the prefix, then of the branch's own computed tokens; empty before the first one. Views stay valid as it grows."""
     given: int = 0
     """Number of tokens that came with the request; the tokens behind them are output."""
     prompt_logprobs: list[wire.Logprobs] = field(default_factory=list)
@@ -158,6 +157,8 @@ class Request:
     caller: wire.Caller = NOBODY
     adapter: LoadedAdapter | None = None
     """The adapter of the main model that it is computed with; None: the base model."""
+    images: RequestImages | None = None
+    """Images in its prompt."""
     size: int = 0
     """Tokens that came with it, each shared one once."""
     priority: int = 0
@@ -261,9 +262,9 @@ class ScoreRequest(Request):
 
     @classmethod
     def of(
-        cls, message: wire.Score, now: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
+        cls, message: wire.Score, received: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
     ) -> ScoreRequest:
-        """``now``: the monotonic clock, seconds; ``mean_pooling``: whether an embedding is the mean over the whole prompt."""
+        """``received``: seconds, monotonic; ``mean_pooling``: whether an embedding is the mean over the whole prompt."""
         prefix, given, targets = prompt_parts_of(message, mean_pooling=mean_pooling)
         request = cls(
             id=message.id,
@@ -271,9 +272,9 @@ class ScoreRequest(Request):
             caller=message.caller,
             adapter=adapter,
             size=len(prefix) + sum(map(len, given)),
-            received=now,
+            received=received,
             priority=message.priority,
-            expires=None if message.deadline is None else now + message.deadline,
+            expires=None if message.deadline is None else received + message.deadline,
             on_lenvm=isinstance(message.readout, wire.LengthValue),
             readout=message.readout,
             rows=[[] for _ in given],

@@ -95,5 +95,6 @@ class Counters:
             refused_adapter=self.refused.adapter,
             displaced=self.refused.displaced,
             **adapters.counts,
+            **runner.images.counts,
             **structured.counts if structured is not None else {},
         )

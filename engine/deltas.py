@@ -100,6 +100,13 @@ def unsent(branch: Branch) -> list[wire.Delta]:
     return wire.prompt_parts(join_deltas(kept))
 
 
+def aborted(request: GenerateRequest) -> list[wire.Delta]:
+    """Return the last messages of a request's open sequences that its caller ends."""
+    kept = [delta for branch in request.branches for delta in unsent(branch)]
+    open_ones = [(branch, request.offset(branch) - branch.pending) for branch in request.branches]
+    return kept + [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
+
+
 def join_deltas(pieces: Sequence[wire.Delta]) -> wire.Delta:
     """Join consecutive deltas of one sequence. Only the first may carry prompt fields, and only the last ``finish``."""
     first, last = pieces[0], pieces[-1]

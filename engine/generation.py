@@ -55,7 +55,7 @@ class GenerateRequest(Request):
     """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
 
     @classmethod
-    def of(cls, message: wire.Generate, now: float, adapter: LoadedAdapter | None = None) -> GenerateRequest:
+    def of(cls, message: wire.Generate, received: float, adapter: LoadedAdapter | None = None) -> GenerateRequest:
         """A prompt whose own log-probabilities are asked for is computed by its first branch, the others share a prefix."""
         prompt = ints(message.prompt)
         whole = message.prompt_logprobs is not None
@@ -66,9 +66,9 @@ class GenerateRequest(Request):
             caller=message.caller,
             adapter=adapter,
             size=len(prefix) + message.sampling.n * len(start),
-            received=now,
+            received=received,
             priority=message.priority,
-            expires=None if message.deadline is None else now + message.deadline,
+            expires=None if message.deadline is None else received + message.deadline,
             message=message,
             prompt=prompt,
             length_guidance=effective(message),

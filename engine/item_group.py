@@ -21,6 +21,7 @@ from engine.ints import EMPTY, IntBuffer, Ints, ints
 if TYPE_CHECKING:
     from engine.kvcache.prefix_cache import Node
     from engine.lora.adapter import LoadedAdapter
+    from engine.vision.intake import ItemImages
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -44,14 +45,16 @@ class ItemGroup(Request):
     """Items that are not done."""
     cached_items: int = 0
     pinned_items: int = 0
+    item_images: ItemImages | None = None
+    """Images of items and query; None without any."""
     _requests: dict[int, ScoreRequest] = field(default_factory=dict)
     """Requests of waiting items: of the first one, and of items that were preempted."""
 
     @classmethod
     def of(
-        cls, message: wire.ScoreItems, now: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
+        cls, message: wire.ScoreItems, received: float, adapter: LoadedAdapter | None = None, *, mean_pooling: bool = False
     ) -> ItemGroup:
-        """``now`` and ``mean_pooling``: see :meth:`ScoreRequest.of`. The message has been checked."""
+        """``received`` and ``mean_pooling``: see :meth:`ScoreRequest.of`. The message has been checked."""
         items, query, readout = items_of(message), ints(message.query), message.readout
         prefixes = items
         if isinstance(readout, wire.Likelihood):
@@ -64,9 +67,9 @@ class ItemGroup(Request):
             caller=message.caller,
             adapter=adapter,
             size=sum(map(len, items)) + len(items) * len(query),
-            received=now,
+            received=received,
             priority=message.priority,
-            expires=None if message.deadline is None else now + message.deadline,
+            expires=None if message.deadline is None else received + message.deadline,
             on_lenvm=isinstance(readout, wire.LengthValue),
             message=message,
             prefixes=prefixes,
@@ -171,6 +174,8 @@ class ItemGroup(Request):
             prefix_slots=prefix_slots,
         )
         request.branches.append(Branch(request, 0, query, context))
+        if self.item_images is not None:
+            self.item_images.attach(request)
         return request
 
 

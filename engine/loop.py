@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
-
 from engine import wire
 from engine.batch import Batch
 from engine.checks import check
 from engine.core import Branch, Request, ScoreRequest
 from engine.counters import Counters
-from engine.deltas import Deltas, unsent
+from engine.deltas import Deltas, aborted
 from engine.device.compilations import Compilations
 from engine.generation import GenerateRequest
 from engine.item_group import ItemGroup
@@ -30,11 +28,12 @@ from engine.item_results import ItemResults
 from engine.lora.adapter import LoadedAdapter
 from engine.lora.registry import AdapterRegistry
 from engine.readouts.base import StepResult
-from engine.refusals import Message, Refusals, overloaded
+from engine.refusals import Message, Refusals, overloaded, step_failed
 from engine.request_log import Ending, RequestLog
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
 from engine.structured_requests import StructuredRequests
+from engine.vision.intake import ImageIntake
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +59,11 @@ class Loop:
         structured: StructuredRequests | None = None,
         compilations: Compilations | None = None,
         adapters: AdapterRegistry | None = None,
+        images: ImageIntake | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``mean_pooling``: see :meth:`ScoreRequest.of`. ``structured``: None where the engine follows no grammars. Steps that
-        ``runner`` computed before are not counted."""
+        """``mean_pooling``: see :meth:`ScoreRequest.of`. ``structured``: None where the engine follows no grammars. ``images``:
+        None where the model reads none. Steps that ``runner`` computed before are not counted."""
         self._runner = runner
         self._scheduler = scheduler
         self.info = info
@@ -74,6 +74,7 @@ class Loop:
         self._mean_pooling = mean_pooling
         self._structured = structured
         self._compilations = compilations
+        self._images = images
         self._pending_step: PendingStep | None = None
         """The step whose results are not processed yet."""
         self._clock = clock
@@ -87,21 +88,23 @@ class Loop:
         self._ended: list[wire.Reply] = []
         """Terminal replies that the next step returns."""
 
-    def submit(self, message: wire.Request) -> None:
-        """Accept or refuse a message. The next :meth:`step` returns the replies to refusals and aborts."""
+    def submit(self, message: wire.Request, received: float | None = None) -> None:
+        """Accept or refuse a message. The next :meth:`step` returns the replies to refusals and aborts.
+
+        ``received``: when the engine received it, on the loop's clock; None: now. Queue time and deadline count from then.
+        """
         if isinstance(message, wire.Abort):
             self._abort(message.id)
             return
         adapter = self.adapters.get(message.adapter)
         failure = self._refusal(message, adapter)
+        received = self._clock() if received is None else received
         if failure is not None:
             self._ended.append(failure)
         elif isinstance(message, wire.Score | wire.ScoreItems):
-            self._submit_score(message, adapter)
-        elif self._structured is not None and message.grammar:
-            self._structured.begin(GenerateRequest.of(message, self._clock(), adapter))
+            self._submit_score(message, received, adapter)
         else:
-            self._scheduler.add(GenerateRequest.of(message, self._clock(), adapter))
+            self._add(GenerateRequest.of(message, received, adapter), message)
 
     def refuse(self, request_id: str, problem: str) -> None:
         """Refuse a message that could not be decoded; the next :meth:`step` replies."""
@@ -139,20 +142,11 @@ class Loop:
         return replies
 
     def _settle_structured(self) -> list[wire.Reply]:
-        """Queue the requests whose grammar is compiled, and end those that cannot follow theirs."""
-        if self._structured is None:
-            return []
-        settled = self._structured.settle(self._step_seconds)
-        for request in settled.compiled:
-            self._scheduler.add(request)
         replies: list[wire.Reply] = []
-        for request, problem in settled.failed:
-            queued = self._scheduler.get(request.id) is request
-            if queued:
-                self._scheduler.remove(request)
-            if queued or request.first_computed is None:
-                self._note("failed", request, code="invalid")
-                replies.append(wire.Failed(request.id, "invalid", problem))
+        settled = () if self._structured is None else self._structured.queue_settled(self._scheduler, self._step_seconds)
+        for request, problem in settled:
+            self._note("failed", request, code="invalid")
+            replies.append(wire.Failed(request.id, "invalid", problem))
         return replies
 
     def close(self) -> None:
@@ -166,13 +160,21 @@ class Loop:
         parts = self._scheduler, self._runner, self._structured, self._compilations, self.adapters
         return self._counters.snapshot(self.info, *parts)
 
-    def _submit_score(self, message: wire.Score | wire.ScoreItems, adapter: LoadedAdapter | None) -> None:
+    def _submit_score(self, message: wire.Score | wire.ScoreItems, received: float, adapter: LoadedAdapter | None) -> None:
         if not (message.branches if isinstance(message, wire.Score) else message.lengths):
             self._ended.append(wire.Scored(message.id, [], 0, 0))
         elif isinstance(message, wire.ScoreItems):
-            self._scheduler.add(ItemGroup.of(message, self._clock(), adapter, mean_pooling=self._mean_pooling))
+            self._add(ItemGroup.of(message, received, adapter, mean_pooling=self._mean_pooling), message)
         else:
-            self._scheduler.add(ScoreRequest.of(message, self._clock(), adapter, mean_pooling=self._mean_pooling))
+            self._add(ScoreRequest.of(message, received, adapter, mean_pooling=self._mean_pooling), message)
+
+    def _add(self, request: Request, message: Message) -> None:
+        if self._images is not None and message.images:
+            self._images.attach(request, message)
+        if isinstance(request, GenerateRequest) and self._structured is not None and request.message.grammar:
+            self._structured.begin(request)
+        else:
+            self._scheduler.add(request)
 
     def _refusal(self, message: Message, adapter: LoadedAdapter | None) -> wire.Failed | None:
         """Why ``message`` cannot be accepted, if so."""
@@ -187,7 +189,8 @@ class Loop:
         if wait > self._max_wait_seconds:
             return self._refusals.overloaded(message, "wait", wait)
         compiling = 0 if self._structured is None else self._structured.compiling
-        if self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller):
+        full = self._images is not None and self._images.full(message)
+        if full or (self._scheduler.waiting + compiling >= self._max_waiting and not self._displace(message.caller)):
             return self._refusals.overloaded(message, "queue_full", wait)
         return None
 
@@ -202,8 +205,7 @@ class Loop:
         if displaced is None:
             return False
         self._counters.refused.displaced += 1
-        wait = self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)
-        self._ended.append(overloaded(displaced.id, wait))
+        self._ended.append(overloaded(displaced.id, self._scheduler.wait_seconds(displaced.priority, displaced.caller.tenant)))
         self._note("displaced", displaced, code="overloaded")
         return True
 
@@ -216,10 +218,7 @@ class Loop:
         if request is None:
             return
         if isinstance(request, GenerateRequest):
-            for branch in request.branches:
-                self._ended += unsent(branch)
-            open_ones = [(branch, request.offset(branch) - branch.pending) for branch in request.branches]
-            self._ended += [wire.Delta(request.id, offset, [], branch.index, finish="abort") for branch, offset in open_ones]
+            self._ended += aborted(request)
         else:
             self._ended.append(wire.Failed(request_id, "aborted", "The caller ended the request."))
         if self._scheduler.get(request_id) is None:
@@ -241,9 +240,7 @@ class Loop:
         return step
 
     def _wait(self, step: PendingStep) -> list[wire.Reply]:
-        """Wait for a step and process its results. If it failed, the step that was launched after it fails too, because it builds
-        on it.
-        """
+        """Wait for a step and process its results. If it failed, the step launched after it, which builds on it, fails too."""
         try:
             result = step.wait()
         except DEVICE_ERRORS as error:
@@ -296,11 +293,8 @@ class Loop:
 
     def _fail(self, batch: Batch, error: Exception) -> list[wire.Reply]:
         """End the requests of a failed step. The engine continues."""
-        memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         logger.exception("a step of %d tokens failed", batch.tokens)
-        code: wire.ErrorCode = "out_of_memory" if memory else "internal"
-        message = "The engine ran out of memory in this step." if memory else "The engine failed in this step."
         failed = self._scheduler.fail(batch)
         for request in failed:
-            self._note("failed", request, code=code)
-        return [wire.Failed(request.id, code, message, retryable=True) for request in failed]
+            self._note("failed", request, code=step_failed(request.id, error).code)
+        return [step_failed(request.id, error) for request in failed]

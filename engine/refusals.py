@@ -1,8 +1,10 @@
-"""The replies to messages that the engine does not accept: made, counted and logged."""
+"""The replies to messages that the engine does not accept, which are counted and logged, and to those whose step failed."""
 
 from __future__ import annotations
 
 from typing import Literal
+
+import torch
 
 from engine import wire
 from engine.checks import MAX_CALLER_CHARACTERS
@@ -49,3 +51,10 @@ class Refusals:
 def overloaded(request_id: str, wait: float) -> wire.Failed:
     """The reply to a request that would have to wait for ``wait`` seconds."""
     return wire.Failed(request_id, "overloaded", QUEUE_FULL, retryable=True, retry_after=max(1.0, wait))
+
+
+def step_failed(request_id: str, error: Exception) -> wire.Failed:
+    """Return the end of a request whose step failed with ``error``."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return wire.Failed(request_id, "out_of_memory", "The engine ran out of memory in this step.", retryable=True)
+    return wire.Failed(request_id, "internal", "The engine failed in this step.", retryable=True)

@@ -29,6 +29,8 @@ RESERVED_SHARE = 0.25
 """Default of :attr:`EngineSettings.reserved_share`."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 """Defaults of :attr:`EngineSettings.max_batched_tokens`."""
+CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
+"""Defaults of :attr:`EngineSettings.max_batched_patches`."""
 CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 16, 128
 """Defaults of :attr:`EngineSettings.prompt_lookup_rows`."""
 
@@ -98,6 +100,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Tokens computed in one step, scoring and decoding together. While several tenants share the engine, a step has a quarter
     of them, because a new request waits for the step in progress.
     """
+    max_context: Annotated[Count | None, unset("the model's; its original context with rotations of the type longrope")] = None
+    """Longest prompt and output together, in tokens. A model whose rotations have the type longrope is served with its factors for
+    long contexts if this is more than its original context, and with those for short ones otherwise; see [models.md](models.md).
+    """
     max_running_requests: Count = 256
     """Requests computed at once."""
     prompt_lookup: Annotated[int, Meta(ge=0, le=32)] = 0
@@ -121,6 +127,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Processes that share the model, each with a part of every layer and of the keys and values. Must divide the numbers of
     heads, key-value heads and feed-forward columns.
     """
+    expert_parallel: Count = 1
+    """Processes among which the experts of a mixture of experts are shared whole: 1, so that each process of ``--tensor-parallel``
+    has a part of every expert, or the number of ``--tensor-parallel``, so that each has some of the experts.
+    """
     lora: list[str] = []
     """A LoRA adapter in PEFT's format to load at the start, as ``NAME=PATH``; may be given several times. PATH is a directory or a
     hub id. See [lora.md](lora.md).
@@ -137,6 +147,17 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     max_lora_rank: Annotated[int, Meta(ge=1, le=128)] = 64
     """Largest rank of a LoRA adapter."""
+
+    max_image_tokens: Count = 4096
+    """Tokens of the largest image; gateways reduce larger ones. One token of Qwen2.5-VL is 28 by 28 pixels."""
+    max_batched_patches: Annotated[Count | None, unset(f"{CPU_BATCHED_PATCHES:,} on a CPU, {GPU_BATCHED_PATCHES:,} on a GPU")] = (
+        None
+    )
+    """Patches of images that a vision tower computes in one step, because other requests wait for the step. A larger image is
+    computed alone.
+    """
+    image_cache_mib: Count = 512
+    """Embeddings of images that are kept on the device, in MiB, beside those that the step needs."""
 
     @property
     def takes_adapters(self) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLTokenizer
 
-from engine.core import Branch
+from engine.core import Branch, Request
 from engine.generation import GenerateRequest
+from engine.scheduling.scheduler import Scheduler
 from engine.structured.compiler import Compiler
 from engine.structured.constraint import Constraint, GrammarError
 from engine.structured.masks import MaskThreads
@@ -94,6 +95,21 @@ class StructuredRequests:
             del self._compiling[request.id]
             self._settle_compiled(request, compiling, settled)
         return settled
+
+    def queue_settled(self, scheduler: Scheduler, step_seconds: float) -> Iterator[tuple[Request, str]]:
+        """Queue the requests whose grammar is compiled, and remove those that cannot follow theirs.
+
+        Yields these, with the reason as a sentence. ``step_seconds``: time of the last step.
+        """
+        settled = self.settle(step_seconds)
+        for request in settled.compiled:
+            scheduler.add(request)
+        for request, problem in settled.failed:
+            queued = scheduler.get(request.id) is request
+            if queued:
+                scheduler.remove(request)
+            if queued or request.first_computed is None:
+                yield request, problem
 
     def close(self) -> None:
         """End the threads."""

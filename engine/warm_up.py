@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 PROMPT = 600
 """Tokens of the long prompt: attention cuts longer contexts into chunks and merges their results."""
+WINDOWS_SIDE = 5
+"""Side of the image, in merged patches: one more than the side of a window."""
 REPORT_SECONDS = 5.0
 """Time between two lines of progress."""
 
@@ -75,6 +77,8 @@ def requests(info: wire.Info, budget: Budget) -> Iterator[Messages]:
     if "length_guidance" in able:
         yield [_score("length values", wire.LengthValue())]
         yield from _guided(info)
+    if info.vision is not None:
+        yield from _seeing(info, info.vision)
 
 
 def with_adapter(work: Sequence[Messages]) -> list[Messages]:
@@ -119,6 +123,23 @@ def _generations(prompt: Sequence[int]) -> Iterator[wire.Generate]:
     for name, way in ways.items():
         sampling = msgspec.structs.replace(way, max_tokens=3, ignore_eos=True)
         yield wire.Generate(name, list(prompt), sampling, logprobs=1, prompt_logprobs=1)
+
+
+def _seeing(info: wire.Info, vision: wire.VisionInfo) -> Iterator[Messages]:
+    """Prompts with an image whose windows have all sizes, on each model that reads it."""
+    side = WINDOWS_SIDE * vision.merge_size
+    while side > vision.merge_size and (side * vision.patch_size) ** 2 > vision.max_pixels:
+        side -= vision.merge_size
+    pixels = bytes(3 * (side * vision.patch_size) ** 2)
+    image = wire.Image(wire.image_digest(side, side, pixels), side, side, pixels)
+    prompt = [0, *[wire.IMAGE_TOKENS] * vision.tokens_of(image), 0]
+    if len(prompt) + 3 > min(info.max_context, info.limits.max_slots) or vision.tokens_of(image) > vision.max_tokens:
+        return
+    sampling = wire.Sampling(max_tokens=3, ignore_eos=True)
+    yield [wire.Generate("an image", prompt, sampling, logprobs=1, images=[image])]
+    if "length_guidance" in info.capabilities:
+        guidance = wire.LengthGuidance(scale=1.0, top_k=min(5, info.limits.max_candidates))
+        yield [wire.Generate("candidates about an image", prompt, sampling, length_guidance=guidance, images=[image])]
 
 
 def _guided(info: wire.Info) -> Iterator[Messages]:

@@ -79,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MODEL=FALLBACK",
         help="the model that generates while MODEL has no ready engine; repeat for more",
     )
+    parser.add_argument(
+        "--image-host",
+        action="append",
+        dest="image_hosts",
+        metavar="HOST",
+        help="a host that images may be fetched from; repeat for more",
+    )
     parser.add_argument("--redis-url", metavar="URL", help="Redis for results and limits, such as redis://127.0.0.1:6379/0")
     try:
         settings = load_settings(os.environ, vars(parser.parse_args(arguments)))

@@ -27,6 +27,8 @@ from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
 from gateway.edge.protocol import protocol_factory
 from gateway.errors import GatewayError
+from gateway.images.fetch import ImageFetcher
+from gateway.images.room import ImageRoom
 from gateway.keyring import KeyRing
 from gateway.lifecycle import Lifecycle
 from gateway.limits.admission import Admission
@@ -64,6 +66,7 @@ from gateway.routes.generating import Generator
 from gateway.routes.health import health_routes
 from gateway.routes.length import length_route
 from gateway.routes.models import model_routes
+from gateway.routes.patience import Patience
 from gateway.routes.reading import Reader
 from gateway.routes.rerank import rerank_route
 from gateway.routes.responding import Responder
@@ -89,10 +92,15 @@ START_SECONDS = 1.0
 
 
 def create_app(
-    settings: Settings, *, cache: ResultCache | None = None, lifecycle: Lifecycle | None = None, log: LineWriter | None = None
+    settings: Settings,
+    *,
+    cache: ResultCache | None = None,
+    lifecycle: Lifecycle | None = None,
+    log: LineWriter | None = None,
+    fetcher: ImageFetcher | None = None,
 ) -> Gateway:
-    """Create the gateway. ``cache`` None: Redis if it is configured, else the in-process cache. ``log`` None: no access log. Raises
-    :class:`SettingsError` for an invalid key file or a missing engine token."""
+    """Create the gateway. ``cache`` None: Redis if it is configured, else the in-process cache. ``log`` None: no access log.
+    ``fetcher`` None: as the settings say. Raises :class:`SettingsError` for an invalid key file or a missing engine token."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry()
     connections = Connections()
@@ -105,6 +113,8 @@ def create_app(
         telemetry,
         text_seconds=settings.text_seconds,
         job_mib=settings.text_job_mib,
+        fetcher=fetcher or _fetcher(settings, telemetry),
+        image_room=ImageRoom(settings.max_bytes_in_flight),
         formats=settings.chosen_formats,
     )
     dispatcher = Dispatcher(
@@ -136,7 +146,7 @@ def create_app(
     stored: CatalogueStore = share.catalogues if share else _catalogues_in_memory(settings, telemetry)
     catalogues = Catalogues(stored, telemetry)
     prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
-    scanner = Scanner(prompts, scoring)
+    scanner = Scanner(prompts, scoring, Patience(telemetry, settings.scan_wait_seconds))
     adapters = AdapterManager(pool, share.adapters if share else MemoryLoaded(), telemetry)
     restorer = Restorer(pool, adapters, telemetry, interval=settings.probe_seconds)
     kept = Kept(responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
@@ -225,6 +235,12 @@ def _key_ring(settings: Settings, file: Path) -> KeyRing:
 def _text_capacity(settings: Settings) -> Capacity:
     workers = settings.text_workers or default_workers()
     return Capacity(workers, settings.text_job_mib, settings.text_queue, settings.text_queue_bytes)
+
+
+def _fetcher(settings: Settings, telemetry: Telemetry) -> ImageFetcher:
+    hosts, seconds, most = settings.image_hosts, settings.image_seconds, settings.image_bytes
+    whole = settings.max_body_bytes
+    return ImageFetcher(hosts, telemetry.images, seconds=seconds, most_bytes=most, most_request_bytes=whole)
 
 
 def _catalogues_in_memory(settings: Settings, telemetry: Telemetry) -> MemoryCatalogues:

@@ -4,6 +4,7 @@
 
     GatewayError
     ├── InvalidRequest          400  the request is invalid; ``param`` names the field
+    │   ├── InvalidImage        400  an image cannot be used
     │   └── ContextExceeded     400  a prompt is longer than the model's context
     ├── Unauthorized            401  an API key is missing or unknown
     │   └── KeyExpired          401  an API key has expired

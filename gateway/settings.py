@@ -15,6 +15,7 @@ from gateway.settings_checks import (
     PREFIX,
     SettingsError,
     check_engine,
+    check_image_hosts,
     check_origin,
     check_redis_url,
     check_tracing_endpoint,
@@ -159,6 +160,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most characters of query and items, joined, of one request to a model whose tokeniser has no safe cuts in the query."""
     max_scores: Positive = 1 << 20
     """Most scores of one request: its items times its labels."""
+    max_image_pixels: Positive = 1 << 25
+    """Most pixels of all images of one request, as the headers of their files give them."""
+    max_image_tokens: Positive = 1 << 14
+    """Most tokens of all images of one request together; an image that occurs again counts once."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts that images may be fetched from, separated by commas in the environment: ``HOST``, ``HOST:PORT``, ``*.DOMAIN`` for all
+    names below a domain, or ``*``. Private addresses are refused in any case. Empty: only data URLs are accepted."""
+    image_seconds: Seconds = 5.0
+    """Longest time of fetching an image, before the answer is 400."""
+    image_bytes: Positive = 10 << 20
+    """Most bytes of an image that is fetched."""
     text_workers: Count = 0
     """Processes that read texts, chat templates and long bodies; at most half of them read long ones. 0 starts one for each
     processor, but at least two and at most four."""
@@ -199,6 +211,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Most bytes of the catalogues of one trust group."""
     catalogue_request_items: Positive = 200_000
     """Most items of a request that scores a whole catalogue."""
+    scan_wait_seconds: NotNegative = 60.0
+    """Longest time that such a request, once it has results, waits for engines that are away or full, besides ``wait_seconds``."""
     catalogue_copies_bytes: Count = 128 << 20
     """With Redis: most bytes of registered items that this gateway keeps copies of."""
     handover_items: Count = 10_000
@@ -250,6 +264,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self.chosen_aliases, self.chosen_fallbacks  # noqa: B018  as above
         for origin in self.cors_origins:
             check_origin(origin)
+        check_image_hosts(self.image_hosts)
         if self.drain_seconds >= self.grace_seconds:
             problem = f"{self.drain_seconds:g} s are not less than the {self.grace_seconds:g} s in which the gateway must end"
             raise invalid("drain_seconds", problem, f"make {PREFIX}GRACE_SECONDS longer")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from gateway.pool.discovery.address import parse_address
 from tracing.export import TracingError, check_endpoint
 
 PREFIX = "YARDSTICK_"
+_IMAGE_HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?")
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 FLAGS = {
     "engines": "--engine",
@@ -21,6 +24,7 @@ FLAGS = {
     "reasoning_parsers": "--reasoning-parser",
     "aliases": "--alias",
     "fallbacks": "--fallback",
+    "image_hosts": "--image-host",
 }
 """Options of the command line, by setting."""
 
@@ -59,6 +63,14 @@ def check_origin(origin: str) -> None:
     known = parts.scheme in ("http", "https") and parts.hostname and origin == f"{parts.scheme}://{parts.netloc}"
     if origin != "*" and (not known or "*" in origin):
         raise invalid("cors_origins", f"{origin!r} is not an origin", "write it like https://app.example:8443, or *")
+
+
+def check_image_hosts(entries: Iterable[str]) -> None:
+    """Check the entries of ``image_hosts``. Raises :class:`SettingsError`."""
+    for entry in entries:
+        if not _IMAGE_HOST.fullmatch(entry):
+            remedy = "write it like images.example.com, images.example.com:8443, *.example.com or *"
+            raise invalid("image_hosts", f"{entry!r} is not a host", remedy)
 
 
 def check_redis_url(url: str) -> None:

@@ -39,4 +39,14 @@ def _convert(name: str, value: object, kind: object) -> Any:
         raise invalid(name, f"{value!r} does not fit", str(error)[:1].lower() + str(error)[1:]) from None
 
 
-_LISTS = ("engines", "allowed_hosts", "cors_origins", "presets", "tool_parsers", "reasoning_parsers", "aliases", "fallbacks")
+_LISTS = (
+    "engines",
+    "allowed_hosts",
+    "cors_origins",
+    "presets",
+    "tool_parsers",
+    "reasoning_parsers",
+    "aliases",
+    "fallbacks",
+    "image_hosts",
+)

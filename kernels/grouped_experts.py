@@ -1,4 +1,4 @@
-"""Products of rows with the experts that a router chose for them, for mixtures of experts.
+"""Products of rows with the experts that a router chose for them, for mixtures of experts: in the model's dtype, and in FP8.
 
 Pairs of a row and an expert are put in order of the expert, and each expert's pairs are padded to whole blocks, so that every
 program multiplies rows of one expert. All tables are made on the device, of sizes that the host knows, so a step never waits and
@@ -7,18 +7,24 @@ can be captured in a CUDA graph. Method: Gale et al. 2022, "MegaBlocks", arXiv 2
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.linear import linear
+from kernels.quantize import FP8, scaled_linear
 from kernels.runtime import FLOATS, expect, expect_device, jit, launches, tl
 
 ROW_BLOCKS = 16, 64
 """Pairs of a block: of a step with few pairs, and with more than :data:`FEW_PAIRS`."""
 FEW_PAIRS = 512
 """With 128 experts, blocks of 64 are mostly padding for some thousand pairs more, but then reading the weights takes the time."""
+
+
+Operand = tuple[Tensor, Tensor]
+"""Codes of e4m3 and float32 scales, one for each row: [..., rows, size] and [..., rows, 1] (:mod:`kernels.quantize`)."""
 
 
 class Blocks(NamedTuple):
@@ -46,7 +52,8 @@ def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool 
     """Multiply each row with the matrices of its experts.
 
     x: [rows, in], or with ``by_pair`` [rows · chosen, in], a row for each pair; weight: [experts, out, in]; experts: [rows, chosen]
-    int64. -> [rows · chosen, out], pair after pair.
+    int64, of which the number of experts stands for one that is not here. -> [rows · chosen, out], pair after pair, undefined for
+    experts that are not here.
     """
     operation = grouped_linear_triton if launches(x, weight) else grouped_linear_reference
     return operation(x, weight, experts, by_pair=by_pair)
@@ -54,13 +61,39 @@ def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool = False) -> Tensor:
     """:func:`grouped_linear` in plain PyTorch, expert by expert."""
+    out = x.new_full((experts.numel(), weight.shape[1]), float("nan"))
+    for expert, pairs in _pairs_by_expert(experts, len(weight)):
+        out[pairs] = linear(x[pairs if by_pair else pairs // experts.shape[1]], weight[expert])
+    return out
+
+
+def grouped_scaled_linear(x: Operand, weight: Operand, experts: Tensor, dtype: torch.dtype, *, by_pair: bool = False) -> Tensor:
+    """Multiply each row with the matrices of its experts, in FP8, with a scale for each row and each output channel.
+
+    x: [rows, in], or with ``by_pair`` [rows · chosen, in]; weight: [experts, out, in]; experts: as in :func:`grouped_linear`.
+    -> [rows · chosen, out] in ``dtype``, as there. Sums are those of :func:`kernels.quantize.scaled_linear`.
+    """
+    operation = grouped_scaled_linear_triton if launches(x[0], weight[0]) else grouped_scaled_linear_reference
+    return operation(x, weight, experts, dtype, by_pair=by_pair)
+
+
+def grouped_scaled_linear_reference(
+    x: Operand, weight: Operand, experts: Tensor, dtype: torch.dtype, *, by_pair: bool = False
+) -> Tensor:
+    """:func:`grouped_scaled_linear` in plain PyTorch, expert by expert."""
+    out = x[1].new_full((experts.numel(), weight[0].shape[1]), float("nan"), dtype=dtype)
+    for expert, pairs in _pairs_by_expert(experts, len(weight[0])):
+        rows = pairs if by_pair else pairs // experts.shape[1]
+        out[pairs] = scaled_linear(x[0][rows], x[1][rows], weight[0][expert], weight[1][expert], dtype=dtype)
+    return out
+
+
+def _pairs_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Each of ``count`` experts that has pairs, and these."""
     flat = experts.flatten()
-    order = flat.argsort(stable=True)
-    rows = x.index_select(0, order if by_pair else order // experts.shape[1])
-    counts = torch.bincount(flat, minlength=len(weight)).tolist()
-    parts = [linear(part, matrix) for part, matrix in zip(torch.split(rows, counts), weight, strict=True) if len(part)]
-    out = x.new_empty((len(flat), weight.shape[1]))
-    return out.index_copy_(0, order, torch.cat(parts)) if parts else out
+    counts = torch.bincount(flat, minlength=count + 1).tolist()
+    found = torch.split(flat.argsort(stable=True), counts)[:count]
+    return ((expert, pairs) for expert, pairs in enumerate(found) if len(pairs))
 
 
 def grouped_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair: bool = False) -> Tensor:
@@ -74,26 +107,62 @@ def grouped_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, *, by_pair
     expect("x", x, x, (rows * chosen if by_pair else rows, size), FLOATS)
     expect("weight", weight, x, (count, columns, size), (x.dtype,))
     expect("experts", experts, x, (rows, chosen), (torch.int64,))
-    out = x.new_empty((rows * chosen, columns))
+    return _launch(x, weight, experts, x.dtype, by_pair=by_pair)
+
+
+def grouped_scaled_linear_triton(
+    x: Operand, weight: Operand, experts: Tensor, dtype: torch.dtype, *, by_pair: bool = False
+) -> Tensor:
+    """:func:`grouped_scaled_linear` on a GPU that multiplies e4m3. All contiguous.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts. Experts are not checked: that would wait for the GPU.
+    """
+    codes, scales = x
+    expect_device("x", codes)
+    rows, chosen = experts.shape
+    count, columns, size = weight[0].shape
+    given = rows * chosen if by_pair else rows
+    expect("x", codes, codes, (given, size), (FP8,))
+    expect("scales of x", scales, codes, (given, 1), (torch.float32,))
+    expect("weight", weight[0], codes, (count, columns, size), (FP8,))
+    expect("scales of weight", weight[1], codes, (count, columns, 1), (torch.float32,))
+    expect("experts", experts, codes, (rows, chosen), (torch.int64,))
+    return _launch(codes, weight[0], experts, dtype, scales, weight[1], by_pair=by_pair)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    dtype: torch.dtype,
+    x_scales: Tensor | None = None,
+    weight_scales: Tensor | None = None,
+    *,
+    by_pair: bool,
+) -> Tensor:
+    (rows, chosen), (count, columns, size) = experts.shape, weight.shape
+    out = x.new_empty((rows * chosen, columns), dtype=dtype)
     blocks = block_pairs(experts, count)
-    exact = x.dtype == torch.float32
-    column_tile, size_tile = (32, 32) if exact else (128, 64)
+    column_tile, size_tile = (32, 32) if x.dtype == torch.float32 else (128, 128 // x.element_size())
     grid = (len(blocks.experts), -(-columns // column_tile))
     _grouped_linear[grid](
-        x, weight, out, blocks.places, blocks.experts, rows * chosen, 1 if by_pair else chosen,
-        columns, size, blocks.size, column_tile, size_tile, num_warps=4 if blocks.size < 64 else 8, num_stages=3,
+        x, weight, x_scales, weight_scales, out, blocks.places, blocks.experts, rows * chosen, 1 if by_pair else chosen,
+        count, columns, size, blocks.size, column_tile, size_tile, num_warps=4 if blocks.size < 64 else 8, num_stages=3,
     )  # fmt: skip
     return out
 
 
 def block_pairs(experts: Tensor, count: int) -> Blocks:
-    """Put the pairs of ``experts`` [rows, chosen] in blocks of one of ``count`` experts each. Does not wait for the device."""
+    """Put the pairs of ``experts`` [rows, chosen] in blocks of one expert each. Does not wait for the device.
+
+    Pairs of the expert ``count``, which is not here, come last, in blocks of their own.
+    """
     flat, device = experts.flatten(), experts.device
     pairs = len(flat)
     size = ROW_BLOCKS[pairs > FEW_PAIRS]
-    blocks = -(-pairs // size) + min(count, pairs)  # the most there can be
+    blocks = -(-pairs // size) + min(count + 1, pairs)  # the most there can be
     order = flat.argsort(stable=True)
-    sizes = torch.zeros(count, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    sizes = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
     padded = (sizes + size - 1) // size * size
     ends = padded.cumsum(0)
     sorted_experts = flat.index_select(0, order)
@@ -101,7 +170,7 @@ def block_pairs(experts: Tensor, count: int) -> Blocks:
     places = torch.full((blocks * size,), pairs, dtype=torch.int32, device=device)
     places.index_copy_(0, (ends - padded).index_select(0, sorted_experts) + nth, order.int())
     firsts = torch.arange(0, blocks * size, size, device=device)
-    of_block = torch.searchsorted(ends, firsts, right=True).clamp_(max=count - 1)
+    of_block = torch.searchsorted(ends, firsts, right=True).clamp_(max=count)
     return Blocks(places, of_block.int(), size)
 
 
@@ -109,11 +178,14 @@ def block_pairs(experts: Tensor, count: int) -> Blocks:
 def _grouped_linear(
     x: tl.tensor,
     weight: tl.tensor,
+    x_scales: tl.tensor,
+    weight_scales: tl.tensor,
     out: tl.tensor,
     places: tl.tensor,
     experts: tl.tensor,
     pairs: tl.tensor,
     chosen: tl.tensor,
+    EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
     ROW_TILE: tl.constexpr,
@@ -124,8 +196,8 @@ def _grouped_linear(
     block = tl.program_id(0)
     place = tl.load(places + block * ROW_TILE + tl.arange(0, ROW_TILE))
     real = place < pairs
-    if tl.max(real.to(tl.int32), axis=0) > 0:
-        expert = tl.load(experts + block).to(tl.int64)
+    expert = tl.load(experts + block).to(tl.int64)
+    if (tl.max(real.to(tl.int32), axis=0) > 0) & (expert < EXPERTS):
         column = tl.program_id(1) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
         step = tl.arange(0, SIZE_TILE)
         left = x + (place // chosen).to(tl.int64)[:, None] * SIZE + step[None, :]
@@ -136,5 +208,9 @@ def _grouped_linear(
             a = tl.load(left + start, mask=real[:, None] & inside[None, :], other=0.0)
             b = tl.load(right + start, mask=(column < COLUMNS)[None, :] & inside[:, None], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
+        if x_scales is not None:
+            row_scales = tl.load(x_scales + place // chosen, mask=real, other=0.0)
+            column_scales = tl.load(weight_scales + expert * COLUMNS + column, mask=column < COLUMNS, other=0.0)
+            acc = acc * row_scales[:, None] * column_scales[None, :]
         cell = place.to(tl.int64)[:, None] * COLUMNS + column[None, :]
         tl.store(out + cell, acc.to(out.dtype.element_ty), mask=real[:, None] & (column < COLUMNS)[None, :])

@@ -35,8 +35,9 @@ def qk_norm_rope_write(
     """Write the keys, normalised and rotated, and the values to their slots, and return the queries, normalised and rotated.
 
     qkv: [tokens, heads + 2 · kv_heads, head_dim], queries, keys and values in that order; q_weight, k_weight: [head_dim], of qkv's
-    dtype or float32, None where the model has no QK-norm; cos, sin: [tokens, head_dim / 2] float32; keys, values: [slots, kv_heads,
-    head_dim], one layer's; slots: [tokens] int64, each within keys and none twice. -> [tokens, heads, head_dim].
+    dtype or float32, None where the model has no QK-norm; cos, sin: [tokens, rotary / 2] float32, where ``rotary`` of the head_dim
+    elements of a head are rotated, the first ones; keys, values: [slots, kv_heads, head_dim], one layer's; slots: [tokens] int64,
+    each within keys and none twice. -> [tokens, heads, head_dim].
 
     scales: [2, kv_heads] float32, powers of two, of keys and of values that are kept as e4m3 codes (:mod:`kernels.kv_codes`); None
     where they are kept in the dtype of qkv. The queries are then multiplied by the scales of their keys.
@@ -100,8 +101,8 @@ def qk_norm_rope_write_triton(
     tile = min(power_of_two(rows), max(1, TILE // (2 * half)))
     grid = (tokens, -(-rows // tile))
     _qk_norm_rope_write[grid](
-        qkv, q_weight, k_weight, eps, cos, sin, q, keys, values, slots, scales, heads, kv_heads, head_dim // 2, tile, half,
-        num_warps=warps(2 * half * tile),
+        qkv, q_weight, k_weight, eps, cos, sin, q, keys, values, slots, scales, heads, kv_heads, head_dim // 2, cos.shape[1], tile,
+        half, num_warps=warps(2 * half * tile),
     )  # fmt: skip
     return q
 
@@ -130,8 +131,10 @@ def _check(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             expect(name, weight, qkv, (head_dim,), tuple({qkv.dtype: None, torch.float32: None}))
-    expect("cos", cos, qkv, (tokens, head_dim // 2), (torch.float32,))
-    expect("sin", sin, qkv, (tokens, head_dim // 2), (torch.float32,))
+    if cos.shape[-1] > head_dim // 2:
+        raise ValueError(f"cos has shape {list(cos.shape)}, where at most {head_dim // 2} angles are expected")
+    expect("cos", cos, qkv, (tokens, cos.shape[-1]), (torch.float32,))
+    expect("sin", sin, qkv, (tokens, cos.shape[-1]), (torch.float32,))
     kept = qkv.dtype if scales is None else FP8
     expect("keys", keys, qkv, (*keys.shape[:2], head_dim), (kept,))
     expect("values", values, qkv, keys.shape, (kept,))
@@ -156,29 +159,37 @@ def _qk_norm_rope_write(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    ROTATED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """TILE rows of a token a program, whichever of queries, keys and values they are; each head in its two halves."""
+    """TILE rows of a token a program, whichever of queries, keys and values they are; each head in two halves.
+
+    ROTATED pairs of elements are rotated. The rest of a head is halved too, and stays as it is.
+    """
     token = tl.program_id(0).to(tl.int64)
     rows = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < HALF
+    left, right = columns, columns + HALF
+    if ROTATED < HALF:
+        left = tl.where(columns < ROTATED, columns, columns + ROTATED)
+        right = tl.where(columns < ROTATED, columns + ROTATED, columns + HALF)
     is_query, is_value = rows < HEADS, rows >= HEADS + KV_HEADS
     kept = (rows < HEADS + 2 * KV_HEADS) & inside
-    start = qkv + (token * (HEADS + 2 * KV_HEADS) + rows) * (2 * HALF) + columns
-    first = tl.load(start, mask=kept, other=0.0).to(tl.float32)
-    second = tl.load(start + HALF, mask=kept, other=0.0).to(tl.float32)
+    start = qkv + (token * (HEADS + 2 * KV_HEADS) + rows) * (2 * HALF)
+    first = tl.load(start + left, mask=kept, other=0.0).to(tl.float32)
+    second = tl.load(start + right, mask=kept, other=0.0).to(tl.float32)
     turned_first, turned_second = first, second
     if q_weight is not None:
-        q_first, q_second = _halves(q_weight, columns, inside, HALF)
-        k_first, k_second = _halves(k_weight, columns, inside, HALF)
+        q_first, q_second = _halves(q_weight, left, right, inside)
+        k_first, k_second = _halves(k_weight, left, right, inside)
         squares = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
         scale = tl.rsqrt(squares + eps)[:, None]
         turned_first = first * scale * tl.where(is_query, q_first, k_first)
         turned_second = second * scale * tl.where(is_query, q_second, k_second)
-    cosines = tl.load(cos + token * HALF + columns, mask=inside, other=0.0)
-    sines = tl.load(sin + token * HALF + columns, mask=inside, other=0.0)
+    cosines = tl.load(cos + token * ROTATED + columns, mask=columns < ROTATED, other=1.0)
+    sines = tl.load(sin + token * ROTATED + columns, mask=columns < ROTATED, other=0.0)
     rotated_first = turned_first * cosines - turned_second * sines
     rotated_second = turned_second * cosines + turned_first * sines
     slot = tl.load(slots + token)
@@ -190,17 +201,18 @@ def _qk_norm_rope_write(
         rotated_first, rotated_second = rotated_first * factor, rotated_second * factor
         rotated_first = tl.where(is_query, rotated_first, _bounded(rotated_first))
         rotated_second = tl.where(is_query, rotated_second, _bounded(rotated_second))
-    _store(q + (token * HEADS + rows) * (2 * HALF) + columns, rotated_first, rotated_second, kept & is_query, HALF)
-    key = keys + (slot * KV_HEADS + rows - HEADS) * (2 * HALF) + columns
-    _store(key, rotated_first, rotated_second, kept & (rows >= HEADS) & (rows < HEADS + KV_HEADS), HALF)
-    value = values + (slot * KV_HEADS + rows - HEADS - KV_HEADS) * (2 * HALF) + columns
-    _store(value, first, second, kept & is_value, HALF)
+    query = q + (token * HEADS + rows) * (2 * HALF)
+    _store(query + left, query + right, rotated_first, rotated_second, kept & is_query)
+    key = keys + (slot * KV_HEADS + rows - HEADS) * (2 * HALF)
+    _store(key + left, key + right, rotated_first, rotated_second, kept & (rows >= HEADS) & (rows < HEADS + KV_HEADS))
+    value = values + (slot * KV_HEADS + rows - HEADS - KV_HEADS) * (2 * HALF)
+    _store(value + left, value + right, first, second, kept & is_value)
 
 
 @jit()
-def _halves(weight: tl.tensor, columns: tl.tensor, inside: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    first = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    return first, tl.load(weight + HALF + columns, mask=inside, other=0.0).to(tl.float32)
+def _halves(weight: tl.tensor, left: tl.tensor, right: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    first = tl.load(weight + left, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(weight + right, mask=inside, other=0.0).to(tl.float32)
 
 
 @jit()
@@ -209,6 +221,6 @@ def _bounded(x: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def _store(start: tl.tensor, first: tl.tensor, second: tl.tensor, kept: tl.tensor, HALF: tl.constexpr) -> None:
-    tl.store(start, first.to(start.dtype.element_ty), mask=kept)
-    tl.store(start + HALF, second.to(start.dtype.element_ty), mask=kept)
+def _store(left: tl.tensor, right: tl.tensor, first: tl.tensor, second: tl.tensor, kept: tl.tensor) -> None:
+    tl.store(left, first.to(left.dtype.element_ty), mask=kept)
+    tl.store(right, second.to(right.dtype.element_ty), mask=kept)

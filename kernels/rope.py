@@ -15,8 +15,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every head of ``x`` by the angles of its token.
 
     x: [tokens, heads, head_dim]; cos, sin: [tokens, head_dim / 2], float32, the rows of the tokens' positions. The rotation
-    is computed in float32 and returned in x's dtype.
+    is computed in float32 and returned in x's dtype. With fewer angles, [tokens, rotary / 2], the first ``rotary`` elements of a
+    head are rotated among themselves, and the others stay as they are.
     """
+    rotary = 2 * cos.shape[-1]
+    if rotary < x.shape[-1]:
+        return torch.cat([rope(x[..., :rotary], cos, sin), x[..., rotary:]], dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
     if x.dtype == torch.float32 and not needs_gradient(x):  # the same numbers in half the time on a CPU

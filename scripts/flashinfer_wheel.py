@@ -32,6 +32,13 @@ def pack(source: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     wheel = folder / f"{NAME}-{version}-{TAG}.whl"
     record = []
+    with zipfile.ZipFile(source) as modules:
+        names = sorted(entry.filename for entry in modules.infolist() if not entry.is_dir())
+    for name in names:
+        if not MODULE.fullmatch(name):
+            raise ValueError(f"{source.name}: {name} is no module; expected aot/NAME/NAME.so")
+    if not names:
+        raise ValueError(f"{source.name}: there is no module in it")
     with zipfile.ZipFile(source) as modules, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed:
 
         def write(name: str, content: bytes) -> None:
@@ -39,12 +46,8 @@ def pack(source: Path, folder: Path) -> Path:
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
             record.append(f"{name},sha256={digest},{len(content)}")
 
-        for name in sorted(entry.filename for entry in modules.infolist() if not entry.is_dir()):
-            if not MODULE.fullmatch(name):
-                raise ValueError(f"{source.name}: {name} is no module; expected aot/NAME/NAME.so")
+        for name in names:
             write(f"flashinfer/data/{name}", modules.read(name))
-        if not record:
-            raise ValueError(f"{source.name}: there is no module in it")
         summary = "Compiled modules of FlashInfer, which are not compiled again where they are installed."
         requires = f"Requires-Dist: flashinfer-python=={found['version']}"
         write(

@@ -4,6 +4,7 @@
 #   release.sh notes v0.2.0     prints the section of CHANGELOG.md
 #   release.sh chart DIRECTORY [REGISTRY]  writes the packaged chart there, the same bytes for the same files; its images are those of
 #                               REGISTRY unless values say otherwise
+#   release.sh modules [URL] [SHA256]  puts FlashInfer's compiled modules (see flashinfer_wheel.py) into wheels/, for the CUDA image
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,7 +42,21 @@ chart() {
   rm -r "$copy"
 }
 
+modules() {
+  if [ -z "$1" ]; then
+    echo "release: FLASHINFER_ZIP_URL is not set; engines of the CUDA image use Triton's attention" >&2
+    return
+  fi
+  local folder
+  folder=$(mktemp -d)
+  curl --fail --silent --show-error --location --output "$folder/${1##*/}" "$1"
+  echo "${2:?FLASHINFER_ZIP_SHA256 is not set}  $folder/${1##*/}" | sha256sum --check --quiet >&2
+  python3 scripts/flashinfer_wheel.py "$folder/${1##*/}" wheels
+  rm -r "$folder"
+}
+
 case "${1:-}" in
+  modules) modules "${2:-}" "${3:-}" ;;
   check | notes | chart) "$1" "${2:?}" "${3:-}" ;;
-  *) sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+  *) sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

@@ -25,6 +25,7 @@ _NAMES = {
     "mistral": "Mistral",
     "ministral": "Ministral",
     "phi3": "Phi3",
+    "phi4_mini": "Phi3",
     "smollm3": "SmolLM3",
     "olmo2": "Olmo2",
     "granite": "Granite",
@@ -69,6 +70,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 30},
     "ministral": {"sliding_window": 30, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "phi3": {"sliding_window": 40, "pad_token_id": 0},
+    "phi4_mini": {
+        "sliding_window": None,
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 250,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.5, 1.9, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6],
+            "long_factor": [1.0, 1.5, 3.0, 6.0, 10.0, 20.0, 21.0, 22.0, 23.0, 24.0, 25.0, 26.0],
+        },
+    },
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
     "granite": {
         "embedding_multiplier": 3.0,
@@ -137,9 +150,10 @@ def make_checkpoint(
     """
     config_class, causal_class = FAMILIES[family]
     model_class = model_class or causal_class
+    values = _with_fitting_factors(DEFAULTS | OVERRIDES.get(family, {}) | overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**(DEFAULTS | OVERRIDES.get(family, {}) | overrides)))
+        model = model_class(config_class(**values))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
@@ -151,6 +165,14 @@ def make_checkpoint(
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory)
     return directory
+
+
+def _with_fitting_factors(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` with as many factors of LongRoPE as heads have angles."""
+    rope = values.get("rope_parameters", {})
+    angles = int(values["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    factors = {name: rope[name][:angles] for name in ("short_factor", "long_factor") if name in rope}
+    return values | {"rope_parameters": rope | factors} if factors else values
 
 
 def write_pooling(directory: Path, mode: str = "lasttoken", *, normalize: bool = True) -> Path:

@@ -24,7 +24,9 @@ import tests.redis  # noqa: F401 - takes a variable out of the environment that 
 from tests import warm
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-ALONE = [Path(__file__).parent / name for name in ("attacks", "cluster")]
+CLUSTER = Path(__file__).parent / "cluster"
+"""Folder whose tests are all marked ``cluster``."""
+ALONE = [Path(__file__).parent / "attacks", CLUSTER]
 """Folders whose tests load the machine and measure what that does to others; all of them are marked ``alone``."""
 BESIDE_OTHERS = [
     Path(__file__).parent / "attacks" / name
@@ -79,12 +81,20 @@ def shared_tls() -> Iterator[None]:
         yield
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork the workers that pytest-xdist is about to start."""
+    if config.getoption("tx", None) and not config.option.collectonly and sys.platform == "linux":
+        importlib.import_module("tests.forked_workers").enable(config)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files of which ``scripts/test.sh`` selects nothing: imports take most of the time of a collection."""
     if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
     chosen = config.option.markexpr
-    all_alone = collection_path not in BESIDE_OTHERS and any(folder in collection_path.parents for folder in ALONE)
+    all_alone = _is_alone(collection_path)
+    if "not cluster" in chosen and CLUSTER in collection_path.parents:
+        return True
     if chosen.startswith("not alone and"):
         return all_alone or None
     if chosen.startswith("waits and"):
@@ -113,11 +123,21 @@ def leaks() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` where there is no GPU; mark the tests in ``ALONE``; begin with those in ``FIRST``."""
-    items.sort(key=lambda item: FIRST not in item.path.parents)
+    items.sort(key=lambda item: not _is_first(item.path))
     for item in items:
-        if item.path not in BESIDE_OTHERS and any(folder in item.path.parents for folder in ALONE):
+        if _is_alone(item.path):
             item.add_marker("alone")
     if DEVICE == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@cache
+def _is_alone(file: Path) -> bool:
+    return file not in BESIDE_OTHERS and any(folder in file.parents for folder in ALONE)
+
+
+@cache
+def _is_first(file: Path) -> bool:
+    return FIRST in file.parents

@@ -26,6 +26,7 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from engine import wire
+from tests.pictures import VISION_TEMPLATE, VISION_TOKENS, seen
 from tests.prefixes import PrefixCache
 
 EOS = "<|im_end|>"
@@ -164,6 +165,8 @@ class FakeEngine:
     loads: list[wire.LoadAdapter] = field(default_factory=list)
     unloads: list[wire.UnloadAdapter] = field(default_factory=list)
     asked_for_adapters: int = 0
+    vision: wire.VisionInfo | None = None
+    """How images are prepared, if the model reads any; see :func:`with_vision`."""
 
     @property
     def vocab_size(self) -> int:
@@ -188,6 +191,7 @@ class FakeEngine:
             classes=list(self.classes),
             multi_label=self.multi_label,
             embedding_size=self.embedding_size,
+            vision=self.vision,
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -238,11 +242,11 @@ class _Call:
                 request = joined(request)
             asked = self.engine.values if isinstance(request.readout, wire.LengthValue) else self.engine.scores
             asked.append(request)
-            await self._unless_left(request.id, self._score(request, items))
+            await self._unless_left(request.id, self._score(seen(self.engine.vision, request), items))
         elif path == "/generate":
             generate = msgspec.msgpack.decode(await self._body(), type=wire.Generate)
             self.engine.generates.append(generate)
-            await self._unless_left(generate.id, self._generate(generate))
+            await self._unless_left(generate.id, self._generate(seen(self.engine.vision, generate)))
         else:
             await self._reply(404, b"")
 
@@ -375,6 +379,14 @@ class _Call:
         await self.send({"type": "http.response.body", "body": b""})
 
 
+def with_vision(**fields: Any) -> FakeEngine:
+    """An engine whose model reads images."""
+    added = fields.pop("added", VISION_TOKENS)
+    image_token = library().get_vocab_size() + added.index("<|image_pad|>")
+    vision = wire.VisionInfo(14, 2, 56 * 56, 28 * 28 * 64, image_token)
+    return FakeEngine(**{"vision": vision, "template": VISION_TEMPLATE, "added": added, **fields})
+
+
 def items_of(message: wire.ScoreItems) -> list[list[int]]:
     """The items of a message."""
     ids, lengths = (memoryview(packed).cast("I").tolist() for packed in (message.items, message.lengths))
@@ -384,8 +396,8 @@ def items_of(message: wire.ScoreItems) -> list[list[int]]:
 def joined(message: wire.ScoreItems) -> wire.Score:
     """A message with the same prompts, whole."""
     branches = [item + message.query for item in items_of(message)]
-    readout, adapter = message.readout, message.adapter
-    return wire.Score(message.id, [], branches, readout, message.priority, message.deadline, message.caller, adapter)
+    readout, adapter, images = message.readout, message.adapter, message.images
+    return wire.Score(message.id, [], branches, readout, message.priority, message.deadline, message.caller, adapter, images)
 
 
 def seasoned(tokens: list[int], adapter: str) -> list[int]:

@@ -158,12 +158,13 @@ def test_a_scan_has_every_item_once_and_ends_with_its_client(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.redis)], ids=["memory", "redis"])
 def test_scans_of_a_hundred_thousand_items_beside_live_requests(tmp_path: Path, shared: bool) -> None:
-    """Two scans: the second one's client leaves. The reasons of the engine's growth are in docs/catalogue.md."""
+    """Two scans: the second one's client leaves. Times are compared with those of the same requests before and after the scan, and
+    with that of the scan. The reasons of the engine's growth are in docs/catalogue.md."""
     with as_in_production(), serving(tmp_path, 100_000, shared=shared) as service, ThreadPoolExecutor() as threads:
-        alone = statistics.median(service.live() for _ in range(20))
+        alone = [service.live() for _ in range(20)]
         before, peak, live, tokens = service.memory, service.memory, list[float](), service.computed
         began = time.monotonic()
         scanning = threads.submit(service.scan, "one")
@@ -173,15 +174,16 @@ def test_scans_of_a_hundred_thousand_items_beside_live_requests(tmp_path: Path, 
             time.sleep(0.15)
         assert len(scanning.result()) == service.items
         seconds, whole = time.monotonic() - began, service.computed - tokens
+        alone += [service.live() for _ in range(20)]
         grown = Memory(*(most - least for most, least in zip(vars(peak).values(), vars(before).values(), strict=True)))
-        median, slow = statistics.median(live), sorted(live)[int(0.99 * len(live))]
-        print(f"{seconds:.1f} s; {len(live)} live requests: median {median:.3f} s, P99 {slow:.3f} s; alone {alone:.3f} s")
+        median, slow, usual = statistics.median(live), sorted(live)[int(0.99 * len(live))], statistics.median(alone)
+        print(f"{seconds:.1f} s; {len(live)} live requests: median {median:.3f} s, P99 {slow:.3f} s; alone {usual:.3f} s")
         print(f"MiB before: {before}; grown by {grown}")
-        assert len(live) > 50
-        assert median < 5 * alone + 0.1
-        assert slow < 10 * alone + 1.5
+        assert len(live) > 20
+        assert median < 6 * usual
+        assert slow < max(6 * max(alone), seconds / 10), "no live request waits for a large part of the scan"
         assert grown.gateway < 100
         assert grown.redis < 64
         assert grown.loop < 400
-        assert leave(service, "two", 5000, seconds=1) < whole / 2
-        assert service.live() < alone + 1
+        assert leave(service, "two", 5000, seconds=seconds / 10) < whole / 2
+        assert statistics.median(service.live() for _ in range(5)) < 3 * max(alone)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,12 @@ def test_adapters_score_as_merged_weights(client: httpx.Client, pods: list[Pod],
     body = {"lora_name": "mine", "lora_path": str(root / "two"), "load_inplace": True}
     client.post("/v1/load_lora_adapter", json=body).raise_for_status()
     assert score(client, "mine").json()["scores"] == expected(model, merged["two"])
+    script = Path(__file__).parents[1] / "examples" / "clients" / "adapter.py"
+    command = [sys.executable, str(script), str(client.base_url), str(root / "one"), "example"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    assert (lines[0], len(lines)) == ("tiny:example is on 2 engines", 3)
+    assert lines[1].removeprefix("tiny ") != lines[2].removeprefix("tiny:example ")
+    client.post("/v1/unload_lora_adapter", json={"lora_name": "example"}).raise_for_status()
     pods[0].process.kill()
     pods[0].close()
     pods[0] = Pod(model, "--name", "tiny", "--lora-root", str(root), port=pods[0].port)

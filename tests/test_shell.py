@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
-import helm_python
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.helm.chart import helm
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,8 +159,8 @@ def test_a_release_has_one_version_everywhere(tmp_path: Path) -> None:
         assert release("chart", str(tmp_path / name)).returncode == 0
         packages.append(tmp_path / name / f"yardstick-{version}.tgz")
     assert packages[0].read_bytes() == packages[1].read_bytes()
-    packed = helm_python.Chart.load(packages[0]).render({}, name="yardstick", namespace="apps", is_install=True)
-    direct = helm_python.Chart.load(ROOT / "helm").render({}, name="yardstick", namespace="apps", is_install=True)
+    packed = helm().Chart.load(packages[0]).render({}, name="yardstick", namespace="apps", is_install=True)
+    direct = helm().Chart.load(ROOT / "helm").render({}, name="yardstick", namespace="apps", is_install=True)
     assert packed.keys() == direct.keys()
     gateway = next(path for path in packed if path.endswith("gateway.yaml"))
     assert packed[gateway] == direct[gateway]
@@ -203,7 +206,26 @@ def test_the_steps_of_workflows_run_what_everybody_runs(machine: Path, workflow:
     assert [line.strip() for line in (machine / "log").read_text().splitlines()] == asked
 
 
-EXPRESSIONS = {"matrix.part": "engine", "github.token": "a-token", "steps.build.outputs.digest": "sha256:0a"}
+def zipped(name: str) -> bytes:
+    """A zip file with one file."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as modules:
+        modules.writestr(name, "code")
+    return content.getvalue()
+
+
+MODULES = zipped("aot/page/page.so")
+MODULES_URL = "https://example.org/modules/flashinfer-0.6.6-aot-sm90a-cu130.zip"
+WHEEL = "yardstick_flashinfer_modules-0.6.6+sm90a.cu130-py3-none-manylinux_2_28_x86_64.whl"
+DOWNLOAD = 'echo "${@: -1}" >>"$LOG"; while [ "$1" != --output ]; do shift; done; cp "$ZIP" "$2"'
+"""Stands for curl: logs the URL, and copies the file ``$ZIP``."""
+EXPRESSIONS = {
+    "matrix.part": "engine",
+    "github.token": "a-token",
+    "steps.build.outputs.digest": "sha256:0a",
+    "vars.FLASHINFER_ZIP_URL": MODULES_URL,
+    "vars.FLASHINFER_ZIP_SHA256": hashlib.sha256(MODULES).hexdigest(),
+}
 """Values of the expressions in variables of the release's steps."""
 
 
@@ -219,6 +241,8 @@ def test_the_steps_of_a_release(machine: Path) -> None:
     for name in ("cosign", "gh"):
         pretend(machine, name, f'echo "{name} $*" >>"$LOG"')
     pretend(machine, "helm", 'echo "helm $*" >>"$LOG"; echo "Digest: sha256:0b" >&2')
+    pretend(machine, "curl", DOWNLOAD)
+    (root / "modules.zip").write_bytes(MODULES)
     pretend(machine, "python", 'echo "python $*" >>"$LOG"; mkdir -p dist; touch dist/yardstick_llm.whl')
     variables = {"GITHUB_REF_NAME": f"v{version}", "GITHUB_REPOSITORY_OWNER": "Example-Org", "GITHUB_ACTOR": "someone"}
     for job in yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"].values():
@@ -234,10 +258,13 @@ def test_the_steps_of_a_release(machine: Path) -> None:
             environment = variables | given | {"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log")}
             assert "${{" not in step.get("run", ""), "expressions are in variables only"
             command = ["bash", "--noprofile", "--norc", "-e", "-c", step.get("run", "")]
-            subprocess.run(command, cwd=root, env=environment | {"GITHUB_ENV": str(added)}, check=True, timeout=60)
+            subprocess.run(
+                command, cwd=root, env=environment | {"GITHUB_ENV": str(added), "ZIP": "modules.zip"}, check=True, timeout=60
+            )
     package = f"dist/yardstick-{version}.tgz"
     assert (root / "log").read_text().splitlines() == [
         ".ci/run",
+        MODULES_URL,
         "cosign sign --yes ghcr.io/example-org/yardstick-engine@sha256:0a",
         "helm registry login ghcr.io --username someone --password-stdin",
         "cosign login ghcr.io --username someone --password-stdin",
@@ -246,12 +273,54 @@ def test_the_steps_of_a_release(machine: Path) -> None:
         "python -m pip wheel --no-deps --wheel-dir dist .",
         f"gh release create v{version} --title v{version} --notes-file notes.md dist/SHA256SUMS {package} dist/yardstick_llm.whl",
     ]
+    assert [path.name for path in (root / "wheels").iterdir()] == [WHEEL]
     sums = dict(reversed(line.split()) for line in (root / "dist" / "SHA256SUMS").read_text().splitlines())
     assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (root / "dist").glob("y*")}
     assert (root / "notes.md").read_text().lstrip().startswith("### ")
-    rendered = helm_python.Chart.load(root / package).render({}, name="yardstick", namespace="apps", is_install=True)
+    rendered = helm().Chart.load(root / package).render({}, name="yardstick", namespace="apps", is_install=True)
     images = set(re.findall(r"image: (\S*yardstick-\w+\S*)", "".join(rendered.values())))
     assert images == {f"ghcr.io/example-org/yardstick-{part}:{version}" for part in ("engine", "gateway")}
+
+
+@pytest.mark.parametrize(
+    ("url", "content", "digest", "says"),
+    [
+        ("", MODULES, "", "FLASHINFER_ZIP_URL is not set"),
+        (MODULES_URL, MODULES, "", "FLASHINFER_ZIP_SHA256 is not set"),
+        (MODULES_URL, MODULES, "0" * 64, "checksum did NOT match"),
+        (MODULES_URL, zipped("setup.py"), None, "is no module"),
+        (MODULES_URL, MODULES, None, ""),
+    ],
+)
+def test_the_modules_of_a_release_are_those_that_it_names(
+    machine: Path, url: str, content: bytes, digest: str | None, says: str
+) -> None:
+    """Without a URL, the image has none; what has another digest or other files is refused."""
+    root = machine.parent
+    shutil.copytree(SCRIPTS, root / "scripts")
+    pretend(machine, "curl", DOWNLOAD)
+    (root / "modules.zip").write_bytes(content)
+    done = subprocess.run(
+        [root / "scripts" / "release.sh", "modules", url, hashlib.sha256(content).hexdigest() if digest is None else digest],
+        env={"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log"), "ZIP": str(root / "modules.zip")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode == 0) == (not says or not url), done.stderr
+    assert says in done.stderr
+    wheels = root / "wheels"
+    assert (wheels / WHEEL).exists() == (not says)
+
+
+def test_a_release_s_image_of_cuda_gets_the_modules_before_it_is_built() -> None:
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["images"]["steps"]
+    (place,) = [place for place, step in enumerate(steps) if "release.sh modules" in step.get("run", "")]
+    (build,) = [place for place, step in enumerate(steps) if "build-push-action" in step.get("uses", "")]
+    assert steps[place]["if"] == "matrix.variant == 'cuda'"
+    assert place < build
+    assert "wheel[s]" in (ROOT / "engine" / "Dockerfile").read_text()
 
 
 def test_a_chart_that_was_not_pushed_is_not_signed(machine: Path) -> None:

@@ -101,7 +101,7 @@ def test_the_wheelhouse_is_all_that_a_host_with_torch_needs(tmp_path: Path) -> N
     wheels = {wheel.name.partition("-")[0]: wheel.stat().st_size for wheel in (tmp_path / "wheelhouse").glob("*.whl")}
     assert {"nvidia_ml_py", "flashinfer_python", "apache_tvm_ffi", "yardstick_flashinfer_modules"} <= set(wheels)
     assert not {name for name in wheels if name in ("torch", "triton") or name.startswith(("nvidia_cu", "cuda"))}
-    assert sum(wheels.values()) < 60 << 20
+    assert sum(wheels.values()) < 70 << 20
 
     python = only_torch(tmp_path / "host")
     install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--find-links", "wheelhouse"]

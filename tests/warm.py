@@ -99,12 +99,18 @@ class WarmProcess:
 
 
 _process: WarmProcess | None = None
+_others: dict[tuple[str, ...], str] = {}
 _enabled = False
 
 
-def enable() -> None:
-    """Start the programs of this process warm."""
-    global _enabled
+def enable(process: WarmProcess | None = None, others: Mapping[tuple[str, ...], str] | None = None) -> None:
+    """Start the programs of this process warm.
+
+    ``process``: to use instead of a new one; ``others``: modules that are run for commands of another form.
+    """
+    global _enabled, _process
+    _process = process or _process
+    _others.update(others or {})
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     subprocess._fork_exec = _start  # type: ignore[attr-defined]
     _enabled = True
@@ -124,17 +130,25 @@ def as_in_production() -> Iterator[None]:
 def _start(arguments: Any, executables: Any, close: bool, keep: Any, directory: Any, variables: Any, *rest: Any) -> int:
     """Stands for ``_posixsubprocess.fork_exec``."""
     stdin, stdout, stderr, reports, new_session, before = (rest[place] for place in (0, 3, 5, 7, 9, 15))
-    warm = _enabled and directory is None and arguments[:2] == [sys.executable, "-m"] and arguments[2] in IMPORTS
+    words = _module_and_arguments(arguments)
+    warm = _enabled and directory is None and words
     dies_with_parent = getattr(before, "__qualname__", "").startswith("_death_signal.")
     if warm and (before is None or dies_with_parent):
         others = [file for file in keep if file != reports]  # the program reports no failure of exec
         files = [place if file == -1 else file for place, file in enumerate((stdin, stdout, stderr))]
         given = dict(os.environ) if variables is None else dict(os.fsdecode(each).split("=", 1) for each in variables)
-        words = list(map(os.fsdecode, arguments[2:]))
         command = Command(words[0], words[1:], given, [0, 1, 2, *others], new_session, dies_with_parent)
         if (process := _process or _new_process()).fits(command):
             return process.fork(command, files + others)
     return _fork_exec(arguments, executables, close, keep, directory, variables, *rest)
+
+
+def _module_and_arguments(command: Any) -> list[str]:
+    """What a warm process runs for ``command``; nothing where it cannot."""
+    if command[:2] == [sys.executable, "-m"] and command[2] in IMPORTS:
+        return list(map(os.fsdecode, command[2:]))
+    other = _others.get(tuple(command))
+    return [other] if other else []
 
 
 def _new_process() -> WarmProcess:
@@ -154,7 +168,7 @@ def _read_by_libraries(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in with_defaults(variables).items() if not name.startswith(_NOT_FOR_LIBRARIES)}
 
 
-def _serve(connection: socket.socket) -> None:
+def serve(connection: socket.socket) -> None:
     """Fork a program for each command, until the other end of ``connection`` is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group
     while True:
@@ -163,7 +177,7 @@ def _serve(connection: socket.socket) -> None:
             return
         command = msgspec.json.decode(data, type=Command)
         first = f"{command.module} {command.arguments[0]}" if command.arguments else ""
-        for module in IMPORTS.get(first) or IMPORTS[command.module]:
+        for module in IMPORTS.get(first) or IMPORTS.get(command.module, ()):
             importlib.import_module(module)
         gc.freeze()
         pid = _forked(command, files, connection)
@@ -254,7 +268,7 @@ def _keep_warm() -> None:
             for place in range(3):
                 os.dup2(null, place)
             os.closerange(3, _HIGH)  # the program's files, whose other ends wait until it closes them
-            _serve(theirs)
+            serve(theirs)
         os._exit(0)
     theirs.close()
     enable()
@@ -264,4 +278,4 @@ def _keep_warm() -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        _serve(connection)
+        serve(connection)

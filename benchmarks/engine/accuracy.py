@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from random import Random
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.engine import machine
+from benchmarks.engine.accuracy_table import show
 from benchmarks.engine.engines import Engine
 from benchmarks.engine.records import Records
 from benchmarks.engine.store import Store
@@ -281,29 +281,6 @@ def value_costs(sizes: Sizes, formats: Formats | None = None, store: Store | Non
     names = {Subject(MODELS / "lenvm", config, form.dtype, form.quantize).format: form for form in chosen}
     found = {name: store.measure(f"length values: {name}", SECONDS, partial(measured, form)) for name, form in names.items()}
     return {name: cost for name, cost in found.items() if cost is not None}
-
-
-def show(title: str, formats: Mapping[str, Mapping[str, float | None]], records: Records) -> None:
-    """Print one row per format."""
-    headings = {
-        "mean": "mean Δ",
-        "largest": "max Δ",
-        "batch": "max Δ, batch",
-        "auc": "AUC",
-        "same_next": "same next token",
-        "same_texts": "same text",
-        "correlation": "rank correlation",
-    }
-    first = next(iter(formats.values()), {})
-    table = Table(title, *(heading for key, heading in headings.items() if first.get(key) is not None))
-    for form, cost in formats.items():
-        table.add_row(form, *(_written(key, cost[key]) for key in headings if cost.get(key) is not None))
-    records.console.print(table)
-
-
-def _written(key: str, value: float | None) -> str:
-    assert value is not None
-    return f"{value:.1%}" if key.startswith("same") else f"{value:.4f}" if key in ("auc", "correlation") else f"{value:.1e}"
 
 
 def _scaled(rows: list[list[float]]) -> Tensor:

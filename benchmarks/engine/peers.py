@@ -1,4 +1,4 @@
-"""Scoring on a CPU beside other runtimes: ``python -m benchmarks peers --openvino PYTHON --onnxruntime PYTHON``.
+"""Scoring on a CPU beside other runtimes: ``python -m benchmarks peers --openvino PYTHON --llamacpp PYTHON``.
 
 Each runtime has an environment of its own, whose Python is named; one that is not named is left out. The engine, transformers and
 the runtimes score the same requests of the standard workload with the same weights and threads, one after the other, in float32 and
@@ -32,7 +32,8 @@ from engine.models.loader import load_model
 from engine.models.quantization import format_of
 from kernels.int8 import instructions
 
-RUNTIMES = ("openvino", "onnxruntime")
+RUNTIMES = {"openvino": "peer_process.py", "onnxruntime": "peer_process.py", "llamacpp": "peer_llamacpp.py"}
+"""The file that each runtime's Python runs."""
 FORMATS = ("float32", "int8")
 BASE = "Yardstick, float32"
 SLOTS = 16_384
@@ -48,8 +49,9 @@ class Peer:
     """A runtime in a process of its own."""
 
     def __init__(self, runtime: str, python: Path, checkpoint: Path, form: str) -> None:
-        file = Path(__file__).with_name("peer_process.py")
-        self._process = LineProcess([str(python), str(file), runtime, str(checkpoint), form, str(torch.get_num_threads())])
+        file = Path(__file__).with_name(RUNTIMES[runtime])
+        chosen = [runtime] if file.name == "peer_process.py" else []
+        self._process = LineProcess([str(python), str(file), *chosen, str(checkpoint), form, str(torch.get_num_threads())])
         self.taken = 0.0
         """Seconds of the last request, without its way here."""
         try:

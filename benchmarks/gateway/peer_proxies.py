@@ -10,7 +10,8 @@ Yardstick checks a key, fills in the chat template, tokenises the prompt and tur
   It runs with uvloop and httptools if the environment has them.
 
 A figure is the CPU time of the process and its children: Yardstick's text workers count. No proxy logs requests, except Yardstick,
-whose log is read and dropped. Rounds take the proxies in turn; the last line is JSON.
+whose log is read and dropped. Rounds take the proxies in turn; the last line is JSON. ``--against`` adds
+the gateway of another checkout.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ def _answer(kind: str, part: str, text: str, last: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def yardstick(url: str, directory: Path) -> Iterator[tuple[str, int]]:
-    """Yield the gateway's URL and process."""
+def yardstick(url: str, directory: Path, checkout: Path | None = None) -> Iterator[tuple[str, int]]:
+    """Yield the gateway's URL and process. ``checkout``: where its code is; None for this one."""
     keys = directory / "keys.json"
     keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}]}))
-    program = Program("gateway", "--engine", url, "--api-keys-file", str(keys))
+    program = Program("gateway", "--engine", url, "--api-keys-file", str(keys), directory=checkout)
     with drained(program):
         yield program.url, program.process.pid
 
@@ -190,6 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks proxies", description="CPU time a chat beside other proxies.")
     parser.add_argument("--litellm", metavar="PATH", help="the litellm command")
     parser.add_argument("--vllm-router", metavar="PYTHON", help="an interpreter that has the router of vLLM's production-stack")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="another checkout, whose gateway is measured as well")
     parser.add_argument("--requests", type=int, default=300, help="chats a figure and round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0, help="seconds to wait before measuring, to attach a profiler")
@@ -200,6 +202,8 @@ def main(arguments: Sequence[str]) -> int:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(serving(Server))
         proxies = {"Yardstick": stack.enter_context(yardstick(url, directory))}
+        if options.against:
+            proxies["other checkout"] = stack.enter_context(yardstick(url, directory, options.against))
         if options.litellm:
             asked = [options.litellm, "--version"]
             versions["LiteLLM"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine import wire
-from engine.checks import generation, items, scoring
+from engine.checks import generation, images, items, scoring
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 """Range of :attr:`engine.wire.Caller.weight`."""
@@ -32,8 +32,13 @@ def check(message: wire.Score | wire.ScoreItems | wire.Generate, info: wire.Info
     if lacking == "length_guidance":
         return "This engine has no length model."
     if lacking is not None:
-        able = [name for name in info.capabilities if name not in {"length_guidance", "grammar"}]
+        able = [name for name in info.capabilities if name not in {"length_guidance", "grammar", "vision"}]
         return f"This model cannot {lacking}; it can {' and '.join(able)}."
+    if message.images:
+        problem = images.problem(message, info)
+        if problem is not None or info.vision is None:
+            return problem
+        message = images.as_text(message, info.vision)
     return next(_problems(message, info), None)
 
 

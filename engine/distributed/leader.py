@@ -68,7 +68,7 @@ class LeadingDecoder(ShardedDecoder):
     """Rank 0's part. Its :meth:`forward` makes every process compute the segments for which attention was last planned."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, settings: EngineSettings, device: torch.device) -> None:
-        super().__init__(load_config(directory), dtype, 0, settings.tensor_parallel)
+        super().__init__(load_config(directory, settings.max_context), dtype, 0, settings.tensor_parallel, settings.expert_parallel)
         self._planned: Sequence[ExtendSegment] = ()
         self._workers = Workers(settings)  # the workers load their parts while this process loads its own
         load_part(self, directory, format_of(settings.quantize, device, dtype))

@@ -4,6 +4,9 @@ Query heads, key-value heads and the inner columns of the feed-forward layer are
 has the rows of the projections into them and the columns of the projections out of them, so each layer needs two sums over the
 processes and nothing else. Embedding and norms are whole in every process; heads are in rank 0 only, which alone uses them.
 Method: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053.
+
+Experts are dealt out by their inner columns too, or whole, with ``--expert-parallel``: a process computes the rows of a step that
+choose its experts, and the sum over the processes adds what the others compute. All processes have all rows, so none are exchanged.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from engine.models.layer_config import ExpertConfig
 from engine.models.loader import fill, read_checked
 from engine.models.quantization import pack_head
 from engine.models.registry import family_of
+from engine.settings import EngineSettings
 
 LOCAL = "127.0.0.1"
 
@@ -35,8 +39,8 @@ class ShardedDecoder(Decoder):
     Raises :class:`ModelError` where the parts would not be equal.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, rank: int, size: int) -> None:
-        super().__init__(part_of(config, rank, size), dtype)
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, rank: int, size: int, expert_parallel: int = 1) -> None:
+        super().__init__(part_of(config, rank, size, expert_parallel), dtype)
         self.whole = config
         self.rank = rank
         for layer in self.layers:
@@ -55,8 +59,17 @@ class ShardedDecoder(Decoder):
         return super().forward(given[0], given[1], attend, rows)
 
 
-def part_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:
-    """The shape of one process's part."""
+def check_expert_parallel(settings: EngineSettings) -> None:
+    """Raise :class:`ModelError` where experts cannot be shared by as many processes as are asked for."""
+    processes = settings.tensor_parallel
+    if settings.expert_parallel not in (1, processes):
+        raise ModelError(
+            f"--expert-parallel is {settings.expert_parallel}, but must be 1 or --tensor-parallel, which is {processes}."
+        )
+
+
+def part_of(config: ModelConfig, rank: int, size: int, expert_parallel: int = 1) -> ModelConfig:
+    """The shape of one process's part. ``expert_parallel``: see :attr:`~engine.settings.EngineSettings.expert_parallel`."""
     dealt = {"num_heads": "attention heads", "num_kv_heads": "key-value heads", "intermediate_size": "feed-forward columns"}
     for key, what in dealt.items():
         if (count := getattr(config, key)) % size:
@@ -66,24 +79,42 @@ def part_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:
             )
     problem = "normalises all heads together" if config.qk_norm_over_heads else None
     problem = "stores queries, keys and values as one" if config.fused_projections else problem
-    problem = "stores all experts as one" if family_of(config.architecture).experts == "granite" else problem
+    if family_of(config.architecture).experts == "granite" and expert_parallel == 1:
+        problem = "stores all experts as one, and --expert-parallel is 1"
     if problem is not None:
         raise ModelError(f"{config.architecture} {problem}, so --tensor-parallel cannot share it; leave it out.")
     parts = {key: getattr(config, key) // size for key in dealt}
-    part = dataclasses.replace(config, **parts, experts=_experts_part(config.experts, size))
+    part = dataclasses.replace(config, **parts, experts=_experts_part(config, rank, size, expert_parallel))
     return part if rank == 0 else dataclasses.replace(part, lm_head=False, classes=())
 
 
-def _experts_part(experts: ExpertConfig | None, size: int) -> ExpertConfig | None:
-    """Every process has a part of the inner columns of each expert."""
+def _experts_part(config: ModelConfig, rank: int, size: int, expert_parallel: int) -> ExpertConfig | None:
+    """Every process has a part of the inner columns of each expert, or some of the experts, and a part of the shared one."""
+    experts = config.experts
+    if experts is None and expert_parallel > 1:
+        raise ModelError(f"--expert-parallel shares experts, and {config.architecture} has none; leave it out.")
     if experts is None:
         return None
+    if expert_parallel > 1:
+        return _whole_experts(experts, rank, size)
     if experts.size % size or experts.shared_size % size:
         raise ModelError(
             f"The inner columns of the model's experts cannot be shared evenly by {size} processes; "
             f"give --tensor-parallel a number that divides {math.gcd(experts.size, experts.shared_size)}."
         )
     return dataclasses.replace(experts, size=experts.size // size, shared_size=experts.shared_size // size)
+
+
+def _whole_experts(experts: ExpertConfig, rank: int, size: int) -> ExpertConfig:
+    if experts.count % size or experts.shared_size % size:
+        counted = "inner columns of the shared expert" if experts.count % size == 0 else "experts"
+        count = experts.shared_size if experts.count % size == 0 else experts.count
+        raise ModelError(
+            f"The model's {count} {counted} cannot be shared evenly by {size} processes; give --tensor-parallel and "
+            f"--expert-parallel a number that divides {count}."
+        )
+    held = experts.count // size
+    return dataclasses.replace(experts, held=range(rank * held, (rank + 1) * held), shared_size=experts.shared_size // size)
 
 
 def load_part(decoder: ShardedDecoder, directory: Path, quantize: str | None = None) -> None:

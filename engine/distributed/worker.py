@@ -56,7 +56,8 @@ def _load(assignment: Assignment) -> ShardedDecoder:
     directory = Path(settings.model)
     device = device_of(settings, assignment.rank)
     dtype = dtype_of(settings, device)
-    decoder = ShardedDecoder(load_config(directory), dtype, assignment.rank, settings.tensor_parallel)
+    config = load_config(directory, settings.max_context)
+    decoder = ShardedDecoder(config, dtype, assignment.rank, settings.tensor_parallel, settings.expert_parallel)
     load_part(decoder, directory, format_of(settings.quantize, device, dtype))
     return decoder.to(device)
 

@@ -54,12 +54,16 @@ class PassGraphs:
         widest = max(self._attention)
         self.kept = Kept.room(kv, most * widest)
         """Keys and values of the last pass, by branch; valid until the next pass is queued."""
-        tokens, counts = (torch.zeros(size, dtype=torch.int64, device=kv.keys.device) for size in (most * widest, most))
+        sizes = (most * widest, most, most)
+        tokens, counts, shifts = (torch.zeros(size, dtype=torch.int64, device=kv.keys.device) for size in sizes)
+        self._shifted = model.config.vision is not None
+        """Whether positions differ from numbers of tokens, behind images."""
         for parts in reversed(self._sizes):
             for width in sorted(self._attention, reverse=True):
                 fits = self._attention[width].fill((), parts)
                 assert fits, parts
-                self._graphs.add((parts, width), partial(self._pass, width), tokens[: parts * width], counts[:parts])
+                given = tokens[: parts * width], counts[:parts], *([shifts[:parts]] if self._shifted else [])
+                self._graphs.add((parts, width), partial(self._pass, width), *given)
         logger.info(
             "CUDA graphs of the length model: captured for %s parts of %s candidates in %.1f s, %.0f MiB",
             ", ".join(map(str, self._sizes)),
@@ -112,18 +116,21 @@ class PassGraphs:
         raw = self._counted.replay((parts, width), packed.tokens, packed.positions, counts, starts, packed.total)
         return raw[: len(packed.tokens)]
 
-    def forward(self, prefixes: Sequence[Ints], width: int, tokens: Tensor, counts: Tensor) -> Tensor | None:
+    def forward(
+        self, prefixes: Sequence[Ints], width: int, tokens: Tensor, counts: Tensor, shifts: Tensor | None = None
+    ) -> Tensor | None:
         """Raw values of ``width`` candidates on each of some prefixes, [parts · width] float32, valid until the next pass is
         queued.
 
-        tokens: [parts · width] int64; counts: [parts] int64, how many of a part's candidates, the first, are real. None where no
-        bucket fits.
+        tokens: [parts · width] int64; counts: [parts] int64, how many of a part's candidates, the first, are real; shifts: [parts]
+        int64, positions less numbers of tokens, for a model that reads images. None where no bucket fits.
         """
         parts, attention = self.bucket(len(prefixes)), self._attention.get(width)
         if parts is None or attention is None or not attention.fill(prefixes, parts):
             return None
         self.replayed += 1
-        return self._graphs.replay((parts, width), tokens, counts)[: len(tokens)]
+        given = (tokens, counts) if shifts is None else (tokens, counts, shifts)
+        return self._graphs.replay((parts, width), *given)[: len(tokens)]
 
     def bucket(self, parts: int) -> int | None:
         """Parts that a captured pass over ``parts`` computes, padding included; None where it is launched."""
@@ -137,8 +144,11 @@ class PassGraphs:
         raw: Tensor = model.head(model(tokens, positions, self.kept.first(len(tokens)).attend(attention)))
         return raw
 
-    def _pass(self, width: int, tokens: Tensor, counts: Tensor) -> Tensor:
+    def _pass(self, width: int, tokens: Tensor, counts: Tensor, shifts: Tensor | None = None) -> Tensor:
         attention, parts = self._attention[width], len(counts)
+        positions = attention.positions(parts)
+        if shifts is not None:
+            positions = positions + shifts.unsqueeze(1).expand(-1, width).flatten()
         attend = self.kept.first(len(tokens)).attend(attention.attend(parts, counts))
-        raw: Tensor = self._model.head(self._model(tokens, attention.positions(parts), attend))
+        raw: Tensor = self._model.head(self._model(tokens, positions, attend))
         return raw

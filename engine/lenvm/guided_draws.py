@@ -30,10 +30,11 @@ from engine.ints import Ints
 from engine.lenvm.counted import Needs, Packed, pack
 from engine.lenvm.graphs import PassGraphs
 from engine.lenvm.guided_rows import GuidedRows, Parameters, prepare_guidance
-from engine.lenvm.lenvm_pass import LenVMOutput, LenVMPass, PassAttention
+from engine.lenvm.lenvm_pass import LenVMOutput, LenVMPass, PassAttention, position_of, shifts_of
 from engine.lenvm.parts import Parts, equal_parts, exact_parts
 from engine.models.decoder import FusedAttend
 from engine.models.lenvm import LenVM
+from engine.vision.steps import StepImages
 from kernels.candidates import MOST, Candidates, candidates
 from kernels.length_tilt import length_tilt, needs_value
 from kernels.seeded_sampling import seeded_choice
@@ -108,14 +109,14 @@ class Placed(NamedTuple):
     slots: Tensor
     """[computed rows]: of their drawn tokens"""
     lengths: Tensor
-    """[rows]: tokens in front of the candidates"""
+    """[rows]: positions of the candidates"""
 
     @classmethod
     def of(cls, parts: Parts, passes: Sequence[CandidatePass], device: torch.device) -> Placed:
         """One copy to the device. passes: [rows]"""
         computed, upload = parts.rows[parts.first == 0], Upload()
         slots = [passes[row].slot for row in computed.tolist()]
-        lengths = [len(candidate_pass.prefix) for candidate_pass in passes]
+        lengths = [position_of(candidate_pass) for candidate_pass in passes]
         numbers = (parts.rows, parts.first, parts.places, parts.branch_of, computed, slots, lengths)
         copies = [upload.add(values) for values in numbers]
         upload.send(device)
@@ -137,6 +138,7 @@ class LenVMRunner:
         gamma: float,
         eos_ids: Sequence[int],
         graphs: PassGraphs | None = None,
+        images: StepImages | None = None,
         *,
         compact: bool,
     ) -> None:
@@ -147,6 +149,7 @@ class LenVMRunner:
         self._gamma = gamma
         self._eos = tuple(eos_ids)
         self._graphs = graphs
+        self._images = images or StepImages()
         self._compact = compact
         self._needs = Needs()
         self._device = attention.kv.keys.device
@@ -256,19 +259,26 @@ class LenVMRunner:
         if not segments and not passes:
             return LenVMOutput(None, None, None)
         if not segments and self._graphs is not None:
-            raw = self._graphs.forward([candidate_pass.prefix for candidate_pass in passes], branches[0], work.tokens, work.counts)
+            prefixes = [candidate_pass.prefix for candidate_pass in passes]
+            shifts = None if self._model.config.vision is None else shifts_of(passes, self._device)
+            raw = self._graphs.forward(prefixes, branches[0], work.tokens, work.counts, shifts)
             if raw is not None:
                 return LenVMOutput(raw, None, self._graphs.kept)
-        lengths = [len(candidate_pass.prefix) for candidate_pass in passes]
         upload = Upload()
         known_tokens = Tokens.of(segments)
+        self._images.place(known_tokens, segments, upload, on_lenvm=True)
         tokens = upload.add(known_tokens.ids)
-        positions = upload.add(np.concatenate([known_tokens.positions, np.repeat(lengths, branches)]))
+        positions = upload.add(
+            np.concatenate(
+                [known_tokens.positions, np.repeat([position_of(candidate_pass) for candidate_pass in passes], branches)]
+            )
+        )
         ends = np.cumsum([len(segment.tokens) for segment in segments])
         known = sum(len(segment.tokens) for segment in segments)
         read = [*(ends[list(valued)] - 1 if valued else ()), *range(known, known + sum(branches))]
         rows = upload.add(read or [0])  # prompts whose keys alone are needed
         upload.send(self._device)
+        self._images.insert(on_lenvm=True)
         all_tokens = torch.cat([resolve(tokens.tensor, segments), work.tokens])
         attend = self._attend(work)
         hidden = self._model(all_tokens, positions.tensor, FusedAttend(attend), rows.tensor if segments else None)

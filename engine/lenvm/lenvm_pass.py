@@ -11,8 +11,10 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import CandidatePass, ExtendSegment
+from engine.device.transfer import Upload
 from engine.lenvm.kept import Kept
 from engine.models.decoder import FusedAttend, Heads
+from engine.vision.prompts import shift_of
 
 
 class LenVMPass(NamedTuple):
@@ -66,6 +68,19 @@ class PassAttention:
             return self._branches.attend(layer, heads)
         segments, branches = (_some(heads, part) for part in (slice(None, self._split), slice(self._split, None)))
         return torch.cat([self._segments.attend(layer, segments), self._branches.attend(layer, branches)])
+
+
+def position_of(candidate_pass: CandidatePass) -> int:
+    """Position of the candidates of a pass: behind images, less than the number of tokens before them."""
+    return candidate_pass.prefix.size + shift_of(candidate_pass.branch)
+
+
+def shifts_of(passes: Sequence[CandidatePass], device: torch.device) -> Tensor:
+    """:func:`position_of` each of ``passes`` less the number of tokens before it, [passes] int64."""
+    upload = Upload()
+    shifts = upload.add([shift_of(candidate_pass.branch) for candidate_pass in passes])
+    upload.send(device)
+    return shifts.tensor
 
 
 def _some(heads: Heads, tokens: slice) -> Heads:

@@ -28,13 +28,20 @@ def gamma_of(directory: Path, given: float | None) -> float:
 
 
 def check_pairing(base: Path, length: Path) -> None:
-    """Check that token ids mean the same to both models.
+    """Check that token ids and images mean the same to both models.
 
-    Raises :class:`ModelError` if their tokenisers differ or, if one has none, the sizes of their vocabularies. With equal
-    tokenisers a vocabulary may be padded.
+    Raises :class:`ModelError` if their tokenisers differ or, if one has none, the sizes of their vocabularies, or if one alone
+    reads images. With equal tokenisers a vocabulary may be padded.
     """
     vocabularies = [_vocabulary(directory) for directory in (base, length)]
     sizes = [load_config(directory).vocab_size for directory in (base, length)]
+    towers = [load_config(directory).vision for directory in (base, length)]
+    patches = [None if tower is None else (tower.patch_size, tower.merge_size) for tower in towers]
+    if patches[0] != patches[1]:
+        raise ModelError(
+            f"The length model {length.name} and the model {base.name} do not read images alike; pair two models that read images "
+            "in patches of one size, or two that read none."
+        )
     alike = sizes[0] == sizes[1] if None in vocabularies else vocabularies[0] == vocabularies[1]
     if not alike:
         raise ModelError(

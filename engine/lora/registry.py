@@ -101,15 +101,16 @@ class AdapterRegistry:
         if old is not None and old.digest == adapter.digest:
             return old
         if old is not None and not replace:
-            raise AdapterError(f"The adapter {name} is loaded with other weights; unload it first, or load with replace.")
+            raise AdapterError(f"The adapter {name} has other weights now; unload it first, or replace it with `load_inplace`.")
         self._by_name[name] = adapter
         self._loads += 1
         self._retire(old)
         return adapter
 
     def _held(self) -> set[LoadedAdapter]:
-        """All adapters in host memory. Other threads may change the collections, so they are copied first."""
-        return {*list(self._by_digest.values()), *list(self._unloaded)}
+        """All adapters in host memory, those of equal files under two names twice. Other threads may change the collections, so
+        these are copied first."""
+        return {*list(self._by_name.values()), *list(self._unloaded)}
 
     def _retire(self, old: LoadedAdapter | None) -> None:
         self._by_digest = {adapter.digest: adapter for adapter in self._by_name.values()}

@@ -18,6 +18,8 @@ EMBEDDING = "embed_tokens.weight"
 BODY_PREFIX = "model."
 """Before the names of all tensors that are no head's, except in weights that a class without a head has saved."""
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
+_NESTED = ("model.language_model.", "model.visual.", "language_model.")
+"""Parts of models of text and images, as releases of transformers from 4.52 on name them."""
 _DTYPES = {"F32", "F16", "BF16"}
 _OBSOLETE_BUFFER = "rotary_emb.inv_freq"
 """Stored by old exporters; recomputed here."""
@@ -124,10 +126,21 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _with_prefix(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """``stored`` with :data:`BODY_PREFIX` where a class without a head has saved it."""
+    """``stored`` with the names of published checkpoints: those of the parts of a model of text and images without
+    :data:`BODY_PREFIX`, and with it where a class without a head has saved it."""
+    if any(name.startswith(_NESTED) for name in stored):
+        stored = {_unnested(name): tensor for name, tensor in stored.items()}
     if EMBEDDING not in stored or BODY_PREFIX + EMBEDDING in stored:
         return stored
     return {BODY_PREFIX + name if name.startswith(_BODY_PARTS) else name: tensor for name, tensor in stored.items()}
+
+
+def _unnested(name: str) -> str:
+    """``model.language_model.X`` is ``model.X``, and ``model.visual.X`` is ``visual.X``; the same without ``model.``."""
+    inner = name.removeprefix(BODY_PREFIX)
+    if inner.startswith("language_model."):
+        return BODY_PREFIX + inner.removeprefix("language_model.").removeprefix(BODY_PREFIX)
+    return inner if inner.startswith("visual.") else name
 
 
 def _shards(directory: Path) -> list[Path]:

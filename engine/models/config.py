@@ -14,8 +14,9 @@ from engine.models.keys import Keys
 from engine.models.layer_config import ExpertConfig, experts, factors, unrotated, windows
 from engine.models.pooling import MODULES_FILE, Pooling, load_pooling
 from engine.models.registry import Family, Norms, family_of
-from engine.models.rope import Rope, YarnRope
-from engine.models.rope_config import parse_ropes, refuse_partial_rotation, rope_scaling
+from engine.models.rope import LongRope, Rope, YarnRope
+from engine.models.rope_config import parse_ropes, parse_sections, rope_scaling, rotary_dim
+from engine.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.soft_cap import NO_CAP
 
@@ -70,6 +71,8 @@ class ModelConfig:
     fused_projections: bool = False
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer, in tokens; None for attention to all tokens. Empty if no layer has one."""
+    rotary_dim: int | None = None
+    """Elements of a head that are rotated, the first ones; None: all."""
     local_rope: Rope | None = None
     """Rotation in layers with a window; None: :attr:`rope`."""
     unrotated: tuple[int, ...] = ()
@@ -86,6 +89,10 @@ class ModelConfig:
     logit_divisor: float = 1.0
     experts: ExpertConfig | None = None
     """None for a dense model."""
+    vision: VisionConfig | None = None
+    """None where the model reads no images."""
+    rope_sections: tuple[int, ...] = ()
+    """Frequencies that turn by the time, the row and the column of a token, in this order; only of a model with :attr:`vision`."""
 
     @property
     def attention_specs(self) -> list[AttentionSpec]:
@@ -98,6 +105,11 @@ class ModelConfig:
     def attends_plainly(self) -> bool:
         """Whether all layers attend to all tokens, with the usual scale and without a soft cap."""
         return all(spec == PLAIN for spec in self.attention_specs)
+
+    @property
+    def has_long_factors(self) -> bool:
+        """Whether the rotation has LongRoPE's factors for contexts beyond the original one."""
+        return isinstance(self.rope, LongRope) and self.rope.is_long
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotation in ``layer``."""
@@ -118,13 +130,16 @@ class ModelConfig:
             )
 
 
-def load_config(directory: Path) -> ModelConfig:
+def load_config(directory: Path, max_context: int | None = None) -> ModelConfig:
     """Read ``config.json`` and, where they exist, ``generation_config.json`` and the files of :mod:`engine.models.pooling`.
 
-    Raises :class:`ModelError`.
+    ``max_context``: see :attr:`~engine.settings.EngineSettings.max_context`. Raises :class:`ModelError`.
     """
     generation = directory / "generation_config.json"
-    config = parse_config(read_json(directory / "config.json"), read_json(generation) if generation.exists() else {})
+    config = parse_config(read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}, max_context)
+    if config.vision is not None:
+        vision = dataclasses.replace(config.vision, preprocessing=load_preprocessing(directory, config.vision))
+        config = dataclasses.replace(config, vision=vision)
     pooling = load_pooling(directory)
     if pooling is None and not (config.lm_head or config.classes):
         raise ModelError(
@@ -137,16 +152,20 @@ def load_config(directory: Path) -> ModelConfig:
     return dataclasses.replace(config, pooling=pooling, lm_head=lm_head)
 
 
-def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """A parsed ``config.json`` and ``generation_config.json`` as a :class:`ModelConfig`. Raises :class:`ModelError`."""
-    keys = Keys(raw, "config.json")
-    architecture = keys.strings("architectures")[0]
+def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, max_context: int | None = None) -> ModelConfig:
+    """A parsed ``config.json`` and ``generation_config.json`` as a :class:`ModelConfig`, with at most ``max_context`` tokens.
+
+    Raises :class:`ModelError`.
+    """
+    architecture = Keys(raw, "config.json").strings("architectures")[0]
     family = family_of(architecture)
+    keys = Keys(flat(raw) if family.vision else raw, "config.json")
     _refuse_unsupported(keys, family)
     attention_bias = keys.flag("attention_bias", False)
     hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     vocab_size = keys.count("vocab_size")
-    rope, local_rope = parse_ropes(keys, family)
+    head_dim, rotated = keys.count("head_dim", hidden_size // heads), rotary_dim(keys, family)
+    rope, local_rope = parse_ropes(keys, family, max_context)
     layers = keys.count("num_hidden_layers")
     return ModelConfig(
         architecture=architecture,
@@ -156,9 +175,10 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=keys.count("num_key_value_heads", heads),
-        head_dim=keys.count("head_dim", hidden_size // heads),
-        max_context=_max_context(keys.count("max_position_embeddings"), rope),
+        head_dim=head_dim,
+        max_context=_max_context(keys.count("max_position_embeddings"), rope, max_context),
         rope=rope,
+        rotary_dim=None if rotated == head_dim else rotated,
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         tied=keys.flag("tie_word_embeddings", False),
         qk_norm=family.qk_norm,
@@ -179,6 +199,8 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
         lm_head=family.head == "lm",
         classes=_classes(keys) if family.head == "classes" else (),
         multi_label=family.head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
+        vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
+        rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
 
 
@@ -213,8 +235,15 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         raw["label2id"] = {name: number for number, name in enumerate(config.classes)}
     if config.multi_label:
         raw["problem_type"] = MULTI_LABEL
-    if parse_config(raw) != dataclasses.replace(config, pooling=None, lm_head=family_of(config.architecture).head == "lm"):
-        raise ModelError(f"The configuration of this {config.architecture} cannot be written.")
+    try:
+        written = parse_config(raw)
+    except ModelError:  # about a value of ``raw``, which is not the model's
+        written = None
+    if written != dataclasses.replace(config, pooling=None, lm_head=family_of(config.architecture).head == "lm"):
+        raise ModelError(
+            f"The configuration of this {config.architecture} cannot be written, because only those of Llama, Qwen2 and Qwen3 "
+            "without sliding windows can; train or convert a model of these families."
+        )
     return raw
 
 
@@ -225,15 +254,22 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
             raise keys.error(key, f"is not supported; only {known[0]} is")
     if keys.present("quantization_config"):
         raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
-    refuse_partial_rotation(keys)
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if keys.flag(key, causal) is not causal:
             raise keys.error(key, "asks for attention to later tokens, which is not supported; use a model with causal attention")
 
 
-def _max_context(written: int, rope: Rope) -> int:
-    """YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for."""
-    return max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
+def _max_context(written: int, rope: Rope, wanted: int | None) -> int:
+    """YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for.
+
+    A longer context than the original one costs LongRoPE accuracy in shorter ones, so it has to be ``wanted``.
+    """
+    most = max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
+    if wanted is None:
+        return min(most, rope.original_context) if isinstance(rope, LongRope) else most
+    if wanted > most:
+        raise ModelError(f"--max-context is {wanted}, and the model has a context of {most}; lower it.")
+    return wanted
 
 
 def _classes(keys: Keys) -> tuple[str, ...]:

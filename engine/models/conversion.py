@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.decoder import DecoderLayer
+from engine.models.experts import GroupedLinear
 from engine.models.modules import Linear
 
 PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
@@ -18,12 +19,12 @@ PROJECTIONS = ("attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "ml
 class ConvertedLinear(nn.Module):
     """A linear layer in another format. It has the bias of the layer it is made like, and no weight before :meth:`fill`."""
 
-    def __init__(self, like: Linear) -> None:
+    def __init__(self, like: Linear | GroupedLinear) -> None:
         super().__init__()
         self.bias = like.bias
 
     def fill(self, weight: Tensor) -> None:
-        """Convert ``weight``, [out, in], which can be overwritten afterwards."""
+        """Convert ``weight``, [out, in] or [experts, out, in], which can be overwritten afterwards."""
         raise NotImplementedError
 
 

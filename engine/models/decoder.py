@@ -43,7 +43,7 @@ class Heads:
     k_weight: Tensor | None
     eps: float
     cos: Tensor
-    """[tokens, head_dim / 2] float32, like sin"""
+    """[tokens, rotary_dim / 2] float32, like sin; the other elements of a head are not rotated"""
     sin: Tensor
 
     def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         """Where the projection is quantised: :func:`engine.models.kv_scales.kv_bounds` of its weights."""
 
     def forward(self, x: Rows, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden]; cos, sin: [tokens, head_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""
+        """x: [tokens, hidden]; cos, sin: [tokens, rotary_dim / 2]. -> [tokens, hidden], or those ``rows`` of it."""
         qkv: Tensor = self._normed(self.qkv_proj(x))
         heads = self._heads(qkv.view(len(qkv), -1, self.head_dim), cos, sin)
         out = attend.attend(self.layer, heads) if isinstance(attend, FusedAttend) else attend(self.layer, *heads.rotated())
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
         self._ropes = list(dict.fromkeys(ropes))
         self._rope_of = [self._ropes.index(rope) for rope in ropes]
         """[layer] index of its rotation."""
-        frequencies = [_frequencies(rope, config.head_dim) for rope in self._ropes]
+        frequencies = [_frequencies(rope, config.rotary_dim or config.head_dim) for rope in self._ropes]
         self.register_buffer("inverse_frequencies", torch.stack(frequencies), persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
@@ -210,10 +210,8 @@ class Decoder(nn.Module):
         rows: [rows] int64, the tokens whose hidden rows are wanted, at least one; None for all. The last layer computes no others
         behind attention.
         """
-        rotations = self._rotations(positions)
-        x: Tensor = self.embed(tokens)
-        if self._embedding_scale != 1.0:
-            x = x * self._embedding_scale
+        rotations = self._rotations(positions.unsqueeze(1))
+        x = self._embedded(tokens)
         residual: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -267,11 +265,18 @@ class Decoder(nn.Module):
         assert isinstance(layer, DecoderLayer)
         return {f"model.layers.{index}.{name}": view.detach() for name, view in weight_names.layer_views(layer, self.config)}
 
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        return x if self._embedding_scale == 1.0 else x * self._embedding_scale
+
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin of every token's angles, [tokens, head_dim / 2] each, float32, for each kind of rotation."""
+        """cos and sin of every token's angles, [tokens, rotary_dim / 2] each, float32, for each kind of rotation.
+
+        positions: [tokens, 1], or [tokens, rotary_dim / 2] with one for each frequency.
+        """
         rotations = []
         for rotation, frequencies in zip(self._ropes, self.inverse_frequencies, strict=True):
-            angles = positions.to(torch.float32).unsqueeze(1) * frequencies
+            angles = positions.to(torch.float32) * frequencies
             amplitude = 1.0 if rotation is None else rotation.amplitude
             cos, sin = angles.cos(), angles.sin()
             rotations.append((cos, sin) if amplitude == 1.0 else (cos * amplitude, sin * amplitude))

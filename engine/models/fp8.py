@@ -1,8 +1,9 @@
 """A decoder whose layers multiply in FP8 (e4m3): a scale for each output channel of the weights and for each token of their input.
 
 It is the same decoder with other parts: projections that take codes and scales, and in front of them norms and gates that leave
-these instead of rows, in the kernel that computes them. Only attention's output is quantised by itself. Embedding, head, norms,
-biases, keys, values and what is added from layer to layer stay in the model's dtype.
+these instead of rows, in the kernel that computes them. Attention's output is quantised by itself, and so is the input of experts,
+because their router takes it in the model's dtype. Embedding, head, norms, routers, biases, keys, values and what is added from
+layer to layer stay in the model's dtype.
 
 In a decoder that is shared by several processes, each quantises its own part. An output channel's scale covers the columns that
 the process has: all of them in the projections into heads and inner columns, whose codes are then those of one process, and a
@@ -23,9 +24,10 @@ from engine.models import conversion
 from engine.models.conversion import ConvertedLinear
 from engine.models.decoder import MLP, Decoder, DecoderLayer
 from engine.models.errors import ModelError
-from engine.models.experts import refuse_experts
+from engine.models.experts import Experts, GroupedLinear
 from engine.models.modules import Linear, RMSNorm, Sum
 from kernels.gelu_mul import gelu_mul_quantized
+from kernels.grouped_experts import grouped_scaled_linear
 from kernels.quantize import CAPABILITY, FP8, SIDE, quantize_rows, scaled_linear, supported
 from kernels.rms_norm import add_rms_norm_quantized, rms_norm_quantized
 from kernels.silu_mul import silu_mul_quantized
@@ -66,6 +68,29 @@ class QuantizingLinear(QuantizedLinear):
         return super().forward(quantize_rows(x))
 
 
+class QuantizedGroupedLinear(ConvertedLinear):
+    """The codes of a matrix for each expert."""
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(self, like: GroupedLinear) -> None:
+        super().__init__(like)
+        self.register_buffer("weight", torch.empty_like(like.weight, dtype=FP8))  # [experts, out, in]
+        self.register_buffer("scales", torch.empty((*like.weight.shape[:2], 1)))
+        self.dtype = like.weight.dtype
+
+    def fill(self, weight: Tensor) -> None:
+        for expert, matrix in enumerate(weight):  # one at a time, because a CPU widens what it quantises
+            codes, scales = quantize_rows(matrix)
+            self.weight[expert].copy_(codes)
+            self.scales[expert].copy_(scales)
+
+    def forward(self, x: Codes, experts: Tensor, *, by_pair: bool = False) -> Tensor:
+        """[rows, in] -> [rows · chosen, out], in the model's dtype; see :func:`kernels.grouped_experts.grouped_scaled_linear`."""
+        return grouped_scaled_linear(x, (self.weight, self.scales), experts, self.dtype, by_pair=by_pair)
+
+
 class QuantizedRMSNorm(nn.Module):
     """An :class:`RMSNorm` that leaves codes, with the weight of the one it is made like."""
 
@@ -83,16 +108,22 @@ class QuantizedRMSNorm(nn.Module):
         return (codes, scales), total
 
 
-PARTS: dict[str, Callable[[Any], nn.Module]] = {
+Parts = dict[str, Callable[[Any], nn.Module]]
+"""Parts of a layer and their quantised replacements."""
+
+ATTENTION: Parts = {
     "input_norm": QuantizedRMSNorm,
     "attention.qkv_proj": QuantizedLinear,
     "attention.o_proj": QuantizingLinear,
+}
+DENSE: Parts = {
     "post_attention_norm": QuantizedRMSNorm,
     "mlp.gate_up_proj": QuantizedLinear,
     "mlp.down_proj": QuantizedLinear,
 }
-"""Parts of a layer and their quantised replacements."""
-
+EXPERTS: Parts = {"mlp.gate_up": QuantizedGroupedLinear, "mlp.down": QuantizedGroupedLinear}
+SHARED: Parts = {"mlp.shared.gate_up_proj": QuantizedLinear, "mlp.shared.down_proj": QuantizedLinear}
+"""Parts of the shared expert, which computes all tokens."""
 
 BEFORE = {"attention.qkv_proj": "input_norm", "mlp.gate_up_proj": "post_attention_norm"}
 """Norms that leave codes for a projection. If a model lacks them, the projection quantises its input itself."""
@@ -100,13 +131,23 @@ BEFORE = {"attention.qkv_proj": "input_norm", "mlp.gate_up_proj": "post_attentio
 
 def convert(layer: DecoderLayer) -> None:
     """Give a layer its parts in FP8, uninitialised, in place of those it has."""
-    parts = {name: part for name, part in PARTS.items() if not isinstance(layer.get_submodule(name), Sum)}
+    conversion.convert(layer, _parts(layer))
+    if isinstance(layer.mlp, Experts):
+        layer.mlp.input, layer.mlp.gate = quantize_rows, silu_mul_quantized
+    for mlp in layer.modules():
+        if isinstance(mlp, MLP):
+            mlp.gate = gelu_mul_quantized if mlp.gelu else silu_mul_quantized
+
+
+def _parts(layer: DecoderLayer) -> Parts:
+    wanted = ATTENTION | (EXPERTS if isinstance(layer.mlp, Experts) else DENSE)
+    if isinstance(layer.mlp, Experts) and layer.mlp.shared is not None:
+        wanted |= SHARED
+    parts = {name: part for name, part in wanted.items() if not isinstance(layer.get_submodule(name), Sum)}
     for name, norm in BEFORE.items():
-        if norm not in parts:
+        if name in parts and norm not in parts:
             parts[name] = QuantizingLinear
-    conversion.convert(layer, parts)
-    assert isinstance(layer.mlp, MLP)
-    layer.mlp.gate = gelu_mul_quantized if layer.mlp.gelu else silu_mul_quantized
+    return parts
 
 
 fill = conversion.fill
@@ -129,10 +170,12 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_shapes(decoder: Decoder) -> None:
     """Raises :class:`ModelError` where a GPU could not multiply with the layers' matrices; a CPU takes no others, either."""
-    refuse_experts(decoder.config, "--quantize fp8")
-    for name, module in decoder.layers[0].named_modules():
-        if isinstance(module, Linear) and any(side % SIDE for side in module.weight.shape):
-            raise ModelError(
-                f"--quantize fp8 takes matrices whose sides are multiples of {SIDE}, and the model's {name.rpartition('.')[2]} "
-                f"is {list(module.weight.shape)} in each process; leave --quantize out."
-            )
+    layers = {type(layer.mlp): layer for layer in decoder.layers if isinstance(layer, DecoderLayer)}
+    for layer in layers.values():
+        for name in _parts(layer):
+            module = layer.get_submodule(name)
+            if isinstance(module, Linear | GroupedLinear) and any(side % SIDE for side in module.weight.shape[-2:]):
+                raise ModelError(
+                    f"--quantize fp8 takes matrices whose sides are multiples of {SIDE}, and the model's {name.rpartition('.')[2]} "
+                    f"is {list(module.weight.shape[-2:])} in each process; leave --quantize out."
+                )

@@ -36,9 +36,16 @@ class Keys:
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number greater than 0."""
         value = self._get(key, default)
-        if not (_is_int(value) or isinstance(value, float)) or not 0 < value < math.inf:
+        if not _is_number(value):
             raise self._wrong(key, value, "a number greater than 0")
         return float(value)
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of at least one finite number greater than 0."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not value or not all(_is_number(item) for item in value):
+            raise self._wrong(key, value, "a list of numbers greater than 0")
+        return [float(item) for item in value]
 
     def optional_number(self, key: str) -> float | None:
         return self.number(key) if self.present(key) else None
@@ -71,6 +78,14 @@ class Keys:
             raise self._wrong(key, value, "a list of true or false")
         return [bool(item) for item in value]
 
+    def numbers_like(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """As many finite numbers greater than 0 as ``default`` has."""
+        value = self._get(key, list(default))
+        right = isinstance(value, list) and len(value) == len(default)
+        if not right or not all((_is_int(each) or isinstance(each, float)) and 0 < each < math.inf for each in value):
+            raise self._wrong(key, value, f"a list of {len(default)} numbers greater than 0")
+        return tuple(map(float, value))
+
     def ids(self, key: str) -> list[int]:
         """One token id or a list of them; none where the key is absent."""
         value = self._raw.get(key)
@@ -96,6 +111,11 @@ class Keys:
             raise self._wrong(key, value, "an object")
         return Keys(value, f"{key} of {self._file}") if value else None
 
+    def sections(self) -> list[Keys]:
+        """All nested objects."""
+        found = (self.section(key) for key, value in self._raw.items() if isinstance(value, dict))
+        return [section for section in found if section is not None]
+
     def first_object(self) -> str | None:
         """The first key whose value is itself an object."""
         return next((key for key, value in self._raw.items() if isinstance(value, dict)), None)
@@ -110,6 +130,10 @@ class Keys:
 
     def _wrong(self, key: str, value: Any, expected: str) -> ModelError:
         return self.error(key, f"is {value!r:.80}, but must be {expected}; correct the file")
+
+
+def _is_number(value: Any) -> bool:
+    return (_is_int(value) or isinstance(value, float)) and 0 < value < math.inf
 
 
 def _is_int(value: Any) -> bool:

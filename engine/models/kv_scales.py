@@ -65,11 +65,13 @@ def kv_bounds(layer: DecoderLayer, config: ModelConfig) -> Tensor:
     if attention.k_norm is not None:
         # The length of all elements together is bounded, so that of a pair is too.
         keys = math.sqrt(head_dim) * attention.k_norm.weight.float().abs().expand(kv_heads, -1)
-        pairs = torch.maximum(*keys.chunk(2, 1))
+        join = torch.maximum
     else:
-        pairs = torch.hypot(*keys.chunk(2, 1))
+        join = torch.hypot
+    rotated, rest = torch.tensor_split(keys, [config.rotary_dim or head_dim], 1)
     rope = config.rope_of(attention.layer)
-    return torch.stack([pairs.amax(1) * (1.0 if rope is None else rope.amplitude), values.amax(1)])
+    pairs = join(*rotated.chunk(2, 1)) * (1.0 if rope is None else rope.amplitude)
+    return torch.stack([torch.cat([pairs, rest], 1).amax(1), values.amax(1)])
 
 
 def check_kv_dtype(device: torch.device, dtype: torch.dtype) -> None:

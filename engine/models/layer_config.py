@@ -26,6 +26,8 @@ class ExpertConfig:
     """The weights of a token's experts are divided by their sum."""
     layers: tuple[int, ...]
     """Layers that have experts; the others have a feed-forward layer."""
+    held: range | None = None
+    """Experts that a process has, if several share them (``--expert-parallel``); None: all."""
     shared_size: int = 0
     """Intermediate size of the shared expert; 0 without one."""
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from engine.models import checkpoint
 from engine.models.checkpoint import Stored
 from engine.models.config import ModelConfig, load_config
-from engine.models.decoder import Attend, Decoder
+from engine.models.decoder import Attend
 from engine.models.errors import ModelError
-from engine.models.loader import HEAD, decoder_views, fill, write_checkpoint
+from engine.models.loader import HEAD, decoder_views, fill, make_decoder, write_checkpoint
 from engine.models.modules import Linear
+from engine.models.rope import LongRope
 from engine.models.source import locate
 
 HEAD_PREFIX = "v_head."
@@ -42,7 +43,7 @@ class LenVM(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.decoder = Decoder(dataclasses.replace(config, tied=True, classes=()), dtype)
+        self.decoder = make_decoder(dataclasses.replace(config, tied=True, classes=()), dtype)
         self.head = ValueHead(config.hidden_size, dtype)
 
     @property
@@ -76,6 +77,8 @@ def load_lenvm(model: str | Path, dtype: torch.dtype = torch.float32, quantize: 
         raise ModelError(
             f"A length model cannot have sliding windows, soft caps or scales of attention, as this {config.architecture} has."
         )
+    if isinstance(config.rope, LongRope):
+        raise ModelError(f"A length model cannot have rotations of the type longrope, as this {config.architecture} has.")
     value_model = LenVM(config, dtype)
     stored = _read_headers(directory)
     head = value_model.checkpoint_views()

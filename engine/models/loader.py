@@ -21,6 +21,7 @@ from engine.models.modules import RMSNorm
 from engine.models.pooling import load_pooling
 from engine.models.quantization import FORMATS, pack_head
 from engine.models.source import locate
+from engine.vision.decoder import VisionDecoder
 
 EMBEDDING, HEAD = checkpoint.BODY_PREFIX + checkpoint.EMBEDDING, "lm_head.weight"
 
@@ -29,17 +30,25 @@ HASHED_WHOLE = 256 << 20
 SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 20, 64
 
 
-def load_model(model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None) -> Decoder:
+def load_model(
+    model: str | Path, dtype: torch.dtype = torch.float32, quantize: str | None = None, max_context: int | None = None
+) -> Decoder:
     """The decoder in a model directory or hub repository, converted to ``dtype``, in evaluation mode.
 
-    ``quantize``: what its layers are then converted to, one of :data:`~engine.models.quantization.FORMATS`.
+    ``quantize``: what its layers are then converted to, one of :data:`~engine.models.quantization.FORMATS`. ``max_context``: see
+    :attr:`~engine.settings.EngineSettings.max_context`.
     Raises :class:`~engine.models.errors.ModelError` where files, names, shapes or dtypes are wrong, before a weight is copied.
     """
     directory = locate(model)
-    decoder = Decoder(load_config(directory), dtype)
+    decoder = make_decoder(load_config(directory, max_context), dtype)
     fill(decoder, read_checked(directory, decoder), quantize)
     pack_head(decoder, quantize)
     return decoder.eval()
+
+
+def make_decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    """A decoder of uninitialised weights, with a vision tower where the model has one."""
+    return Decoder(config, dtype) if config.vision is None else VisionDecoder(config, dtype)
 
 
 def read_checked(directory: Path, decoder: Decoder) -> dict[str, Stored]:
@@ -65,7 +74,13 @@ def fill(decoder: Decoder, stored: Mapping[str, Stored], quantize: str | None = 
     if quantize is None:
         checkpoint.copy(stored, decoder_views(decoder, stored), part)
         _add_offsets(decoder)
-        return
+    else:
+        _fill_in_format(decoder, stored, quantize, part)
+    if isinstance(decoder, VisionDecoder):
+        decoder.tower.fold()
+
+
+def _fill_in_format(decoder: Decoder, stored: Mapping[str, Stored], quantize: str, part: int) -> None:
     form = FORMATS[quantize]
     form.check_shapes(decoder)
     checkpoint.copy(stored, _as_stored(decoder.outer_views(), stored), part)
@@ -112,23 +127,37 @@ def write_checkpoint(tensors: Mapping[str, Tensor], config: ModelConfig, directo
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def fingerprint(directory: Path, dtype: torch.dtype, quantize: str | None = None, parts: int = 1, kv_dtype: str = "auto") -> str:
+def fingerprint(
+    directory: Path,
+    dtype: torch.dtype,
+    quantize: str | None = None,
+    parts: int = 1,
+    kv_dtype: str = "auto",
+    config: ModelConfig | None = None,
+) -> str:
     """Digest of what makes a model's numbers: weights, ``config.json`` and the format it is served in. 32 hexadecimal digits.
 
     ``parts``: processes that share the model. They count where it is quantised, because each finds scales for its own part.
-    ``kv_dtype``: see :attr:`~engine.settings.EngineSettings.kv_dtype`.
+    ``kv_dtype``: see :attr:`~engine.settings.EngineSettings.kv_dtype`. ``config``: of the decoder, or of its part in this
+    process, as it is served; None: as ``config.json`` says. Experts that are shared whole have the scales of one process.
     Up to :data:`HASHED_WHOLE` bytes of weights are read whole. Of larger files, each one's name, size, header and
     :data:`SAMPLE_BLOCKS` blocks of :data:`SAMPLE_BLOCK` bytes at equal distances are: fine-tuning changes every tensor, so a
     sample tells models apart in a second, where reading all would take minutes. It is no proof against a forger.
     """
     files = checkpoint.weight_files(directory)
     whole = sum(path.stat().st_size for path in files) <= HASHED_WHOLE
-    digest = hashlib.sha256((str(dtype) if quantize is None else f"{dtype}, {quantize} in {parts}").encode())
+    are_whole = config is not None and config.experts is not None and config.experts.held is not None
+    shared = f"{parts}, experts whole" if are_whole else str(parts)
+    digest = hashlib.sha256((str(dtype) if quantize is None else f"{dtype}, {quantize} in {shared}").encode())
     if kv_dtype != "auto":
         digest.update(f"\0keys and values in {kv_dtype}\0".encode())
+    if config is not None and config.has_long_factors:
+        digest.update(b"\0long factors\0")
     digest.update((directory / "config.json").read_bytes())
     if (pooling := load_pooling(directory)) is not None:
         digest.update(f"\0pooling {pooling}\0".encode())
+    if (vision := load_config(directory).vision) is not None:
+        digest.update(f"\0images {vision.preprocessing}\0".encode())
     for path in files:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         for block in _blocks(path, whole):

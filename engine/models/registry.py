@@ -58,10 +58,15 @@ class Family:
     """Soft cap of attention's logits, if the configuration has no ``attn_logit_softcapping``."""
     logit_cap: float | None = None
     """Soft cap of the logits of tokens, if the configuration has no ``final_logit_softcapping``."""
+    partial_rotation: bool = False
+    """``partial_rotary_factor`` of each head may be rotated, and the rotation may be LongRoPE, whose old names are ``su`` and
+    ``yarn``."""
     multipliers: bool = False
     """The configuration has factors of embeddings, attention, residuals and logits."""
     experts: ExpertNames | None = None
     """A router chooses a few experts for each token in place of the feed-forward layer."""
+    vision: bool = False
+    """A tower embeds images, and positions of their tokens have three axes (Qwen2.5-VL)."""
     head: Head = "lm"
 
 
@@ -80,7 +85,7 @@ BODIES: dict[str, Family] = {
     "Gemma3Text": _GEMMA_3,
     "Mistral": Family("mistral", windows="all", default_window=4096),
     "Ministral": Family("ministral", windows="all", default_window=4096),
-    "Phi3": Family("phi3", fused_projections=True, windows="all"),
+    "Phi3": Family("phi3", fused_projections=True, windows="all", partial_rotation=True),
     "SmolLM3": Family("smollm3", rotation_interval=4),
     "Olmo2": Family("olmo2", qk_norm_over_heads=True, norms="after"),
     "Granite": Family("granite", multipliers=True),
@@ -101,7 +106,7 @@ FAMILIES: dict[str, Family] = {
     for body, family in BODIES.items()
     for suffix, head in HEADS.items()
     if body + suffix not in _MULTIMODAL
-}
+} | {"Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", qkv_bias_only=True, theta=1e6, vision=True)}
 """All supported architectures, by their names in ``config.json``."""
 
 

@@ -17,7 +17,7 @@ class Rope:
     """Base of the geometric series of wavelengths."""
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """Radians a position, [head_dim / 2], float32."""
+        """Radians a position, [head_dim / 2], float32. head_dim: elements of a head that are rotated."""
         return _plain_frequencies(self.theta, head_dim)
 
     @property
@@ -97,6 +97,37 @@ class YarnRope(Rope):
     def _index_of(self, turns: float, head_dim: int) -> float:
         """Return the (fractional) index of the frequency with this number of turns within the original context."""
         return head_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+@dataclass(frozen=True)
+class LongRope(Rope):
+    """LongRoPE: each wavelength is stretched by a factor of its own, of two sets: for the original context, and for longer ones.
+
+    A model has one set for all sequences, because keys are kept: see :func:`engine.models.rope_config.parse_ropes`.
+    Source: Ding et al. 2024, "LongRoPE", arXiv 2402.13753; option names as in Hugging Face transformers.
+    """
+
+    factors: tuple[float, ...]
+    """[rotary_dim / 2] of the set that is used."""
+    original_context: int
+    """Tokens of context before scaling."""
+    is_long: bool
+    """Whether ``factors`` are those for longer contexts."""
+    attention_factor: float
+    """:attr:`amplitude`, for both sets; :func:`long_attention_factor` gives the default."""
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+        return 1.0 / (torch.tensor(self.factors, dtype=torch.float32) * self.theta**exponents)
+
+    @property
+    def amplitude(self) -> float:
+        return self.attention_factor
+
+
+def long_attention_factor(factor: float, original_context: int) -> float:
+    """LongRoPE's attention factor where the configuration gives none. ``factor``: longest context over the original one."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_context))
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:

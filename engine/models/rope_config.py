@@ -7,31 +7,54 @@ from typing import Any
 
 from engine.models.keys import Keys
 from engine.models.registry import Family
-from engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope, yarn_attention_factor
+from engine.models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope, long_attention_factor, yarn_attention_factor
+
+OLD_NAMES = ("su", "yarn")
+"""Older names of ``longrope`` in configurations of Phi-3."""
+ORIGINAL_CONTEXT = 4096
+"""Default of Hugging Face transformers for ``original_max_position_embeddings`` of Phi-3."""
 
 
-def parse_ropes(keys: Keys, family: Family) -> tuple[Rope, Rope | None]:
+def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> tuple[Rope, Rope | None]:
     """Read the rotation of the layers, and that of layers with a window if they have one of their own.
 
     Reads ``rope_parameters``, also with an object for each kind of layer, or the older ``rope_scaling`` beside ``rope_theta``.
+    ``max_context``: the longest context that is asked for. LongRoPE has two sets of factors, and Hugging Face transformers chooses
+    one by the length of each sequence. Kept keys are rotated by one set, so it is chosen here, once, as in vLLM: the set for
+    longer contexts if ``max_context`` is longer than the original context.
     """
-    inner = keys.section("rope_parameters") or keys.section("rope_scaling")
+    inner = _parameters(keys)
+    if inner is not None and family.partial_rotation and inner.first_object() is None:
+        kind = inner.text("rope_type", inner.text("type", "default"))
+        if kind == "longrope" or kind in OLD_NAMES:
+            return _parse_long(keys, inner, family, max_context), None
     if inner is None or inner.first_object() is None:
         local = None if family.local_theta is None else Rope(keys.number("rope_local_base_freq", family.local_theta))
-        return _parse_rope(keys, inner, family.theta), local
+        return _parse_rope(keys, inner, family.theta, "mrope" if family.vision else "default"), local
     if family.local_theta is None:
         raise inner.error(inner.first_object() or "", "gives some layers a rotary embedding of their own, which is not supported")
     local = _parse_rope(keys, inner.section("sliding_attention"), family.local_theta)
     return _parse_rope(keys, inner.section("full_attention"), family.theta), local
 
 
-def _parse_rope(keys: Keys, inner: Keys | None, default_theta: float) -> Rope:
+def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:
+    """Read how many frequencies turn by the time, the row and the column of a token (``mrope_section``)."""
+    inner = keys.section("rope_parameters") or keys.section("rope_scaling")
+    if inner is None:
+        raise keys.error("rope_scaling", "is missing, and its mrope_section is needed; correct the file")
+    sections = inner.ids("mrope_section")
+    if len(sections) != 3 or sum(sections) != head_dim // 2:
+        raise inner.error("mrope_section", f"must be three numbers with the sum {head_dim // 2}; correct the file")
+    return tuple(sections)
+
+
+def _parse_rope(keys: Keys, inner: Keys | None, default_theta: float, plain: str = "default") -> Rope:
+    """``plain``: another name of an unscaled rotation."""
     if inner is None:
         return Rope(keys.number("rope_theta", default_theta))
     theta = inner.number("rope_theta", keys.number("rope_theta", default_theta))
-    refuse_partial_rotation(inner)
     kind = inner.text("rope_type", inner.text("type", "default"))
-    if kind == "default":
+    if kind in ("default", plain):
         return Rope(theta)
     original = inner.count("original_max_position_embeddings", keys.count("max_position_embeddings"))
     if kind == "llama3":
@@ -60,10 +83,41 @@ def _parse_yarn(keys: Keys, theta: float, original: int) -> YarnRope:
     )
 
 
-def refuse_partial_rotation(keys: Keys) -> None:
-    """Raise :class:`ModelError` if only a part of each head is rotated."""
-    if keys.number("partial_rotary_factor", 1.0) != 1.0:
-        raise keys.error("partial_rotary_factor", "is not 1, and rotating a part of each head is not supported; use another model")
+def _parse_long(keys: Keys, inner: Keys, family: Family, max_context: int | None) -> LongRope:
+    longest, original = keys.count("max_position_embeddings"), keys.count("original_max_position_embeddings", ORIGINAL_CONTEXT)
+    is_long = max_context is not None and max_context > original
+    sets = {name: tuple(inner.numbers(name)) for name in ("short_factor", "long_factor")}
+    for name, factors in sets.items():
+        if (angles := rotary_dim(keys, family) // 2) != len(factors):
+            raise inner.error(name, f"has {len(factors)} factors, and heads have {angles} angles; correct the file")
+    return LongRope(
+        inner.number("rope_theta", keys.number("rope_theta", family.theta)),
+        sets["long_factor" if is_long else "short_factor"],
+        original,
+        is_long,
+        inner.number("attention_factor", long_attention_factor(inner.number("factor", longest / original), original)),
+    )
+
+
+def rotary_dim(keys: Keys, family: Family) -> int:
+    """Read how many elements of a head are rotated. Raises :class:`~engine.models.errors.ModelError`."""
+    head_dim = keys.count("head_dim", keys.count("hidden_size") // keys.count("num_attention_heads"))
+    key, dim = "partial_rotary_factor", head_dim
+    inner = _parameters(keys)
+    for place in (keys, *([] if inner is None else [inner, *inner.sections()])):
+        if not place.present(key):
+            continue
+        factor = place.number(key)
+        if factor != 1.0 and not family.partial_rotation:
+            raise place.error(key, "is not 1, and rotating a part of each head is not supported; use another model")
+        dim = int(head_dim * factor)
+        if dim % 2 or not 2 <= dim <= head_dim:
+            raise place.error(key, f"rotates {dim} of the {head_dim} elements of a head, but must rotate pairs; correct the file")
+    return dim
+
+
+def _parameters(keys: Keys) -> Keys | None:
+    return keys.section("rope_parameters") or keys.section("rope_scaling")
 
 
 def rope_scaling(rope: Rope) -> dict[str, Any] | None:

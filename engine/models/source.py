@@ -26,6 +26,8 @@ FILES = [
     "lenvm.json",
     "modules.json",
     "*_Pooling/config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "yardstick.toml",
 ]
 """Files of a hub repository that the engine or the gateway needs; other formats of the same weights are not downloaded."""

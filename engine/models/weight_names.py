@@ -58,12 +58,12 @@ def _mlp_views(prefix: str, mlp: nn.Module, *, fused: bool = False) -> Iterator[
 def _expert_views(mlp: Experts, names: ExpertNames | None) -> Iterator[tuple[str, Tensor]]:
     if names == "granite":
         yield "block_sparse_moe.router.layer.weight", mlp.router.weight
-        yield "block_sparse_moe.input_linear.weight", mlp.gate_up
-        yield "block_sparse_moe.output_linear.weight", mlp.down
+        yield "block_sparse_moe.input_linear.weight", mlp.gate_up.weight
+        yield "block_sparse_moe.output_linear.weight", mlp.down.weight
         return
     prefix, parts = ("mlp", ("gate_proj", "up_proj", "down_proj")) if names == "qwen" else ("block_sparse_moe", ("w1", "w3", "w2"))
     yield f"{prefix}.gate.weight", mlp.router.weight
-    for index, (gate_up, down) in enumerate(zip(mlp.gate_up, mlp.down, strict=True)):
+    for index, gate_up, down in zip(mlp.held, mlp.gate_up.weight, mlp.down.weight, strict=True):
         for part, view in zip(parts, (*gate_up.chunk(2), down), strict=True):
             yield f"{prefix}.experts.{index}.{part}.weight", view
     if mlp.shared is not None and mlp.shared_gate is not None:

@@ -27,6 +27,7 @@ from engine.readouts.base import ReadoutContext, StepResult, StepTensors
 from engine.readouts.plan import OutputPlan
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import StepGraphs
+from engine.vision.steps import StepImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,14 @@ class Runner:
         graphs: StepGraphs | None = None,
         lenvm: LenVMRunner | None = None,
         adapters: StepAdapters | None = None,
+        images: StepImages | None = None,
     ) -> None:
         self._decoder = decoder
         self._attention = attention
         self._graphs = graphs
         self._lenvm = lenvm
         self._adapters = adapters or StepAdapters(decoder)
+        self.images = images or StepImages()
         self._context = ReadoutContext(decoder, tuple(eos_token_ids), self._adapters.class_logits)
         self._device = attention.kv.keys.device
         self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -108,6 +111,7 @@ class Runner:
 
     def _launch(self, batch: Batch) -> PendingStep:
         self._adapters.begin(batch)
+        self.images.compute(batch)
         plan, step, download = OutputPlan(batch, self._context), StepTensors(), Download(self._device)
         upload = Upload()
         for readout in plan.readouts:
@@ -115,6 +119,7 @@ class Runner:
         if batch.segments:
             inputs = self._add_inputs(batch, plan, upload)
             upload.send(self._device)
+            self.images.insert()
             self._compute(inputs, batch, plan, step)
         for readout in plan.main:
             readout.queue(step, download)
@@ -143,6 +148,7 @@ class Runner:
 
     def _add_inputs(self, batch: Batch, plan: OutputPlan, upload: Upload) -> _Inputs:
         tokens = Tokens.of(batch.segments)
+        self.images.place(tokens, batch.segments, upload)
         pending = np.flatnonzero(tokens.ids == PENDING)
         rows = [row for readout in plan.readouts for row in readout.hidden_rows]
         rows += [row for readout in plan.readouts for row in readout.logit_rows]
@@ -188,7 +194,8 @@ class Runner:
 
     def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor:
         """Hidden ``rows``, [rows, hidden]. A CUDA graph, where one fits, computes all rows, as does a step that needs most."""
-        hidden = None if self._graphs is None or self._adapters.active else self._graphs.forward(tokens, positions, segments)
+        launched = self._graphs is None or self._adapters.active or self.images.active
+        hidden = None if self._graphs is None or launched else self._graphs.forward(tokens, positions, segments)
         if hidden is None:
             attend = self._attention.plan(segments)
             if 0 < len(rows) < len(tokens):

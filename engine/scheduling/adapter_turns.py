@@ -27,7 +27,8 @@ class AdapterTurns:
         self._since: dict[str, int] = {}
         """Adapters in turn, and the step in which their turn began."""
         self._ended: dict[str, int] = {}
-        """Step in which the last turn of an adapter ended."""
+        """Number of the end of an adapter's last turn, among all ends."""
+        self._ends = 0
         self._closed = False
         self._number = 0
 
@@ -59,8 +60,10 @@ class AdapterTurns:
         for digest in [digest for digest in self._since if digest not in wanted]:
             self._end(digest)
         waiting = sorted((digest for digest in wanted if digest not in self._since), key=lambda digest: self._ended.get(digest, 0))
-        over = sorted((begun, digest) for digest, begun in self._since.items() if self._number - begun >= TURN)
-        for _, digest in over[: max(0, len(waiting) - (self._most - len(self._since)))]:
+        over = sorted(
+            (digest for digest, begun in self._since.items() if self._number - begun >= TURN), key=self._since.__getitem__
+        )
+        for digest in over[: max(0, len(waiting) - (self._most - len(self._since)))]:
             self._end(digest)
         for digest in waiting[: self._most - len(self._since)]:
             self._since[digest] = self._number
@@ -68,6 +71,7 @@ class AdapterTurns:
     def _end(self, digest: str) -> None:
         del self._since[digest]
         self._ended.pop(digest, None)
-        self._ended[digest] = self._number
+        self._ends += 1
+        self._ended[digest] = self._ends
         if len(self._ended) > REMEMBERED:
             del self._ended[next(iter(self._ended))]

@@ -26,6 +26,8 @@ def decoding_branch(request: Request, *, run_ahead: bool) -> Branch | None:
         return None
     branch = request.branches[0]
     computed = branch.context.size
+    if request.images is not None and not branch.drawn:
+        return None
     if not computed or branch.constraint is not None or branch.thinking is not None or branch.section is not None:
         return None
     known = request.prefix.size + branch.tokens.size

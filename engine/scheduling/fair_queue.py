@@ -162,6 +162,10 @@ class FairQueue:
         if not flow.waiting and not flow.running:
             self._drop(flow)
         request.adapter = None  # whose memory is freed when it was unloaded
+        for part in request.with_aux:
+            part.images = None  # with their pixels
+        if isinstance(request, ItemGroup):
+            request.item_images = None
 
     def reserve(self) -> int:
         """Begin a step: note what each flow's decoding branches need; returns the sum."""

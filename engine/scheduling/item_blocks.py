@@ -30,6 +30,8 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
     """
     if group.adapter is not None and not allocator.turns.takes(group):
         return None
+    if group.item_images is not None and group.item_images.in_query:
+        return None
     count = group.query.size
     found = _hold_cached(group, room // count, allocator)
     cache = allocator.kv_pool(group).cache

@@ -48,9 +48,8 @@ from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.wait_estimator import WaitEstimator
 from engine.settings import RESERVED_SHARE
 
-PREFILL_SHARE = 0.25
-CONTENDED_SHARE = 0.25
-"""Part of the budget that a step has while several tenants share the engine."""
+PREFILL_SHARE = CONTENDED_SHARE = 0.25
+"""Part of the budget for prompts and items, and the part that a step has while several tenants share the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +257,12 @@ class Scheduler:
 
         Returns the removed requests; some requests of the batch may have ended since.
         """
-        requests = [segment.request for segment in (*batch.segments, *batch.lenvm_segments)]
-        affected = dict.fromkeys(request.group or request.main_request for request in requests)
+        affected = dict.fromkeys(request.group or request.main_request for request in batch.requests)
         failed = [request for request in affected if self._requests.get(request.id) is request]
         for request in failed:
             self.remove(request)
+        for work in batch.images:
+            work.forget()
         for kv_pool in self.kv_pools:
             kv_pool.cache.clear()
         return failed

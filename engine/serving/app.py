@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -148,7 +149,7 @@ async def metrics_page(request: Incoming) -> str:
 
 async def _ask(request: Incoming, header: channel.Header) -> AsyncGenerator[wire.Reply]:
     """Send the request's message to the loop; returns the replies."""
-    replies = _client(request).ask(header, await request.body())
+    replies = _client(request).ask(header, await request.body(), time.monotonic())
     tracing: Tracing | None = request.app.state.tracing
     return replies if tracing is None else tracing.followed(header, request.headers, replies)
 

@@ -1,6 +1,7 @@
 """Messages between the HTTP server of a pod and its loop process, in msgpack over ZMQ. No torch.
 
-The server sends :data:`engine.wire.Request` messages, the bytes that it received: it reads their headers only. The loop process
+The server sends :data:`engine.wire.Request` messages, the bytes that it received: it reads their headers only. It puts the time of
+receipt before each message that asks for a result (:func:`stamped`). The loop process
 first sends one :class:`Ready` or one :class:`StartFailed`, then a :class:`StepDone` after every step, and a :class:`Beat` every
 :data:`BEAT_SECONDS` while it has no work. The thread that computes sends them, so a loop that hangs sends nothing. A thread that
 loads adapters answers :class:`AdapterCommand` messages.
@@ -8,6 +9,8 @@ loads adapters answers :class:`AdapterCommand` messages.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -16,6 +19,21 @@ from engine import wire
 
 BEAT_SECONDS = 0.5
 """Time between two beats of a loop without work."""
+_TIME = struct.Struct("<d")
+
+
+def stamped(body: bytes, received: float) -> list[bytes]:
+    """Return the frames of a message that the server received at ``received``, in seconds of :func:`time.monotonic`.
+
+    The system has one such clock for all its processes.
+    """
+    return [_TIME.pack(received), body]
+
+
+def unstamped(frames: Sequence[bytes]) -> tuple[bytes, float | None]:
+    """Return the message of ``frames``, and when the server received it; None for a message of the server's own."""
+    *stamp, body = frames
+    return body, _TIME.unpack(stamp[0])[0] if stamp else None
 
 
 class ScoreHeader(msgspec.Struct, tag="score", frozen=True):

@@ -110,8 +110,11 @@ class LoopClient:
         self._context.destroy(linger=0)
         self._directory.cleanup()
 
-    async def ask(self, header: channel.Header, body: bytes) -> AsyncGenerator[wire.Reply]:
-        """Send a request, ``body`` as it is, and yield its replies up to the terminal one. Leaving early aborts the request."""
+    async def ask(self, header: channel.Header, body: bytes, received: float) -> AsyncGenerator[wire.Reply]:
+        """Send a request, ``body`` as it is, and yield its replies up to the terminal one. Leaving early aborts the request.
+
+        ``received``: when the whole request was there, on the monotonic clock, seconds.
+        """
         if self.refusal is not None:
             yield wire.Failed(header.id, "not_ready", self.refusal, retryable=True, retry_after=1.0)
             return
@@ -121,7 +124,7 @@ class LoopClient:
         queue = self._waiting[header.id] = asyncio.Queue()
         open_sequences = header.sequences
         try:
-            await self._requests.send(body)
+            await self._requests.send_multipart(channel.stamped(body, received))
             while open_sequences:
                 reply = await queue.get()
                 if isinstance(reply, wire.Delta):

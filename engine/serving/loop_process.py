@@ -23,11 +23,15 @@ from engine.models.errors import ModelError
 from engine.models.source import located
 from engine.serving import channel, logs
 from engine.serving.adapter_thread import AdapterThread, start_adapters
+from engine.serving.digests import DigestChecks
+from engine.serving.heap import Heap
 from engine.settings import EngineSettings
 from engine.tokenizer_files import tokenizer_files
 
 COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
 """Steps since the last collection."""
+WAIT_MILLISECONDS = 1
+"""Pause of a loop that has nothing to do until the images of a message are read."""
 
 
 def main(settings_json: str, requests_address: str, events_address: str) -> int:
@@ -55,15 +59,18 @@ def main(settings_json: str, requests_address: str, events_address: str) -> int:
 def _serve(loop: Loop, requests: zmq.Socket[bytes], events: zmq.Socket[bytes], adapters: AdapterThread | None = None) -> None:
     inbox = Inbox(loop, adapters)
     garbage = GarbageCollection()
+    heap = Heap()
     beat = wire.encode(channel.Beat())
     while True:
-        if loop.idle:
+        if loop.idle and not inbox.busy:
             garbage.collect_after(COLLECT_WHEN_IDLE)
             while not requests.poll(round(1000 * channel.BEAT_SECONDS)):
                 events.send(beat)
-            inbox.submit(requests.recv())
-        while requests.poll(0):
-            inbox.submit(requests.recv())
+                heap.trim()
+            inbox.submit(*channel.unstamped(requests.recv_multipart()))
+        while requests.poll(WAIT_MILLISECONDS if loop.idle and inbox.busy else 0):
+            inbox.submit(*channel.unstamped(requests.recv_multipart()))
+        inbox.settle()
         replies = loop.step()
         events.send(wire.encode(channel.StepDone(replies, loop.stats)))
         garbage.steps += 1
@@ -79,9 +86,20 @@ class Inbox:
         self._adapters = adapters
         self._messages = msgspec.msgpack.Decoder(wire.Request | channel.AdapterCommand)
         self._headers = msgspec.msgpack.Decoder(channel.Header)
+        self._digests = DigestChecks(loop.submit, loop.refuse)
 
-    def submit(self, body: bytes) -> None:
-        """Hand a message to the loop, or a refusal that names what is wrong with the body."""
+    @property
+    def busy(self) -> bool:
+        """Whether a message is held until its images are read."""
+        return self._digests.busy
+
+    def settle(self) -> None:
+        """Hand the loop the messages whose images have been read."""
+        self._digests.settle()
+
+    def submit(self, body: bytes, received: float | None) -> None:
+        """Hand a message to the loop, or a refusal that names what is wrong with the body. ``received``: see
+        :meth:`Loop.submit`."""
         try:
             message = self._messages.decode(body)
         except msgspec.DecodeError as error:
@@ -90,7 +108,7 @@ class Inbox:
             self._loop.refuse(header.id, f"The body is not a {kind} message: {error}.")
         else:
             if not isinstance(message, channel.AdapterCommand):
-                self._loop.submit(message)
+                self._digests.add(message, received)
             elif self._adapters is not None:
                 self._adapters.submit(message)
 

@@ -24,6 +24,7 @@ GAUGES = {
     "yardstick_engine_slots_reserved": ("Slots that items leave to generations and queries.", "slots_reserved"),
     "yardstick_engine_adapters": ("LoRA adapters that requests may name.", "adapters"),
     "yardstick_engine_adapter_bytes": ("Host memory of LoRA adapters, of unloaded ones in use as well.", "adapter_bytes"),
+    "yardstick_engine_image_bytes": ("Embeddings of images on the device.", "image_bytes"),
 }
 COUNTERS = {
     "yardstick_engine_steps": ("Forward passes.", "steps"),
@@ -56,6 +57,9 @@ COUNTERS = {
     "yardstick_engine_adapter_load_failures": ("LoRA adapters that could not be loaded.", "adapter_load_failures"),
     "yardstick_engine_adapter_load_seconds": ("Time spent in reading LoRA adapters, beside the loop.", "adapter_load_seconds"),
     "yardstick_engine_adapter_swaps": ("Copies of a LoRA adapter from host memory to a slot of the device.", "adapter_swaps"),
+    "yardstick_engine_computed_images": ("Images embedded by vision towers.", "computed_images"),
+    "yardstick_engine_cached_images": ("Times that a request found embeddings of an image.", "cached_images"),
+    "yardstick_engine_tower_seconds": ("Time that vision towers took.", "tower_seconds"),
     "yardstick_engine_grammar_mask_seconds": ("Time spent in computing them, of all threads together.", "mask_seconds"),
 }
 

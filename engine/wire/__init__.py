@@ -42,6 +42,8 @@ from engine.wire.generation import (
     PromptLookup,
     prompt_parts,
 )
+from engine.wire.ids import pack_ids
+from engine.wire.images import IMAGE_TOKENS, MAX_IMAGES, Image, VisionInfo, image_digest
 from engine.wire.sampling import (
     CONTROL_TOKEN,
     GRAMMAR_LIMITS,
@@ -67,7 +69,6 @@ from engine.wire.scoring import (
     Score,
     Scored,
     ScoreItems,
-    pack_ids,
     row_length,
 )
 from engine.wire.server import Attention, Info, Limits, Stats, TokenizerFiles
@@ -76,10 +77,12 @@ from engine.wire.vocabulary import GrammarVocabulary
 __all__ = [
     "CONTROL_TOKEN",
     "GRAMMAR_LIMITS",
+    "IMAGE_TOKENS",
     "MAX_BAD_TOKENS",
     "MAX_DRAFT_TOKENS",
     "MAX_FRAME",
     "MAX_GRAMMAR_BYTES",
+    "MAX_IMAGES",
     "MAX_NGRAM",
     "MODEL_HEADER",
     "NEUTRAL_SCALE",
@@ -103,6 +106,7 @@ __all__ = [
     "GrammarLimits",
     "GrammarVocabulary",
     "GuidanceMode",
+    "Image",
     "Info",
     "Labels",
     "LengthGuidance",
@@ -124,7 +128,9 @@ __all__ = [
     "ThinkingLimit",
     "TokenizerFiles",
     "UnloadAdapter",
+    "VisionInfo",
     "encode",
+    "image_digest",
     "pack_frame",
     "pack_ids",
     "prompt_parts",

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from engine.wire.common import Caller
+from engine.wire.images import Image
 from engine.wire.sampling import LengthGuidance, Sampling, ThinkingLimit
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -68,6 +69,8 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     caller: Caller = Caller()
     adapter: str = ""
     """See :class:`Score`."""
+    images: list[Image] = []
+    """Each image once, however often the prompts name it. Only where ``Info.vision`` is given."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Sequence
 
 import msgspec
 
 from engine.wire.common import Caller
+from engine.wire.images import Image
 from engine.wire.server import Info
 
 
@@ -67,14 +66,16 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     caller: Caller = Caller()
     adapter: str = ""
     """Digest of an adapter (:class:`engine.wire.Adapter`); empty: the base model."""
+    images: list[Image] = []
+    """Each image once, however often the prompts name it. Only where ``Info.vision`` is given."""
 
 
 class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=True):
     """Read ``readout`` after each prompt ``item + query``, without decoding.
 
     Each item is a prefix of its own that stays in the prefix cache, so a later query computes only its own tokens. The query is the
-    branch of each item and has at least one token; an item may be empty. Token ids of items are packed (:func:`pack_ids`), because
-    a message has tens of thousands of them.
+    branch of each item and has at least one token; an item may be empty. Token ids of items are packed (:mod:`engine.wire.ids`),
+    because a message has tens of thousands of them.
     """
 
     id: str
@@ -95,6 +96,8 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     to a request that otherwise could not be computed at all, and end with the pod."""
     adapter: str = ""
     """As in :class:`Score`."""
+    images: list[Image] = []
+    """Each image once, however often the prompts name it. Only where ``Info.vision`` is given."""
 
 
 class Scored(msgspec.Struct, tag="scored", frozen=True):
@@ -108,7 +111,7 @@ class Scored(msgspec.Struct, tag="scored", frozen=True):
     computed_tokens: int
     """Tokens that went through the model for this request."""
     queue_seconds: float = 0.0
-    """Time from the receipt of the request to the first step that computed a part of it."""
+    """Time from the receipt of the whole request by the engine's HTTP server to the first step that computed a part of it."""
     cached_items: int = 0
     """Items of :class:`ScoreItems` that were in the prefix cache whole."""
     pinned_items: int = 0
@@ -128,13 +131,3 @@ def row_length(readout: Readout, branch: Sequence[int], info: Info) -> int:
             return readout.dimensions or info.embedding_size
         case LengthValue():
             return 1
-
-
-def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids as 32-bit integers, the least significant byte first."""
-    if isinstance(ids, array) and ids.typecode == "I" and sys.byteorder == "little":
-        return ids.tobytes()
-    packed = array("I", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.wire.images import VisionInfo
+
 
 class Limits(msgspec.Struct, frozen=True):
     """Limits of one request."""
@@ -47,8 +49,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     eos_token_ids: list[int]
     capabilities: list[str]
     """``score`` (:class:`Labels` and :class:`Likelihood`), ``generate``, ``classify`` (:class:`Classes`), ``embed``
-    (:class:`Embedding`), ``length_guidance`` (:class:`LengthGuidance` and :class:`LengthValue`), and ``grammar``
-    (``Generate.grammar``)."""
+    (:class:`Embedding`), ``length_guidance`` (:class:`LengthGuidance` and :class:`LengthValue`), ``grammar``
+    (``Generate.grammar``) and ``vision`` (:class:`Image`)."""
     limits: Limits
     lenvm_gamma: float | None = None
     """Gamma where ``LengthGuidance.gamma`` names none; None without a length model."""
@@ -62,6 +64,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Number formats that the model computes in, for people: ``float32``, or ``float32, matrix products in int8 (avx512_vnni)``."""
     attention: Attention | None = None
     """None from an engine that does not say."""
+    vision: VisionInfo | None = None
+    """None where the model reads no images."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -146,6 +150,14 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Time spent in reading and checking adapters, also of those that could not be loaded."""
     adapter_swaps: int = 0
     """Copies of an adapter from host memory to a slot of the device."""
+    computed_images: int = 0
+    """Images that vision towers embedded; with a length model, each counts once for each model."""
+    cached_images: int = 0
+    """Times that a request needed embeddings that were there."""
+    image_bytes: int = 0
+    """Embeddings of images on the device."""
+    tower_seconds: float = 0.0
+    """Time that vision towers took."""
 
 
 class TokenizerFiles(msgspec.Struct, tag="tokenizer", frozen=True):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 
 from engine import wire
 from gateway.adapters.calls import load_on, replicas_of, unload_on
@@ -50,7 +51,9 @@ class Restorer:
         """Length of the last pause, and the time until which an adapter is not loaded on a replica again."""
         self._running: dict[tuple[Replica, str], asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
+        self._missed = asyncio.Event()
         pool.adapters.awaited = self.awaits
+        pool.adapters.missed = self._missed.set
 
     def start(self) -> None:
         """Start the task."""
@@ -73,7 +76,10 @@ class Restorer:
                 await self.look()
             except Exception:  # a fault must not end the task
                 logger.exception("adapters cannot be compared")
-            await asyncio.sleep(self._interval)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._interval):
+                    await self._missed.wait()
+            self._missed.clear()
 
     async def look(self) -> None:
         """Compare once, and start what is to be done."""
@@ -94,6 +100,7 @@ class Restorer:
         except Unavailable:
             return False
         self._read_at = self._clock()
+        self._pool.adapters.settle()
         return True
 
     def _due(self) -> list[tuple[Replica, Loaded]]:

@@ -88,17 +88,22 @@ def plan(
     first_index: int = 0,
     echo: str | None = None,
     format: AnswerFormat | None = None,
+    images: Sequence[wire.Image] = (),
     param: str,
     priority: int,
     caller: wire.Caller,
 ) -> Generation:
     """``max_tokens``: None for as many as the context holds, which limits it in any case. ``grammar`` and ``bad_words``: see
-    :mod:`engine.wire`. ``format``: how answers are divided into parts. ``param``: the field of the prompt."""
+    :mod:`engine.wire`. ``format``: how answers are divided into parts. ``images``: those that ``prompt`` names. ``param``: the
+    field of the prompt."""
     if not prompt:
         raise InvalidRequest(f"`{param}` is empty; send at least one token.", param=param)
     model.check_prompt(len(prompt), param, room=0 if max_tokens == 0 else 1)
     if grammar:
         _check_grammar(model, fields)
+    if images and fields.prompt_logprobs is not None:
+        message = "`prompt_logprobs` does not go with images, whose tokens have no log-probabilities."
+        raise InvalidRequest(message, param="prompt_logprobs")
     room = model.context - len(prompt)
     limit = room if max_tokens is None else min(max_tokens, room)
     if (fields.min_tokens or 0) > limit:
@@ -124,6 +129,7 @@ def plan(
         priority=priority,
         caller=caller,
         adapter=model.adapter_digest,
+        images=[*images],
     )
     options = TextOptions(
         logprobs=logprobs is not None,

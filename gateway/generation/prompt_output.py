@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from engine import wire
 from gateway.breathing import Breath
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
@@ -51,7 +52,12 @@ TOKEN_IDS: Mapping[int, str] = _TokenIds()
 
 def prompt_ids(generation: Generation, fields: GenerationRequest) -> list[int] | None:
     """Return the token ids of the prompt if they were requested."""
-    return generation.request.prompt if fields.return_token_ids else None
+    if not fields.return_token_ids:
+        return None
+    prompt, vision = generation.request.prompt, generation.model.info.vision
+    if vision is None or not generation.request.images:
+        return prompt
+    return [vision.image_token if id >= wire.IMAGE_TOKENS else id for id in prompt]
 
 
 def check_size(fields: GenerationRequest, tokens: int) -> None:

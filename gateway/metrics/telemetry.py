@@ -23,6 +23,7 @@ from gateway.metrics.collectors import (
     SingleMetric,
 )
 from gateway.metrics.engines import EngineMetrics
+from gateway.metrics.images import ImageMetrics
 from gateway.metrics.model_labels import ModelLabels
 from gateway.metrics.text import TextMetrics
 
@@ -50,6 +51,7 @@ class Telemetry(Metrics):
         self.catalogues = CatalogueMetrics(self._registry)
         self.adapters = AdapterMetrics(self._registry)
         self.text = TextMetrics(self._registry)
+        self.images = ImageMetrics(self._registry)
         self.in_flight = 0
         """Requests in progress. It is a plain number, because it changes twice per request and is read only with the metrics."""
         gauge = self._gauge("requests_in_flight", "Requests in progress.")

@@ -57,6 +57,8 @@ class Adapters:
         self._asking: dict[Replica, asyncio.Task[None]] = {}
         self.awaited: Callable[[Reference], bool] = lambda _: False
         """Whether an adapter that no replica has should be loaded, and may appear soon."""
+        self.missed: Callable[[], None] = lambda: None
+        """Called when no replica has an adapter that is awaited."""
 
     async def refresh(self, replica: Replica) -> None:
         """Ask ``replica`` for its adapters. If it does not answer, those that it had are assumed."""
@@ -156,6 +158,12 @@ class Adapters:
                 parent.adapters.setdefault(key, created)
             if not replica.gone and replica in parent.replicas:
                 parent.adapters[key].add(replica)
+        self.settle()
+        if any(not model.replicas and model.awaited() for model in self._all()):
+            self.missed()
+
+    def settle(self) -> None:
+        """Forget the adapters that are unloaded; requests that wait for one end. Call it when fewer may be awaited."""
         for served in self._served():
             for model in list(served.adapters.values()):
                 if model.gone:

@@ -5,26 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from engine import wire
 from gateway.errors import GatewayError, InternalError
-from gateway.ids import new_id
 from gateway.limits.base import Lease
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.client import EngineClient
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.hedging import Hedge
 from gateway.pool.items import divide_items
+from gateway.pool.messages import divided_by_images, message_of, without_keeping
 from gateway.pool.pace import size_class
 from gateway.pool.prompts import Part, Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import split
-from gateway.text.prepared import Ids, as_list
+from gateway.text.prepared import Ids, content_of
 
 SUB_BATCHES_PER_REPLICA = 2
 """Sub-batches of one request in flight for each ready replica: one runs and one waits in the engine's queue, so that a large
@@ -92,6 +89,7 @@ class FanOut:
             parts = await divide_items(model, prompts, branches, self._split_tokens)
         else:
             parts = self._evenly(model, prompts, branches)
+        parts = divided_by_images(parts, prompts, branches, model.info.vision)
         self._telemetry.engines.split(len(parts))
         await all_or_cancel([run(part) for part in parts])
 
@@ -109,7 +107,7 @@ class FanOut:
         return [Part(part, affinity=None if number else first) for number, part in enumerate(parts)]
 
     async def _ask(self, model: ServedModel, prompts: Prompts, branches: list[Ids], part: Part, lease: Lease | None) -> wire.Scored:
-        request = _message(prompts, branches, model.adapter_digest)
+        request = message_of(prompts, branches, model.adapter_digest)
         if prompts.suffix:
             row_lengths = [wire.row_length(prompts.readout, prompts.suffix, model.info)] * len(branches)
         else:
@@ -129,32 +127,14 @@ class FanOut:
 
         hedge = None
         if prompts.may_hedge and prompts.priority <= 0:
-            hedge = Hedge(size_class(request, tokens), lambda client: ask(client, _without_keeping(request)))
+            hedge = Hedge(size_class(request, tokens), lambda client: ask(client, without_keeping(request)))
         scored = await self._dispatcher.call(
             model, ask, tokens=tokens, affinity=part.affinity, preferred=part.preferred, caller=prompts.caller, hedge=hedge
         )
-        if part.digests and (replica := next((each for each in model.replicas if each.client.url == keeper), None)):
+        kept = part.digests and not prompts.images  # items with images are not handed over: their pixels are not kept
+        if kept and (replica := next((each for each in model.replicas if each.client.url == keeper), None)):
             replica.items.add(part.digests, branches, prompts.caller.cache_salt, prompts.pin_seconds, model.adapter_digest)
         return scored
-
-
-def _message(prompts: Prompts, branches: list[Ids], adapter: str) -> wire.Score | wire.ScoreItems:
-    """Return the message of a sub-batch."""
-    id, readout, priority = new_id(), prompts.readout, prompts.priority
-    if not prompts.suffix:
-        prefix, rows = as_list(prompts.prefix), [as_list(branch) for branch in branches]
-        return wire.Score(id, prefix, rows, readout, priority, caller=prompts.caller, adapter=adapter)
-    items, lengths = b"".join(map(wire.pack_ids, branches)), wire.pack_ids([len(item) for item in branches])
-    query, caller, pin = as_list(prompts.suffix), prompts.caller, prompts.pin_seconds
-    return wire.ScoreItems(id, items, lengths, query, readout, priority, caller=caller, pin_seconds=pin, adapter=adapter)
-
-
-def _without_keeping(request: wire.Score | wire.ScoreItems) -> wire.Score | wire.ScoreItems:
-    """Return a message whose items the replica does not keep in its prefix cache. The prefix of a :class:`wire.Score` is kept."""
-    if isinstance(request, wire.Score):
-        return request
-    caller = msgspec.structs.replace(request.caller, keep_prefix=False)
-    return msgspec.structs.replace(request, caller=caller, pin_seconds=None)
 
 
 def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Readout) -> None:
@@ -171,7 +151,7 @@ def affinity_of(prefix: Ids, caller: wire.Caller, adapter: str = "") -> bytes | 
     does not use prefix caches or whose prefix is shorter than :data:`MIN_AFFINITY`."""
     if len(prefix) < MIN_AFFINITY or not caller.keep_prefix:
         return None
-    return hashlib.blake2b(adapter.encode() + array("I", prefix).tobytes(), digest_size=16, key=caller.cache_salt.encode()).digest()
+    return hashlib.blake2b(adapter.encode() + bytes(content_of(prefix)), digest_size=16, key=caller.cache_salt.encode()).digest()
 
 
 async def all_or_cancel(runs: list[Coroutine[None, None, T]]) -> list[T]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine import wire
 from gateway.pool.replica import Replica
+from gateway.text.image_ids import ImageIds
 from gateway.text.prepared import Ids, PlacedIds
 
 LOAD_BOUND = 1.5
@@ -28,7 +29,7 @@ def item_digests(items: Iterable[Ids], salt: str, adapter: str = "") -> Iterator
             yield item.place ^ salted
             continue
         digest = start.copy()
-        digest.update(wire.pack_ids(item))
+        digest.update(item.content if isinstance(item, ImageIds) else wire.pack_ids(item))
         yield int.from_bytes(digest.digest(), "little")
 
 

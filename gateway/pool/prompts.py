@@ -25,6 +25,8 @@ class Prompts(msgspec.Struct, frozen=True):
     """Where it has tokens, each branch is an item whose tokens are worth keeping in the prefix cache of one replica."""
     pin_seconds: float | None = None
     """See :class:`engine.wire.ScoreItems`."""
+    images: Sequence[wire.Image] = ()
+    """Images that the prompts name, each once; their tokens are in :class:`gateway.text.image_ids.ImageIds`."""
     may_hedge: bool = True
     """Whether late sub-batches may be sent to a second replica; never those that run after others (``priority`` above 0)."""
 

@@ -169,7 +169,7 @@ class ServedModel:
     @cached_property
     def facts(self) -> Facts:
         """The model's properties that request parsing needs."""
-        return Facts(self.name, self.context, self.info.vocab_size, self.info.limits.max_labels)
+        return Facts(self.name, self.context, self.info.vocab_size, self.info.limits.max_labels, self.info.vision)
 
     @property
     def ready(self) -> list[Replica]:

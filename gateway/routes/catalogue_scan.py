@@ -6,6 +6,7 @@ import heapq
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from litestar import Request
@@ -21,6 +22,7 @@ from gateway.pool.prompts import Prompts
 from gateway.presets.fitted import Fitted
 from gateway.routes.body import Body
 from gateway.routes.catalogue_prompts import CataloguePrompts, Whole
+from gateway.routes.patience import Patience
 from gateway.routes.reading import INLINE_BYTES, Reading
 from gateway.routes.scoring import Scoring
 from gateway.schemas.rerank import RerankRequest
@@ -70,6 +72,8 @@ class Scanner:
 
     prompts: CataloguePrompts
     scoring: Scoring
+    patience: Patience
+    """For parts after the first one; when that fails, nothing is lost."""
 
     async def open(
         self,
@@ -114,7 +118,8 @@ class Scanner:
                 raw = scan.relative and len(prepared.labels) > 1
                 readout = wire.Labels(prepared.labels, raw=raw) if scan.fitted is None else scan.fitted.readout
                 branches = Prompts((), prepared.rows, readout, scan.priority, caller, prepared.suffix)
-                scores = await self.scoring.scorer.score(model, branches, policy, lease)
+                part = partial(self.scoring.scorer.score, model, branches, policy, lease)
+                scores = await (self.patience.score(part, model.name) if scan.items else part())
                 first = scan.items
                 scan.items += len(ids)
                 scan.hits += scores.hits

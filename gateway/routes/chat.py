@@ -78,6 +78,7 @@ def chat_route(pool: Pool, reader: Reader, generator: Generator) -> HTTPRouteHan
             param="messages",
             priority=priority,
             format=prepared.format,
+            images=prepared.images,
             caller=caller_of(request, cache_salt=fields.cache_salt),
         )
         answer = ChatAnswer(model, fields, prompt_ids(generation, fields), gamma=gamma_of_values(model, guidance))

@@ -19,6 +19,9 @@ from litestar import Request
 
 from gateway.context import RequestContext
 from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
+from gateway.images.errors import InvalidImage
+from gateway.images.fetch import ImageFetcher
+from gateway.images.room import ImageRoom
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.replica import ServedModel
 from gateway.routes.body import Body
@@ -27,7 +30,7 @@ from gateway.streams import while_connected
 from gateway.structure.compile import COMPILE_SECONDS
 from gateway.text.bounds import Bounds
 from gateway.text.channel import Channel, Loss, WorkerLostError
-from gateway.text.messages import Broken, Decode, Decoded, Job, Read, Refused, Whole
+from gateway.text.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted, Whole
 from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.endpoints import ENDPOINTS, NAMES
@@ -68,6 +71,8 @@ class Reader:
     """Longest time of one step in a worker; the worker is killed after it."""
     job_mib: int
     """Memory limit of one job in a worker, in MiB."""
+    fetcher: ImageFetcher
+    image_room: ImageRoom
     formats: Mapping[str, Formats] = field(default_factory=dict)
     """Formats of answers that the settings choose, by model."""
 
@@ -96,20 +101,49 @@ class Reader:
             yield long
 
     async def read_whole(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared:
-        """Decode and read in a worker. If the worker ends unexpectedly, another one tries once. Raises :class:`GatewayError`."""
+        """Decode and read in a worker, and fetch the images that the request names. Raises :class:`GatewayError`."""
         async with while_connected(request.scope):
-            try:
-                async with self.worker(request, size) as channel:
-                    return await self.prepared(channel, job, body)
-            except NotReady:
-                async with self.worker(request, size) as channel:
-                    return await self.prepared(channel, job, body)
+            read = await self._in_worker(request, body, size, job)
+            if isinstance(read, Wanted):
+                return await self.read_fetched(request, body, size, job, read)
+            return self.held(request, read)
 
-    async def prepared(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> Prepared:
+    def held(self, request: Request[Any, Any, Any], prepared: Prepared) -> Prepared:
+        """Return ``prepared`` with room for its images until the end of the request. Raises :class:`Overloaded`."""
+        self.image_room.hold(RequestContext.of(request), sum(len(image.pixels) for image in prepared.images))
+        return prepared
+
+    async def read_fetched(
+        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, wanted: Wanted
+    ) -> Prepared:
+        """Fetch images, without a worker, and read the request with them. Raises :class:`GatewayError`."""
+        with stage("gateway.fetch"):
+            contents = await self.fetcher.fetch_all(wanted.urls)
+        fetched = [Fetched(url, len(content)) for url, content in contents.items()]
+        whole = msgspec.structs.replace(job, read=msgspec.structs.replace(job.read, fetched=fetched))
+        parts = [part for content in contents.values() for part in _sliced(content)]
+        read = await self._in_worker(request, [*body, *parts], size + sum(map(len, parts)), whole)
+        assert isinstance(read, Prepared)
+        return self.held(request, read)
+
+    async def _in_worker(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared | Wanted:
+        """Read in a worker. If it ends unexpectedly, another one tries once."""
+        try:
+            async with self.worker(request, size) as channel:
+                return await self.prepared(channel, job, body)
+        except NotReady:
+            async with self.worker(request, size) as channel:
+                return await self.prepared(channel, job, body)
+
+    async def prepared(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> Prepared | Wanted:
         """Have a worker read the prompts, and unpack them. Raises :class:`GatewayError`."""
         packed = await self.ask(channel, job, body)
+        if isinstance(packed, Wanted):
+            return packed
         assert isinstance(packed, Packed)
-        if len(packed.ids) + len(packed.response) + 64 * len(packed.lengths) <= LARGE_ANSWER:
+        self.telemetry.images.read(packed.images)
+        pixels = sum(len(image.pixels) for image in packed.images)
+        if len(packed.ids) + len(packed.response) + 64 * len(packed.lengths) + pixels <= LARGE_ANSWER:
             return unpack(packed)
         await asyncio.sleep(0)
         return await unpack_large(packed)
@@ -133,6 +167,9 @@ class Reader:
             raise self._lost(error.loss) from None
         self.telemetry.text.read(time.perf_counter() - began)
         if isinstance(answer, Refused):
+            if answer.image_reason is not None:
+                self.telemetry.images.refused(answer.image_reason)
+                raise InvalidImage(answer.message, param=answer.param, reason=answer.image_reason)
             refusal = ContextExceeded if answer.code == ContextExceeded.code else InvalidRequest
             raise refusal(answer.message, param=answer.param)
         if isinstance(answer, Broken):
@@ -216,13 +253,16 @@ class _Long(Reading[T]):
 
     async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
         order = self.reader.order(served, earlier)
+        body, whole = [self.body.content, *_sliced(earlier)], Whole(self.name, order)
         with stage("gateway.read"):
             try:
-                return await self.reader.prepared(self.channel, order, _sliced(earlier))
+                read = await self.reader.prepared(self.channel, order, body[1:])
             except NotReady:
-                return await self.reader.prepared(
-                    await self._new_worker(), Whole(self.name, order), [self.body.content, *_sliced(earlier)]
-                )
+                read = await self.reader.prepared(await self._new_worker(), whole, body)
+            if isinstance(read, Prepared):
+                return self.reader.held(self.request, read)
+            await self.held.aclose()
+            return await self.reader.read_fetched(self.request, body, len(self.body.content) + len(earlier), whole, read)
 
     async def _new_worker(self) -> Channel:
         """Replace the worker by a new one."""

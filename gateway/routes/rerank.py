@@ -23,7 +23,7 @@ from gateway.routes.body import Body, post_json
 from gateway.routes.catalogue_scan import Scanner
 from gateway.routes.large import listed, with_rows
 from gateway.routes.reading import Reader
-from gateway.routes.rerank_catalogue import LARGE_RESULTS, RankedCatalogue, by_labels, preset_of
+from gateway.routes.rerank_catalogue import LARGE_RESULTS, by_labels, preset_of, rerank_catalogue
 from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
 from gateway.schemas.rerank import (
     RerankChunk,
@@ -43,7 +43,6 @@ from gateway.text.prepared import Prepared
 
 def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
     """Create the route."""
-    whole = RankedCatalogue(scanner)
 
     @post_json(["/v1/rerank", "/v2/rerank", "/rerank"], RerankRequest, "scoring")
     async def rerank(request: Request[Any, Any, Any], data: JSONBody[Body[RerankRequest]]) -> Response[RerankResponse]:
@@ -58,7 +57,7 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
             _check(fields)
             priority = priority_of(request, fields.priority)
             if fields.catalogue is not None and fields.ids is None:
-                return await whole.answer(request, data, body)
+                return await rerank_catalogue(scanner, request, data, body)
             if fields.catalogue is not None:
                 items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
                 model = items.model

@@ -17,7 +17,7 @@ from gateway.routes.body import Body, post_json
 from gateway.routes.catalogue_scan import Scanner
 from gateway.routes.large import with_rows
 from gateway.routes.reading import Reader
-from gateway.routes.score_catalogue import ScoredCatalogue
+from gateway.routes.score_catalogue import score_catalogue
 from gateway.routes.score_forms import LARGE_SCORES, ScoreAnswer, check_score, form_of
 from gateway.routes.scoring import Scoring, ScoringJob, fitted_of, headers_of, item_usage_of
 from gateway.schemas.score import (
@@ -29,7 +29,6 @@ from gateway.tenancy import priority_of
 
 def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:
     """Create the route."""
-    whole = ScoredCatalogue(scanner)
 
     @post_json(["/v1/score", "/score"], ScoreRequest, "scoring")
     async def score(request: Request[Any, Any, Any], data: JSONBody[Body[ScoreRequest]]) -> Response[ScoreAnswer]:
@@ -46,7 +45,7 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             fields = body.fields
             priority = priority_of(request, fields.priority)
             if fields.catalogue is not None and fields.ids is None:
-                return await whole.answer(request, data, body)
+                return await score_catalogue(scanner, request, data, body)
             if fields.catalogue is not None:
                 items = await scanner.prompts.find(request, fields.catalogue, fields.ids or [], fields.model)
                 model, fitted = items.model, None

@@ -6,18 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from gateway.schemas.content import Part, TextPart
 from gateway.schemas.generation import MAX_LOGPROBS, Count, GenerationRequest, PromptLogprob
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.tools import CustomToolCall, EarlierCall, ToolCall, ToolCallDelta, ToolChoice, Tools
 from gateway.schemas.usage import Usage
-
-
-class TextPart(msgspec.Struct):
-    """One part of a message."""
-
-    type: Literal["text"]
-    """Only text is supported."""
-    text: str
 
 
 class ChatMessage(msgspec.Struct):
@@ -25,7 +18,8 @@ class ChatMessage(msgspec.Struct):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Author of the message; `developer` is treated as `system`."""
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
+    """A text, or parts of the types `text` and `image_url`."""
     name: str | None = None
     tool_calls: list[EarlierCall] | None = None
     """Tool calls of an earlier answer."""
@@ -40,7 +34,7 @@ class ChatMessage(msgspec.Struct):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message for chat templates, without absent fields."""
-        content = msgspec.to_builtins(self.content) if self.content is not None else ""
+        content = [_part(part) for part in self.content] if isinstance(self.content, list) else self.content or ""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         thinking = self.reasoning if self.reasoning_content is None else self.reasoning_content
         extras = {
@@ -50,6 +44,11 @@ class ChatMessage(msgspec.Struct):
             "reasoning_content": thinking,
         }
         return message | {key: value for key, value in extras.items() if value is not None}
+
+
+def _part(part: Part) -> dict[str, str]:
+    """Return a part for chat templates, in the form of transformers."""
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

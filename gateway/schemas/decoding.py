@@ -121,15 +121,16 @@ class _Shape:
 def _shape(kind: inspect.Type) -> _Shape | None:
     """Return the shape of ``kind``; None if a value of it holds no objects with known fields."""
     if isinstance(kind, inspect.StructType):
-        return _Shape({field.encode_name: _shape(field.type) for field in kind.fields})
+        tag: dict[str, _Shape | None] = {} if kind.tag_field is None else {kind.tag_field: None}
+        return _Shape(tag | {field.encode_name: _shape(field.type) for field in kind.fields})
     if isinstance(kind, inspect.ListType):
         items = _shape(kind.item_type)
         return items and _Shape(items=items)
     parts = [shape for part in kind.types if (shape := _shape(part))] if isinstance(kind, inspect.UnionType) else []
     if not parts:
         return None
-    fields = next((part.fields for part in parts if part.fields is not None), None)
-    return _Shape(fields, next((part.items for part in parts if part.items is not None), None))
+    fields = dict(pair for part in parts if part.fields is not None for pair in part.fields.items())
+    return _Shape(fields or None, next((part.items for part in parts if part.items is not None), None))
 
 
 def _find_unknown(shape: _Shape, value: Any, path: str, found: dict[str, None]) -> None:

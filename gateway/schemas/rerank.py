@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from gateway.schemas.content import Content
 from gateway.schemas.parameters import Endpoint
 from gateway.schemas.score import CacheSalt, CatalogueIds, Priority
 from gateway.schemas.truncation import MAX_ITEMS, ItemError, Truncation
@@ -18,16 +19,17 @@ class TextDocument(msgspec.Struct, frozen=True):
     text: str
 
 
-Documents = Annotated[list[str | TextDocument], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+Documents = Annotated[list[str | Content], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 
 
 class RerankRequest(Truncation, kw_only=True):
     """Order documents by their relevance to a query."""
 
     endpoint: ClassVar[Endpoint] = "rerank"
-    query: str
+    query: str | Content
+    """A text, or an object with `text`, `image` or `content`."""
     documents: Documents | None = None
-    """Documents: texts, or objects with `text`."""
+    """Documents: texts, or objects with `text`, `image` (Jina's form) or `content` (a list of parts, vLLM's form)."""
     texts: Documents | None = None
     """The form of TEI: used instead of `documents`, it makes the answer a bare list."""
     catalogue: str | None = None

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from gateway.schemas.content import Content, Part
 from gateway.schemas.parameters import Endpoint, TokenId
 from gateway.schemas.truncation import MAX_ITEMS, ItemError, Truncation
 from gateway.schemas.usage import ItemUsage, Usage
@@ -16,7 +17,8 @@ Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 CatalogueIds = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
 TopN = Annotated[int, msgspec.Meta(ge=1, le=MAX_ITEMS)]
-Paired = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+Paired = str | Content | Annotated[list[str | Content], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+Query = str | list[TokenId | Part] | Content
 
 
 class ScoreRequest(Truncation, kw_only=True):
@@ -24,10 +26,10 @@ class ScoreRequest(Truncation, kw_only=True):
     and `text_2`, score pairs of texts as the model's preset prescribes."""
 
     endpoint: ClassVar[Endpoint] = "score"
-    query: str | list[TokenId] | None = None
-    """The common part of all prompts, as text or token ids."""
-    items: str | Annotated[list[str | list[TokenId]], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
-    """Items to score, of the same kind as the query: texts, or lists of token ids. One text means a list of one."""
+    query: Query | None = None
+    """The common part of all prompts, as text, token ids, or content with images: a list of parts or an object."""
+    items: str | Annotated[list[Query], msgspec.Meta(max_length=MAX_ITEMS)] | None = None
+    """Items to score, of the same kind as the query: texts and contents, or lists of token ids. One text means a list of one."""
     catalogue: str | None = None
     """Name of a catalogue: its items are scored in place of `items`, as its template prescribes."""
     ids: CatalogueIds | None = None

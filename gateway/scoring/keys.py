@@ -5,13 +5,12 @@ registered items, whose digests are hashed in place of their tokens: they share 
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 
 import msgspec
 
 from engine import wire
-from gateway.text.prepared import PlacedIds
+from gateway.text.prepared import PlacedIds, content_of
 
 
 def result_keys(
@@ -25,8 +24,8 @@ def result_keys(
 ) -> list[bytes]:
     """Return one 16-byte digest for each ``prefix + branch + suffix``. Likelihoods go without a suffix.
 
-    Token ids are in [0, 2**32). ``salt`` is hexadecimal; only requests with equal salts share results. An empty salt gives the keys
-    of a server whose API keys share all results.
+    Token ids are in [0, 2**32); an image counts as its digest. ``salt`` is hexadecimal; only requests with equal salts share
+    results. An empty salt gives the keys of a server whose API keys share all results.
     """
     registered = bool(branches) and isinstance(branches[0], PlacedIds)
     common = hashlib.blake2b(digest_size=16, person=b"registered" if registered else b"")
@@ -35,18 +34,12 @@ def result_keys(
     asked = msgspec.json.encode(readout).decode() if tokens is None else ",".join(map(str, tokens))
     divided = f"{len(prefix)}\0" if isinstance(readout, wire.Likelihood) else ""
     common.update(f"{fingerprint}\0{salt and salt + ':'}{asked}\0{divided}".encode())
-    common.update(array("I", prefix))
-    end = array("I", suffix)
+    common.update(content_of(prefix))
+    end = content_of(suffix)
     keys = []
     for branch in branches:
         digest = common.copy()
-        digest.update(_bytes_of(branch))
+        digest.update(content_of(branch))
         digest.update(end)
         keys.append(digest.digest())
     return keys
-
-
-def _bytes_of(branch: Sequence[int]) -> bytes | array[int]:
-    if isinstance(branch, PlacedIds):
-        return branch.content
-    return branch if isinstance(branch, array) else array("I", branch)

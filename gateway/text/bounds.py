@@ -16,6 +16,8 @@ class Bounds(msgspec.Struct, frozen=True):
     max_scores: int = 1 << 20
     template_seconds: float = 2.0
     parse_special_tokens_in_messages: bool = False
+    max_image_pixels: int = 1 << 25
+    max_image_tokens: int = 1 << 14
 
     def check(self, bound: str, count: int, what: str, param: str) -> None:
         """Raise :class:`InvalidRequest` if ``count`` exceeds the field ``bound``. ``what`` names the counted things."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.wire import VisionInfo
 from gateway.errors import ContextExceeded, InvalidRequest
 from gateway.text.bounds import TooManyTokens
 
@@ -21,6 +22,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Number of rows of the model's head."""
     max_labels: int
     """Most labels of one score request."""
+    vision: VisionInfo | None = None
+    """How images are prepared; None for a model that reads text only."""
 
     def check_ids(self, ids: list[int], param: str) -> None:
         """Raise :class:`InvalidRequest` unless all of a prompt's ``ids`` are below the vocabulary size. Decoders refuse negative

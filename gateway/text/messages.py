@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from gateway.images.errors import Reason
 from gateway.text.bounds import Bounds
 from gateway.text.facts import Facts
 from gateway.text.prepared import Packed
@@ -26,6 +27,14 @@ class Decode(msgspec.Struct, tag="decode", frozen=True):
     endpoint: str
 
 
+class Fetched(msgspec.Struct, frozen=True, array_like=True):
+    """An image that was fetched."""
+
+    url: str
+    size: int
+    """Bytes of its content."""
+
+
 class Read(msgspec.Struct, tag="read", frozen=True):
     """Convert the kept request to token ids. The answer is :class:`Packed`."""
 
@@ -35,7 +44,9 @@ class Read(msgspec.Struct, tag="read", frozen=True):
     bounds: Bounds
     formats: Formats = Formats()
     earlier: int = 0
-    """Bytes at the end of the body that are :attr:`gateway.text.reading.endpoint.Model.earlier`."""
+    """Bytes of the body, before the contents of ``fetched``, that are :attr:`gateway.text.reading.endpoint.Model.earlier`."""
+    fetched: list[Fetched] = []
+    """Images that were fetched; their contents are the last bytes of the body."""
 
 
 class Whole(msgspec.Struct, tag="whole", frozen=True):
@@ -56,12 +67,21 @@ class Decoded(msgspec.Struct, tag="decoded", frozen=True):
     ignored: list[str]
 
 
+class Wanted(msgspec.Struct, tag="wanted", frozen=True):
+    """The request names images by URLs that must be fetched before it can be read; it is not kept."""
+
+    urls: dict[str, str]
+    """The first field of the request with each URL."""
+
+
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The request is invalid."""
 
     message: str
     param: str | None
     code: str | None
+    image_reason: Reason | None = None
+    """Reason of an :class:`InvalidImage`."""
 
 
 class Broken(msgspec.Struct, tag="broken", frozen=True):
@@ -76,7 +96,7 @@ class Dropped(msgspec.Struct, tag="dropped", frozen=True):
 
 
 Job = Decode | Read | Whole | Drop
-Answer = Decoded | Packed | Refused | Broken | Dropped
+Answer = Decoded | Packed | Wanted | Refused | Broken | Dropped
 
 
 class Load(msgspec.Struct, tag="load", frozen=True):

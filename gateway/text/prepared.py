@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from typing import Self
 
 import msgspec
 
+from engine import wire
 from gateway.breathing import Breath
+from gateway.text.image_ids import ImageIds, PackedImage, pack_images, spans_of, unpack_image, with_spans
 from gateway.tools.answer import AnswerFormat
 
 ID_BYTES = array("I").itemsize
@@ -28,6 +31,13 @@ class PlacedIds(array):  # type: ignore[type-arg]
     fraction of the time."""
     place: int
     """Number that places the item on a replica. It does not depend on the query, unlike the last tokens of the row."""
+
+
+def content_of(ids: Ids) -> bytes | array[int]:
+    """Return what stands for ``ids`` in digests."""
+    if isinstance(ids, PlacedIds | ImageIds):
+        return ids.content
+    return ids if isinstance(ids, array) else array("I", ids)
 
 
 class Items(msgspec.Struct, frozen=True, array_like=True):
@@ -92,6 +102,8 @@ class Prepared:
     """How the answer is divided into parts; None for an answer that is all text."""
     items: Items = field(default_factory=Items)
     """Input items of a response that is to be stored."""
+    images: list[wire.Image] = field(default_factory=list)
+    """Images of all prompts, each once. Their tokens are ``wire.IMAGE_TOKENS`` plus the place here."""
     ids: Sequence[str] | None = None
     """Id of the item of each row, if it is registered in a catalogue. It does not come from a worker."""
 
@@ -134,6 +146,9 @@ class Packed(msgspec.Struct, tag="packed", frozen=True):
     converted: int = 0
     format: AnswerFormat | None = None
     items: Items = Items()
+    images: list[PackedImage] = []
+    spans: bytes = b""
+    """Where images are in the prompts, see :func:`gateway.text.image_ids.spans_of`."""
 
 
 def as_list(ids: Ids) -> list[int]:
@@ -165,12 +180,14 @@ def pack(prepared: Prepared) -> Packed:
         prepared.converted,
         prepared.format,
         prepared.items,
+        pack_images(prepared.images),
+        spans_of(prepared.prefix, prepared.suffix, prepared.rows) if prepared.images else b"",
     )
 
 
 def unpack(packed: Packed) -> Prepared:
     """Convert from another process. The rows are arrays."""
-    return _unpacked(packed, list(_rows(packed)))
+    return _unpacked(packed, list(_rows(packed)), [*map(unpack_image, packed.images)])
 
 
 async def unpack_large(packed: Packed) -> Prepared:
@@ -180,14 +197,21 @@ async def unpack_large(packed: Packed) -> Prepared:
         rows.append(row)
         if breath.due:
             await breath.take()
-    return _unpacked(packed, rows)
+    images = []
+    for image in packed.images:
+        images.append(unpack_image(image))
+        await asyncio.sleep(0)
+    return _unpacked(packed, rows, images)
 
 
-def _unpacked(packed: Packed, rows: list[array[int]]) -> Prepared:
+def _unpacked(packed: Packed, rows: list[array[int]], images: list[wire.Image]) -> Prepared:
+    prefix, suffix = array("I", packed.prefix), array("I", packed.suffix)
+    if images:
+        prefix, suffix, *rows = with_spans([prefix, suffix, *rows], packed.spans, images)
     return Prepared(
         rows,
-        array("I", packed.prefix),
-        array("I", packed.suffix),
+        prefix,
+        suffix,
         packed.labels,
         packed.texts,
         packed.param,
@@ -200,6 +224,7 @@ def _unpacked(packed: Packed, rows: list[array[int]]) -> Prepared:
         packed.converted,
         packed.format,
         packed.items,
+        images,
     )
 
 

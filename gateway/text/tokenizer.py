@@ -57,14 +57,19 @@ class Tokenizer(Vocabulary):
         """Most characters that one token represents; None if there is no bound."""
         self._sentinels = {flags: _sentinel(*flags) for flags in self.controls.flags}
         self._pieces: Pieces | None = None
-        self._sentinel_ids = self._add_beyond(list(self._sentinels.values()))
+        marks = [_sentinel(lstrip=False, rstrip=False) for _ in range(2)]
+        beyond = self._add_beyond([*self._sentinels.values(), *marks])
+        self.image_marks = [mark.content for mark in marks]
+        """Texts that stand for images, of a query and of an item. No text of a client has them."""
+        self.image_mark_ids = [library.token_to_id(mark) or 0 for mark in self.image_marks]
+        self._sentinel_ids = beyond.difference(self.image_mark_ids)
         affixes = self._find_affixes()
         self.affixes = affixes or ([], [])
         """Special tokens that are added before and after every text."""
-        self._cuts = cuts_of(document, [*added, *map(_described, self._sentinels.values())]) if affixes else None
+        self._cuts = cuts_of(document, [*added, *map(_described, [*self._sentinels.values(), *marks])]) if affixes else None
         self.table = msgspec.structs.replace(self.table, cuttable=self._cuts is not None)
         expression = expression_of(document) if self._cuts else None
-        contents = [*(token["content"] for token in added), *(token.content for token in self._sentinels.values())]
+        contents = [*(token["content"] for token in added), *(token.content for token in [*self._sentinels.values(), *marks])]
         dividing = self._added if all(map(_divides, added)) else None
         self._pieces = Pieces(expression, contents, self._by_library, dividing) if expression else None
 

@@ -15,13 +15,15 @@ import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from gateway.errors import InvalidRequest
+from gateway.images.errors import InvalidImage
 from gateway.text.deadline import keep_alarm
-from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Drop, Dropped, Job, Read, Refused, Whole
+from gateway.text.messages import HEADER, Answer, Broken, Decode, Decoded, Drop, Dropped, Job, Read, Refused, Wanted, Whole
 from gateway.text.prepared import pack
 from gateway.text.reading.endpoint import Endpoint, Model, TextSide
 from gateway.text.reading.endpoints import ENDPOINTS
@@ -69,6 +71,28 @@ def run(connection: socket.socket, texts: Mapping[str, TextSide], job_mib: int) 
             return
 
 
+class Extra(NamedTuple):
+    """Settings of a request besides its body; see :class:`Model`."""
+
+    earlier: bytes = b""
+    fetched: Mapping[str, bytes] = MappingProxyType({})
+
+    @classmethod
+    def taken(cls, read: Read, body: bytearray) -> Extra:
+        """Take what ``read`` describes from the end of ``body``."""
+        fetched = {}
+        for image in reversed(read.fetched):
+            fetched[image.url] = _taken(body, image.size)
+        return cls(_taken(body, read.earlier), fetched)
+
+
+def _taken(body: bytearray, size: int) -> bytes:
+    begin = len(body) - size
+    end = bytes(body[begin:])
+    del body[begin:]
+    return end
+
+
 class Worker:
     """Keeps the decoded request between the two steps."""
 
@@ -86,12 +110,9 @@ class Worker:
         """Carry out one step and return the answer. Raises no :class:`Exception`; a panic in the library ends the process."""
         try:
             read = job if isinstance(job, Read) else job.read if isinstance(job, Whole) else None
-            earlier = b""
-            if read is not None and read.earlier:
-                earlier = bytes(body[-read.earlier :])
-                del body[-read.earlier :]
+            extra = Extra.taken(read, body) if read is not None else Extra()
             if isinstance(job, Read):
-                return self._read(job, earlier)
+                return self._read(job, extra)
             self._request = None
             if isinstance(job, Drop):
                 return Dropped()
@@ -99,9 +120,10 @@ class Worker:
             self._request, ignored = self._endpoint.decode(cast(bytes, body))  # decoders accept bytearray; a copy would be large
             if isinstance(job, Decode):
                 return Decoded(self._endpoint.pack_fields(self._request), ignored[:MAX_IGNORED])
-            return self._read(job.read, earlier)
+            return self._read(job.read, extra)
         except InvalidRequest as error:
-            answer: Answer = Refused(_clipped(error.message), error.param and _clipped(error.param), error.code)
+            reason = error.reason if isinstance(error, InvalidImage) else None
+            answer: Answer = Refused(_clipped(error.message), error.param and _clipped(error.param), error.code, reason)
         except MemoryError:
             answer = Broken("memory")
         except Exception:
@@ -114,13 +136,15 @@ class Worker:
         self._request = None
         return answer
 
-    def _read(self, job: Read, earlier: bytes) -> Answer:
+    def _read(self, job: Read, extra: Extra) -> Answer:
         request, self._request = self._request, None
         if request is None or self._endpoint is None:
             return Broken("fault")
         if (text := self._texts.get(job.text)) is None:
             return Broken("unknown_text")
-        model = Model(job.facts, text.tokenizer, job.bounds, text, job.formats, earlier)
+        if job.facts.vision is not None and (urls := self._endpoint.urls(request)) and not job.fetched:
+            return Wanted(urls)
+        model = Model(job.facts, text.tokenizer, job.bounds, text, job.formats, extra.earlier, extra.fetched)
         return pack(self._endpoint.read(request, model))
 
 

@@ -288,6 +288,47 @@ def test_the_oracle_of_cached_tokens_recovers_nothing(server: Server, shared_by_
     assert attacked(server, path, "d", "c", next(prompts)[:20], secret) == secret, "and within a trust group"
 
 
+def register(server: Server, key: str, tokens: list[int]) -> None:
+    """Register one item in a catalogue of ``key``."""
+    client, headers = server.program.client, {"authorization": f"Bearer {key}"}
+    client.put(f"/v1/catalogues/of-{key}", json={"template": ["{item}", "{query}"]}, headers=headers).raise_for_status()
+    item = [{"id": "item", "token_ids": tokens}]
+    client.put(f"/v1/catalogues/of-{key}/items", json=item, headers=headers).raise_for_status()
+
+
+def item_in_request(server: Server, key: str, tokens: list[int]) -> Seen:
+    """Score an item that the request has."""
+    body = {"query": [9], "items": [tokens], "item_first": True, "label_token_ids": [1]}
+    return server.ask(key, "score", body, **{"cache-control": "no-cache"})
+
+
+def registered_item(server: Server, key: str, tokens: list[int]) -> Seen:
+    """Score a registered item."""
+    register(server, key, tokens)
+    body = {"query": [9], "catalogue": f"of-{key}", "ids": ["item"], "label_token_ids": [1]}
+    return server.ask(key, "score", body, **{"cache-control": "no-cache"})
+
+
+@pytest.mark.parametrize("guess", [item_in_request, registered_item])
+def test_the_oracle_recovers_no_item_of_a_catalogue(
+    server: Server, shared_by_all: Server, guess: Callable[[Server, str, list[int]], Seen]
+) -> None:
+    """A key guesses the tokens of an item that another key has registered and warmed."""
+
+    def recovered(server: Server, attacker: str, victim: str) -> list[int]:
+        known = next(prompts)[:20]
+        register(server, victim, [*known, *secret, 9])
+        warm = {"headers": {"authorization": f"Bearer {victim}"}, "json": {}}
+        warmed = server.program.client.post(f"/v1/catalogues/of-{victim}/warm", **warm).raise_for_status().json()
+        assert warmed["items"] == 1
+        return recover(lambda tokens: guess(server, attacker, tokens).cached_tokens, known, len(secret))
+
+    secret = random.Random("item").choices(VOCABULARY, k=2)
+    assert recovered(shared_by_all, "a", "b") == secret, "the attack works where caches are shared"
+    assert recovered(server, "a", "b") == []
+    assert recovered(server, "d", "c") == secret, "and within a trust group"
+
+
 @pytest.mark.slow
 def test_the_oracle_recovers_nothing_from_a_real_engine(keys: Path, tmp_path: Path) -> None:
     pod = Pod(make_checkpoint(tmp_path, "qwen3"), "--name", "tiny")

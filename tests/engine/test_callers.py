@@ -90,6 +90,20 @@ def test_the_time_in_the_queue_is_told(build):
     assert told == {("first", 0): [1.5], ("second", 0): [2.0, 0, 0], ("second", 1): [0, 0, 0], ("third", 0): [5.0]}
 
 
+def test_queue_time_and_deadline_count_from_the_receipt(build):
+    loop, clock = build(), Clock()
+    loop._clock = loop._scheduler._clock = clock
+    clock.now = 8.0
+    generate = wire.Generate("g", TOKENS, wire.Sampling(max_tokens=1))
+    items = wire.ScoreItems("i", wire.pack_ids(TOKENS), wire.pack_ids([len(TOKENS)]), TOKENS, wire.Labels([1]))
+    for message in (score("in time", deadline=3.5), score("late", deadline=2.5), generate, items):
+        loop.submit(message, received=5.0)
+    loop.submit(score("now", deadline=2.5))
+    replies = {reply.id: reply for reply in run(loop)}
+    assert replies.pop("late").code == "deadline"
+    assert {name: reply.queue_seconds for name, reply in replies.items()} == {"in time": 3.0, "g": 3.0, "i": 3.0, "now": 0.0}
+
+
 def test_a_preempted_request_tells_the_time_to_its_first_step(build):
     loop, clock = build(), Clock()
     loop._clock = loop._scheduler._clock = clock

@@ -15,7 +15,7 @@ import torch
 
 from engine import wire
 from engine.build import build_loop
-from engine.distributed.shard import ShardedDecoder, load_part
+from engine.distributed.shard import ShardedDecoder, load_part, part_of
 from engine.models.config import load_config
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
@@ -44,7 +44,7 @@ SETTINGS = {"max_batched_tokens": 48, "max_total_tokens": 1024}
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **MODELS[request.param])
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **MODELS.get(request.param, {}))
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,19 @@ def test_two_processes_give_the_numbers_of_one(model: Path, start):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen2_moe", "granitemoe"], indirect=True)
+def test_two_processes_with_whole_experts_give_the_numbers_of_one(model: Path, start):
+    alone, pod = answers(model), start(model, "--expert-parallel", "2")
+    for _ in range(2):
+        status, scored = pod.ask("/score", SCORE)
+        assert status == 200
+        torch.testing.assert_close(scored.rows, alone["s"][0].rows, rtol=0, atol=1e-5)
+        generated = pod.stream(GENERATE)
+        assert [drawn(generated, index) for index in (0, 1)] == [drawn(alone["g"], index) for index in (0, 1)]
+        torch.testing.assert_close(logprobs(generated), logprobs(alone["g"]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["fp8", pytest.param("int8", marks=pytest.mark.skipif(not instructions(), reason="no VNNI"))])
 def test_two_quantised_processes_are_as_near_as_one(qwen3: Path, start, quantize: str):
     """Each finds scales for its own part, so the numbers are not those of one process, and no further from the unquantised."""
@@ -198,6 +211,70 @@ def test_an_idle_worker_killed_ends_the_pod(qwen3: Path, start):
     lines = pod.process.stderr.read().splitlines()
     assert any("process 1 of the model ended with exit code -9" in line for line in lines)
     assert lines[-1].startswith("engine: ")
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "granitemoe"])
+def test_whole_experts_make_up_the_whole(family: str, tmp_path: Path):
+    model = make_checkpoint(tmp_path, family)
+    config, whole = load_config(model), load_model(model).checkpoint_views()
+    parts = [ShardedDecoder(config, torch.float32, rank, 2, expert_parallel=2) for rank in range(2)]
+    for part in parts:
+        load_part(part, model)
+    first, second = (part.checkpoint_views() for part in parts)
+    names = [name for name in whole if ".experts." in name or "input_linear" in name or "output_linear" in name]
+    assert names
+    for name in names:
+        found = [part[name] for part in (first, second) if name in part]
+        assert torch.equal(torch.cat(found), whole[name]), name
+        assert len(found) == (2 if family == "granitemoe" else 1)
+    assert [len(part.layers[0].mlp.gate_up.weight) for part in parts] == [3, 3]
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        added = sum(part.layers[0].mlp.forward(x) for part in parts)  # without the sum over processes
+        torch.testing.assert_close(added, load_model(model).layers[0].mlp(x), atol=1e-5, rtol=1e-5)
+
+
+def test_whole_experts_have_the_scales_of_one_process(tmp_path: Path):
+    model = make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=32)
+    config, whole = load_config(model), load_model(model, quantize="fp8").layers[1].mlp
+    parts = [ShardedDecoder(config, torch.float32, rank, 2, expert_parallel=2) for rank in range(2)]
+    for part in parts:
+        load_part(part, model, "fp8")
+    for name in ("gate_up", "down"):
+        found = [part.layers[1].mlp.get_submodule(name) for part in parts]
+        for tensor in ("weight", "scales"):
+            joined = torch.cat([getattr(module, tensor).float() for module in found])
+            assert torch.equal(joined, getattr(whole.get_submodule(name), tensor).float())
+    configs = (None, parts[0].config)
+    assert len({fingerprint(model, torch.float32, "fp8", 2, config=each) for each in configs}) == 2
+    assert len({fingerprint(model, torch.float32, None, 2, config=each) for each in configs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "processes", "experts", "problem"),
+    [
+        ("qwen3_moe", 2, 3, "--expert-parallel is 3, but must be 1 or --tensor-parallel, which is 2"),
+        ("qwen3_moe", 1, 2, "--expert-parallel is 2, but must be 1 or --tensor-parallel, which is 1"),
+        ("qwen3", 2, 2, "--expert-parallel shares experts, and Qwen3ForCausalLM has none; leave it out"),
+    ],
+)
+def test_experts_that_cannot_be_shared_whole(family: str, processes: int, experts: int, problem: str, tmp_path: Path):
+    model = make_checkpoint(tmp_path, family)
+    with pytest.raises(ModelError, match=problem):
+        build_loop(EngineSettings(model=str(model), name="t", tensor_parallel=processes, expert_parallel=experts))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"num_experts": 5}, "5 experts cannot be shared evenly by 2 processes"),
+        ({"shared_expert_intermediate_size": 41}, "41 inner columns of the shared expert cannot be shared evenly by 2 processes"),
+    ],
+)
+def test_uneven_experts_are_refused(overrides: dict[str, int], problem: str, tmp_path: Path):
+    config = load_config(make_checkpoint(tmp_path, "qwen2_moe", **overrides))
+    with pytest.raises(ModelError, match=problem):
+        part_of(config, 0, 2, 2)
 
 
 def test_the_parts_make_up_the_whole(model: Path):

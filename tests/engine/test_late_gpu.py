@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine import build, wire
 from engine.attention import flashinfer
@@ -40,6 +41,7 @@ from kernels import (
 )
 from kernels.candidates import Candidates
 from tests.checkpoints import make_checkpoint
+from tests.engine.adapters import write_adapter
 from tests.engine.integrity import check
 from tests.engine.late import GPU, POISON, LateEvent, LateGpu, LateTensor, computing
 from tests.engine.lenvm.plain import GAMMA
@@ -285,6 +287,36 @@ def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs:
         return replies
 
     assert {reply.id for reply in compare(pace, f"guided {graphs}", use)} == {message.id for message in messages}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, tmp_path: Path) -> None:
+    """Three adapters in two slots of the device, so that copies from the host overwrite slots that queued steps still read. Steps
+    with adapters are launched, and those of the base model alone are replayed."""
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapters = [f"a{seed}={write_adapter(tmp_path / str(seed), whole, ('v_proj', 'down_proj'), seed=seed)}" for seed in range(3)]
+    rng = random.Random(5)
+    prompts, few = [some_tokens(rng, 3, 12) for _ in range(5)], [some_tokens(rng, 2, 4) for _ in range(2)]
+
+    def use(late: Late) -> list[wire.Reply]:
+        loop = late.assemble(base, attention="flashinfer", cuda_graphs=graphs, lora=adapters, max_loras_device=2, max_lora_rank=8)
+        digests = [each.digest for each in loop.adapters.description.adapters]
+        sampling = wire.Sampling(max_tokens=4, temperature=0, ignore_eos=True)
+        messages: list[wire.Request] = [
+            wire.Generate(f"g{place}", prompt, sampling, logprobs=1, adapter=["", *digests][place % 4])
+            for place, prompt in enumerate(prompts)
+        ]
+        messages += [wire.Score(digest, prompts[0], few, wire.Labels([5, 17]), adapter=digest) for digest in digests]
+        adapted = run(loop, messages)
+        assert loop.stats.adapter_swaps > 3
+        before = loop.stats.replayed_steps
+        alone = run(loop, [wire.Generate("alone", prompts[0], sampling)])
+        assert (loop.stats.replayed_steps > before) == (graphs == "on")
+        return adapted + alone
+
+    replies = compare(pace, f"adapters {graphs}", use)
+    assert not any(isinstance(reply, wire.Failed) for reply in replies)
 
 
 class Scarce:

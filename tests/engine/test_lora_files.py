@@ -158,7 +158,7 @@ def test_names_and_limits(adapter: Path, registry: AdapterRegistry, base: tuple[
     with pytest.raises(AdapterError, match="--max-loras"):
         registry.load("three", adapter)
     other = write_adapter(tmp_path / "other", base[1], seed=1)
-    with pytest.raises(AdapterError, match="replace"):
+    with pytest.raises(AdapterError, match="load_inplace"):
         registry.load("one", other)
     second = registry.load("one", other, replace=True)
     assert registry.get(first.digest) is not None, "its twin is still loaded"

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -150,6 +152,21 @@ def test_abort_ends_a_stream_with_its_last_word(pod: Pod):
                 assert httpx.post(f"{pod.client.base_url}/abort", content=wire.encode(wire.Abort("aborted"))).status_code == 204
             replies += reader.feed(chunk)
     assert replies[-1].finish == "abort"
+
+
+def test_queue_time_counts_from_the_receipt_by_the_server(pod: Pod):
+    """While the loop is stopped, it reads no message; the server does."""
+    began = time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        os.kill(pod.loop_pid, signal.SIGSTOP)
+        try:
+            asked = threads.submit(pod.ask, "/score", wire.Score("q", [5, 6], [[7]], wire.Labels([1])))
+            time.sleep(1)
+        finally:
+            os.kill(pod.loop_pid, signal.SIGCONT)
+        status, scored = asked.result()
+    assert status == 200
+    assert 0.1 < scored.queue_seconds < time.monotonic() - began
 
 
 def test_metrics(pod: Pod):

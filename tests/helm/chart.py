@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import helm_python
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,20 @@ Values = dict[str, Any]
 Manifest = dict[str, Any]
 
 GPU: Values = {"engine": {"model": "Qwen/Qwen3-8B", "resources": {"limits": {"nvidia.com/gpu": 1}}}}
+LORA: Values = {
+    "engine": {
+        "model": "Qwen/Qwen3-8B",
+        "resources": {"limits": {"nvidia.com/gpu": 1}},
+        "lora": {
+            "existingClaim": "adapters",
+            "adapters": {"sql": "org/sql-lora", "support": "/adapters/support"},
+            "root": "/adapters",
+            "maxLoras": 32,
+            "maxLorasDevice": 16,
+            "maxLoraRank": 32,
+        },
+    }
+}
 EVERYTHING: Values = {
     "commonLabels": {"team": "search"},
     "image": {"registry": "registry.example.com/yardstick", "tag": "0.2.0-7", "pullPolicy": "Always", "pullSecrets": ["registry"]},
@@ -36,8 +51,10 @@ EVERYTHING: Values = {
         "lenvmRevision": "v1",
         "updateStrategy": {"partition": 1, "maxUnavailable": 2},
         "tensorParallel": 2,
+        "expertParallel": 2,
         "maxTotalTokens": 500_000,
         "maxBatchedTokens": 8192,
+        "maxContext": 16384,
         "extraArgs": ["--max-running-requests=64"],
         "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
         "extraVolumes": [{"name": "extra", "emptyDir": {}}],
@@ -72,6 +89,7 @@ EVERYTHING: Values = {
         "presets": {"my-reranker": "qwen3-reranker", "other": "none"},
         "aliases": {"gpt-4o-mini": "demo"},
         "fallbacks": {"large": "demo"},
+        "imageHosts": ["images.example.com", "*.example.org:8443"],
         "settings": {"max_in_flight": 2048},
         "extraEnv": [{"name": "TZ", "value": "UTC"}],
         "autoscaling": {"enabled": True},
@@ -144,6 +162,7 @@ SETS: dict[str, Values] = {
     "default": {},
     "gpu": GPU,
     "everything": EVERYTHING,
+    "lora": LORA,
     "external": EXTERNAL,
     "bare": BARE,
     "gitops": GITOPS,
@@ -151,8 +170,14 @@ SETS: dict[str, Values] = {
 
 
 @cache
-def _chart() -> helm_python.Chart:
-    return helm_python.Chart.load(CHART)
+def helm() -> ModuleType:
+    """The module ``helm_python``, imported at its first use, because it starts threads, which a forked worker would lack."""
+    return importlib.import_module("helm_python")
+
+
+@cache
+def _chart() -> Any:
+    return helm().Chart.load(CHART)
 
 
 def render(values: Values, version: str = "v1.30.0", name: str = "yardstick") -> dict[str, str]:

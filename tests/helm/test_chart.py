@@ -8,7 +8,6 @@ import json
 import re
 from typing import Any
 
-import helm_python
 import kubernetes_validate
 import pytest
 import yaml
@@ -34,6 +33,7 @@ from tests.helm.chart import (
     Manifest,
     Values,
     golden,
+    helm,
     manifests,
     one,
     render,
@@ -60,7 +60,7 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
 
 
 def test_helm_has_nothing_to_say_about_it():
-    report = helm_python.lint(CHART, strict=True)
+    report = helm().lint(CHART, strict=True)
     assert report["errors"] == []
     assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
 
@@ -105,7 +105,7 @@ def test_newer_fields_only_on_newer_versions():
     ],
 )
 def test_the_schema_refuses(values: Values, words: str):
-    with pytest.raises(helm_python.HelmValuesError, match=re.escape(words)):
+    with pytest.raises(helm().HelmValuesError, match=re.escape(words)):
         render(values)
 
 
@@ -117,7 +117,7 @@ def test_the_schema_refuses(values: Values, words: str):
     ],
 )
 def test_what_cannot_work_is_refused_in_words(values: Values, words: str):
-    with pytest.raises(helm_python.HelmError, match=words):
+    with pytest.raises(helm().HelmError, match=words):
         render(values)
 
 

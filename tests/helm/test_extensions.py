@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import helm_python
 import kubernetes_validate
 import pytest
 
-from tests.helm.chart import Manifest, Values, manifests, one, render
+from tests.helm.chart import Manifest, Values, helm, manifests, one, render
 
 DIGEST = f"sha256:{'0a' * 32}"
 
@@ -28,7 +27,7 @@ def test_an_http_route_admits_what_the_ingress_admits_and_allows_long_streams() 
     assert all(len(rule["matches"]) <= 8 for rule in rules), "the most that version 1.0 of the API takes"
     assert all(rule["timeouts"] == {"request": "0s", "backendRequest": "0s"} for rule in rules)
     assert all(rule["backendRefs"] == [{"name": "yardstick", "port": 80}] for rule in rules)
-    with pytest.raises(helm_python.HelmError, match="parentRefs"):
+    with pytest.raises(helm().HelmError, match="parentRefs"):
         render({"gateway": {"httpRoute": {"enabled": True}}})
 
 
@@ -78,7 +77,7 @@ def test_a_digest_decides_what_runs() -> None:
     for kind, name in (("StatefulSet", "yardstick-engine"), ("Deployment", "yardstick")):
         image = one(found, kind, name)["spec"]["template"]["spec"]["containers"][0]["image"]
         assert image.endswith(f"@{DIGEST}")
-    with pytest.raises(helm_python.HelmValuesError):
+    with pytest.raises(helm().HelmValuesError):
         render({"engine": {"digest": "latest"}})
 
 
@@ -168,5 +167,5 @@ def test_an_init_container_fills_the_volume_of_each_pod() -> None:
     [({"download": "job"}, "existingClaim"), ({"download": "init", "existingClaim": "m", "readOnly": True}, "readOnly")],
 )
 def test_downloads_that_cannot_work_are_refused(cache: Any, words: str) -> None:
-    with pytest.raises(helm_python.HelmError, match=words):
+    with pytest.raises(helm().HelmError, match=words):
         render({"engine": {"model": "org/ranker", "modelCache": cache}})

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import pytest
 from typer.main import get_command
 
 from loadgen.cli import app
 from loadgen.scenario import load
-from tests.helm.chart import Manifest, Values, manifests, one, render
+from tests.helm.chart import Manifest, Values, helm, manifests, one, render
 
 STORE: Values = {"store": {"address": "s3://runs/nightly/", "endpoint": "http://10.0.0.9:9000", "credentialsSecret": "store"}}
 
@@ -63,7 +62,7 @@ def test_workers_share_a_claim_and_start_together() -> None:
     assert (given["worker"], str(given["together"])) == ("$(JOB_COMPLETION_INDEX)/3", f"/results/{name}/ready")
     assert str(given["out"]) == f"/results/{name}/$(JOB_COMPLETION_INDEX)"
     assert not given["log_records"]
-    with pytest.raises(helm_python.HelmError, match="start together by a claim"):
+    with pytest.raises(helm().HelmError, match="start together by a claim"):
         render({"loadTest": {"enabled": True, "workers": 3}})
 
 
@@ -114,5 +113,5 @@ def test_gateways_admit_it_where_a_policy_restricts_them() -> None:
 
 @pytest.mark.parametrize("address", ["runs/nightly", "s3://", "s3://Runs/x", "https://runs.example.com"])
 def test_a_wrong_store_is_refused(address: str) -> None:
-    with pytest.raises(helm_python.HelmValuesError):
+    with pytest.raises(helm().HelmValuesError):
         render({"loadTest": {"enabled": True, "results": {"store": {"address": address}}}})

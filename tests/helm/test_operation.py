@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import helm_python
 import pytest
 
 from gateway.settings_loading import load_settings
-from tests.helm.chart import EVERYTHING, Manifest, Values, manifests, one, render
+from tests.helm.chart import EVERYTHING, Manifest, Values, helm, manifests, one, render
 
 ZERO: Values = {"engine": {"model": "org/ranker-2.0", "autoscaling": {"enabled": True, "minReplicas": 0}}}
 RULES: Values = {"monitoring": {"rules": {"enabled": True}, "serviceMonitor": {"enabled": True}}}
@@ -62,7 +61,7 @@ def test_a_pool_may_be_scaled_to_zero():
     assert f"(count(yardstick_engines_ready{{{gateways}}}) or vector(0))" in query
     assert f'(count(yardstick_model_engines_ready{{{gateways},model="ranker-2.0"}}) or vector(0))' in query
     assert r'model!~"ranker-2\\.0"' in expression(found, "YardstickNoEngine"), "it is no alarm that it has none"
-    with pytest.raises(helm_python.HelmError, match="an HPA does not scale to zero"):
+    with pytest.raises(helm().HelmError, match="an HPA does not scale to zero"):
         render({"engine": {"autoscaling": {"enabled": True, "minReplicas": 0, "kind": "hpa"}}})
 
 
@@ -92,7 +91,7 @@ def test_series_of_engines_have_pool_and_model():
 def test_links_of_alerts_resolve_or_are_absent():
     rules = one(manifests(RULES), "PrometheusRule", "yardstick")["spec"]["groups"][0]["rules"]
     assert all("runbook_url" not in rule["annotations"] for rule in rules)
-    with pytest.raises(helm_python.HelmValuesError):
+    with pytest.raises(helm().HelmValuesError):
         render({"monitoring": {"rules": {"enabled": True, "runbookURL": "docs/operations.md"}}})
     assert "runbook_url" in str(manifests(EVERYTHING))
 
@@ -167,5 +166,5 @@ def test_traces_are_off_by_default():
 
 @pytest.mark.parametrize("tracing", [{"endpoint": "collector:4318"}, {"endpoint": "http://me:secret@collector"}, {"ratio": 2}])
 def test_what_cannot_be_traced_is_refused(tracing: Values):
-    with pytest.raises(helm_python.HelmValuesError):
+    with pytest.raises(helm().HelmValuesError):
         render({"tracing": tracing})

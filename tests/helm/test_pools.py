@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import helm_python
 import pytest
 
-from tests.helm.chart import BARE, GITOPS, GPU, Manifest, Values, manifests, one, render
+from tests.helm.chart import BARE, GITOPS, GPU, Manifest, Values, helm, manifests, one, render
 
 LONG = "yardstick-of-a-team-with-a-long-release-name"
 GPUS: Values = {"limits": {"nvidia.com/gpu": 2}}
@@ -86,7 +85,7 @@ def test_a_cpu_pool_beside_a_gpu_default():
     ],
 )
 def test_gpus_that_do_not_fit_are_refused(engine: Values):
-    with pytest.raises(helm_python.HelmError, match=r"the pool default has \d? ?GPUs.*set"):
+    with pytest.raises(helm().HelmError, match=r"the pool default has \d? ?GPUs.*set"):
         render({"engine": engine})
 
 
@@ -203,5 +202,5 @@ def test_adapters_come_from_a_claim_and_by_name():
 
 @pytest.mark.parametrize("lora", [{"adapters": {"a:b": "/x"}}, {"directory": "x"}, {"maxLoraRank": 129}, {"loras": 1}])
 def test_wrong_values_of_adapters_are_errors(lora: Values):
-    with pytest.raises(helm_python.HelmValuesError):
+    with pytest.raises(helm().HelmValuesError):
         render({"engine": {"lora": lora}})

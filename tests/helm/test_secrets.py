@@ -8,12 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import pytest
 import redis
 import yaml
 
-from tests.helm.chart import EVERYTHING, GITOPS, Values, manifests, one, render
+from tests.helm.chart import EVERYTHING, GITOPS, Values, helm, manifests, one, render
 from tests.processes import free_port, wait_until
 
 
@@ -29,7 +28,7 @@ def test_without_a_view_of_the_cluster_nothing_is_random():
 
 @pytest.mark.parametrize("missing", ["auth", "engineToken", "redis"])
 def test_without_a_view_of_the_cluster_no_secret_is_generated(missing: str):
-    with pytest.raises(helm_python.HelmError, match="with `gitops` the chart generates no Secret"):
+    with pytest.raises(helm().HelmError, match="with `gitops` the chart generates no Secret"):
         render({key: value for key, value in GITOPS.items() if key != missing})
     keys = {"auth": {"generateFirstKey": False, "keys": [{"name": "ci", "sha256": "ab" * 32}]}}
     assert render(GITOPS | keys) == render(GITOPS | keys), "hashes of keys are not random"

@@ -27,9 +27,9 @@ def _bf16(*shape: int) -> str:
     return f"torch.empty({shape}, dtype=torch.bfloat16)"
 
 
-def _qk_norm_rope(heads: int, kv_heads: int, head_dim: int, normed: bool) -> str:
+def _qk_norm_rope(heads: int, kv_heads: int, head_dim: int, normed: bool, rotated: int | None = None) -> str:
     weights = ", ".join([_bf16(head_dim) if normed else "None"] * 2)
-    angles = ", ".join([f"torch.empty(4, {head_dim // 2})"] * 2)
+    angles = ", ".join([f"torch.empty(4, {(rotated or head_dim) // 2})"] * 2)
     cache = ", ".join([_bf16(64, kv_heads, head_dim)] * 2)
     slots = "torch.zeros(4, dtype=torch.int64)"
     qkv = _bf16(4, heads + 2 * kv_heads, head_dim)
@@ -55,6 +55,7 @@ ELEMENTWISE = [
     f"quantize_rows_triton({_bf16(4, 2048)})",
     _qk_norm_rope(16, 8, 128, normed=True),
     _qk_norm_rope(14, 2, 64, normed=False),
+    _qk_norm_rope(24, 8, 128, normed=False, rotated=96),
 ]
 PRODUCTS = [
     _label_logprobs(1000, "bfloat16"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,12 @@ from kernels.grouped_experts import (
     grouped_linear,
     grouped_linear_reference,
     grouped_linear_triton,
+    grouped_scaled_linear,
+    grouped_scaled_linear_reference,
+    grouped_scaled_linear_triton,
     route,
 )
+from kernels.quantize import quantize_rows_reference, supported
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 SHAPES = [(1, 4, 2, 32, 16), (9, 8, 3, 70, 50), (270, 3, 2, 64, 40), (5, 6, 1, 33, 130), (0, 4, 2, 16, 16)]
@@ -50,6 +56,46 @@ def test_products(shape: tuple[int, int, int, int, int], by_pair: bool, device: 
 def test_half_precision(device: torch.device) -> None:
     x, weight, experts = inputs(40, 4, 2, 64, 48, device, torch.float16)
     torch.testing.assert_close(grouped_linear_triton(x, weight, experts), row_by_row(x, weight, experts), atol=0.02, rtol=5e-3)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = quantize_rows_reference(x.cpu())
+    return codes.to(x.device), scales.to(x.device)
+
+
+@pytest.mark.parametrize("by_pair", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_in_fp8(shape: tuple[int, int, int, int, int], by_pair: bool, device: torch.device) -> None:
+    """Equal to the products of what codes and scales stand for: nothing but the sum is rounded."""
+    if device.type == "cuda" and not supported(device):
+        pytest.skip("no products of FP8")
+    x, weight, experts = inputs(*shape, device)
+    if by_pair:
+        x = torch.randn(experts.numel(), shape[3], device=device)
+    operands = quantized(x * 0.1), quantized(weight * torch.rand(*weight.shape[:2], 1, device=device))
+    expected = row_by_row(*(codes.float() * scales for codes, scales in operands), experts, by_pair=by_pair)
+    tolerance = {"atol": 2e-3, "rtol": 2e-3} if device.type == "cuda" else {"atol": 2e-5, "rtol": 1e-5}
+    for operation in (grouped_scaled_linear, grouped_scaled_linear_reference, grouped_scaled_linear_triton):
+        torch.testing.assert_close(operation(*operands, experts, torch.float32, by_pair=by_pair), expected, **tolerance)
+        assert operation(*operands, experts, torch.bfloat16, by_pair=by_pair).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [9, 300])
+def test_experts_elsewhere_are_left_out(rows: int, device: torch.device) -> None:
+    """Rows of the others are as if these were not there; their own are not defined."""
+    x, weight, experts = inputs(rows, 8, 2, 32, 48, device)
+    here = (experts >= 2) & (experts < 5)
+    given = torch.where(here, experts - 2, 3)
+    expected = row_by_row(x, weight, experts)[here.flatten()]
+    operands = quantized(x), quantized(weight[2:5])
+    exact = row_by_row(*(codes.float() * scales for codes, scales in (operands[0], quantized(weight))), experts)[here.flatten()]
+    for operation in (grouped_linear, grouped_linear_reference, grouped_linear_triton):
+        found = operation(x, weight[2:5].contiguous(), given)
+        torch.testing.assert_close(found[here.flatten()], expected, atol=2e-5, rtol=1e-5)
+    if device.type == "cpu" or supported(device):
+        for operation in (grouped_scaled_linear, grouped_scaled_linear_reference, grouped_scaled_linear_triton):
+            found = operation(*operands, given, torch.float32)
+            torch.testing.assert_close(found[here.flatten()], exact, atol=2e-3, rtol=2e-3)
 
 
 def test_one_expert_gets_everything_and_others_nothing(device: torch.device) -> None:
@@ -91,6 +137,20 @@ def test_arguments_are_checked(device: torch.device) -> None:
         grouped_linear_triton(x, weight, experts.int())
 
 
+def test_arguments_in_fp8_are_checked(device: torch.device) -> None:
+    x, weight, experts = inputs(3, 4, 2, 8, 16, device)
+    given, matrices = quantized(x), quantized(weight)
+    wrong = {
+        "x is torch.float32": ((x, given[1]), matrices),
+        r"scales of x has shape \[2, 1\], where \[3, 1\]": ((given[0], given[1][:2]), matrices),
+        "weight is torch.float32": (given, (weight, matrices[1])),
+        r"scales of weight has shape \[4, 16\], where \[4, 16, 1\]": (given, (matrices[0], matrices[1].squeeze(2))),
+    }
+    for message, operands in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            grouped_scaled_linear_triton(*operands, experts, torch.bfloat16)
+
+
 @pytest.mark.gpu
 def test_nothing_waits_for_the_gpu(device: torch.device) -> None:
     x, weight, experts = inputs(100, 8, 2, 128, 256, device, torch.bfloat16)
@@ -114,5 +174,22 @@ def test_compiles_for_hopper() -> None:
     found = compiled("from kernels.grouped_experts import grouped_linear_triton", *launches)
     for (kernel,), instruction in zip(found, ("mma.sync", "wgmma.mma_async"), strict=True):
         assert instruction in kernel["ptx"]
+        assert kernel["local"] == 0
+        assert kernel["shared"] <= SHARED_MEMORY
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper_in_fp8() -> None:
+    """The same shapes. Blocks of 16 rows are too small for products of e4m3: the compiler widens the codes, exactly, to float16."""
+    launches = [
+        f"grouped_scaled_linear_triton((codes({rows}, 2048), torch.empty({rows}, 1)), (codes(128, 1536, 2048),"
+        f" torch.empty(128, 1536, 1)), torch.arange({rows} * 8).view(-1, 8) % 128, torch.bfloat16)"
+        for rows in (4, 1000)
+    ]
+    imports = "from kernels.grouped_experts import grouped_scaled_linear_triton"
+    codes = "def codes(*shape):\n    import torch\n    return torch.empty(shape, dtype=torch.float8_e4m3fn)"
+    found = compiled(f"{imports}\n{codes}", *launches)
+    for (kernel,), instruction in zip(found, (r"mma\.sync\S*f16", r"wgmma\.mma_async\S*e4m3"), strict=True):
+        assert re.search(instruction, kernel["ptx"])
         assert kernel["local"] == 0
         assert kernel["shared"] <= SHARED_MEMORY

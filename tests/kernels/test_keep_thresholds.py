@@ -43,7 +43,8 @@ def _sorted_kept(logits: Tensor, case: tuple[int, float, float], temperature: fl
     top_k, top_p, min_p = case
     order = logits.argsort(descending=True)[: top_k or None]
     p = (logits.double()[order] / temperature).softmax(0)
-    kept = (p.cumsum(0) - p < top_p) & (p >= p[0] * min_p)
+    within = p.cumsum(0) - p < (top_p if top_p < 1 else math.inf)  # a sum that is rounded reaches 1 before the last token
+    kept = within & (p >= p[0] * min_p)
     return set(order[kept].tolist())
 
 

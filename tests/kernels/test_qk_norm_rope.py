@@ -58,6 +58,21 @@ def test_kernel(
     assert torch.equal(given.values, other.values)
 
 
+@pytest.mark.parametrize(("head_dim", "rotated"), [(128, 96), (64, 32), (80, 64), (16, 2)])
+@pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
+def test_a_part_of_each_head_is_rotated(head_dim: int, rotated: int, normed: bool, device: torch.device) -> None:
+    given = inputs(2, 6, 2, head_dim, torch.float32, device, normed)
+    given = given._replace(cos=given.cos[:, : rotated // 2].contiguous(), sin=given.sin[:, : rotated // 2].contiguous())
+    other = given._replace(keys=given.keys.clone(), values=given.values.clone())
+    found, expected = qk_norm_rope_write_triton(*given), qk_norm_rope_write_reference(*other)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(given.keys, other.keys, atol=1e-5, rtol=1e-5)
+    assert torch.equal(given.values, other.values)
+    if not normed:
+        assert torch.equal(found[..., rotated:], given.qkv[:, :6, rotated:])
+        assert not torch.equal(found[..., :rotated], given.qkv[:, :6, :rotated])
+
+
 def test_reference_is_its_parts() -> None:
     given = inputs(4, 6, 2, 16, torch.float32, torch.device("cpu"))
     assert given.q_weight is not None
@@ -78,7 +93,8 @@ def test_arguments_are_checked(device: torch.device) -> None:
         "slots is torch.int32": {"slots": given.slots.int()},
         r"slots has shape \[3\], where \[4\]": {"slots": given.slots[:3]},
         "given both or not at all": {"k_weight": None},
-        r"cos has shape \[4, 4\], where \[4, 8\]": {"cos": given.cos[:, :4]},
+        r"cos has shape \[4, 9\], where at most 8 angles": {"cos": given.cos.repeat(1, 2)[:, :9]},
+        r"sin has shape \[4, 8\], where \[4, 4\]": {"cos": given.cos[:, :4].contiguous()},
         "sin is torch.bfloat16": {"sin": given.sin.bfloat16()},
         r"values has shape \[8, 2, 16\], where \[9, 2, 16\]": {"values": given.values[:8]},
         "keys is torch.float16": {"keys": given.keys.half()},

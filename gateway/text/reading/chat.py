@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.errors import InvalidRequest
 from gateway.schemas.chat import ChatMessage, ChatRequest
+from gateway.schemas.content import Part, TextPart
 from gateway.schemas.structure import BULK
 from gateway.schemas.tools import FunctionDefinition, FunctionTool, Tool
 from gateway.text.bounds import TooManyTokens
@@ -15,11 +16,16 @@ from gateway.text.chat_template import ChatTemplateError
 from gateway.text.deadline import TimeIsUp, at_most
 from gateway.text.prepared import Prepared
 from gateway.text.reading.answer_format import answer_format
+from gateway.text.reading.chat_images import ChatImages, image_parts
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.images import urls_of
 from gateway.text.reading.structure import read_bad_words
 from gateway.text.reading.thinking import template_variables
 from gateway.text.reading.tools import offered_tools
 from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
+
+IMAGE_CHARACTERS = 1 << 17
+"""Characters that count for one image: a request with images is a bulk job."""
 
 
 def render(
@@ -52,7 +58,7 @@ def render(
     offered = [tool.for_template() for tool in tools]
     source = model.texts.template.source or ""
     controls, mark = model.texts.tokenizer.controls, ""
-    parses = model.bounds.parse_special_tokens_in_messages if parse_special_tokens is None else parse_special_tokens
+    parses = _parses(model, parse_special_tokens)
     try:
         texts = [] if parses else [*texts_in(told), *texts_in(dict(variables)), *texts_in(offered), *followed_by]
         if any(map(controls.may_form, texts)):
@@ -90,7 +96,7 @@ def _end_last_text(messages: list[dict[str, Any]], source: str) -> str:
     :class:`InvalidRequest`."""
     last = messages[-1]
     content = last["content"]
-    if not content:
+    if not content or (isinstance(content, list) and "text" not in content[-1]):
         raise InvalidRequest("The last message has no text to continue.", param=f"messages[{len(messages) - 1}].content")
     end = new_mark([*texts_in(messages), source])
     if isinstance(content, list):
@@ -115,7 +121,7 @@ def _marked(message: dict[str, Any], controls: ControlTokens, mark: str) -> dict
 
 def _marked_field(name: str, value: Any, controls: ControlTokens, mark: str) -> Any:
     if name == "content" and isinstance(value, list):
-        return [part | {"text": controls.mark(part["text"], mark)} for part in value]
+        return [part | {"text": controls.mark(part["text"], mark)} if "text" in part else part for part in value]
     return with_marks(value, controls, mark)
 
 
@@ -123,6 +129,9 @@ def _read(request: ChatRequest, model: Model) -> Prepared:
     with _time_for_template(model):
         tools = offered_tools(request, model)
         variables = template_variables(request, model)
+    images = ChatImages(request.messages, model)
+    if images and _parses(model, request.parse_special_tokens):
+        images.check_texts(_texts(request, variables, tools))
     text = render(
         model,
         request.messages,
@@ -139,7 +148,19 @@ def _read(request: ChatRequest, model: Model) -> Prepared:
     except TooManyTokens as error:
         raise model.facts.too_long(error, "messages") from None
     bad_words = read_bad_words(request, model)
-    return Prepared([row], param="messages", grammar=grammar, bad_words=bad_words, format=format)
+    rows = [images.put_into(row) if images else row]
+    return Prepared(rows, param="messages", grammar=grammar, bad_words=bad_words, format=format, images=images.images)
+
+
+def _parses(model: Model, parse_special_tokens: bool | None) -> bool:
+    """Whether control tokens in users' texts are parsed."""
+    return model.bounds.parse_special_tokens_in_messages if parse_special_tokens is None else parse_special_tokens
+
+
+def _texts(request: ChatRequest, variables: Mapping[str, Any] | None, tools: Sequence[Tool]) -> list[str]:
+    """Return all texts of a request that its prompt may show."""
+    told = [message.for_template() for message in request.messages]
+    return [*texts_in(told), *texts_in(dict(variables or {})), *texts_in([tool.for_template() for tool in tools])]
 
 
 def characters_of(messages: list[ChatMessage] | None) -> int:
@@ -149,7 +170,12 @@ def characters_of(messages: list[ChatMessage] | None) -> int:
 
 def _characters(message: ChatMessage) -> int:
     content = message.content or ""
-    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+    return len(content) if isinstance(content, str) else sum(map(_part_characters, content))
+
+
+def _part_characters(part: Part) -> int:
+    """Return the number of characters of a part; of an image, as many as take about the time that it takes."""
+    return len(part.text) if isinstance(part, TextPart) else IMAGE_CHARACTERS
 
 
 CHAT = Endpoint(
@@ -164,4 +190,5 @@ CHAT = Endpoint(
     read=_read,
     is_light=lambda _: False,
     characters=lambda request, _: characters_of(request.messages),
+    urls=lambda request: urls_of(image_parts(request.messages)),
 )

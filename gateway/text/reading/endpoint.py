@@ -52,6 +52,8 @@ class Model:
     earlier: bytes = b""
     """Input of a request besides its body: the items of the conversation that it continues, as JSON values with commas between
     them, or the catalogue that it names (``catalogue.py``)."""
+    fetched: Mapping[str, bytes] = field(default_factory=dict)
+    """Contents of the images that the request names with ``http`` and ``https`` URLs."""
 
     @property
     def texts(self) -> TextSide:
@@ -73,6 +75,8 @@ class Endpoint(Generic[T]):
     """Whether ``read`` needs no texts and at most about a millisecond."""
     characters: Callable[[T, bool], int]
     """Approximate number of characters that ``read`` tokenises. The flag says whether the tokeniser has safe cuts."""
+    urls: Callable[[T], dict[str, str]] = lambda _: {}
+    """The ``http`` and ``https`` URLs of a request's images, and the first field with each."""
 
     def __post_init__(self) -> None:
         assert self.bulk.keys() <= set(self.kind.__struct_fields__), f"{self.kind.__name__} lacks a field of its bulk"

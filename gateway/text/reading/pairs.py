@@ -99,7 +99,9 @@ class Pairs:
         return documents
 
     def _shortened(self, text: str, most: int) -> tuple[str, bool]:
-        """Return ``text`` cut to ``most`` tokens where the request says, and whether it was cut."""
+        """Return ``text`` cut to ``most`` tokens where the request says, and whether it was cut. A text with images is not cut."""
+        if any(mark in text for mark in self.model.texts.tokenizer.image_marks):
+            return text, False
         side = self.cuts.truncation_direction.lower()
         if side == "middle":
             return self.model.texts.tokenizer.cut_middle(text, most)

@@ -9,6 +9,7 @@ from gateway.text.prepared import Prepared, Refusal
 from gateway.text.prompts import EmptyPromptError
 from gateway.text.reading.catalogue import query_prompts
 from gateway.text.reading.endpoint import Endpoint, Model
+from gateway.text.reading.item_images import plain, reading_content, texts_of
 from gateway.text.reading.labels import labels_of
 from gateway.text.reading.likelihood import read_likelihoods
 from gateway.text.reading.query_items import check_kinds, fitting_items, item_first_prompts, join_token_ids, tokenise_texts
@@ -38,25 +39,25 @@ def _read(request: ScoreRequest, model: Model) -> Prepared:
         raise InvalidRequest(
             f"`{cut}` goes with `text_1` and `text_2`; a prompt of `query` and `items` is never changed.", param=cut
         )
-    items = [request.items] if isinstance(request.items, str) else request.items
+    query, items = plain(request.query), [*map(plain, [request.items] if isinstance(request.items, str) else request.items)]
     if request.readout == "likelihood":
-        return read_likelihoods(request, model, request.query, items)
+        return read_likelihoods(request, model, query, items)
     labels = labels_of(request, model)
     model.bounds.check("max_scores", len(items) * len(labels), "scores (items and labels)", "items")
-    check_kinds(request.query, items)
+    check_kinds(query, items)
     refused: list[Refusal] = []
     if request.partial_results:
-        items, refused = fitting_items(request.query, model, items)
+        items, refused = fitting_items(query, model, items)
     try:
         if request.item_first:
-            rows, suffix = item_first_prompts(request, model, request.query, items)
+            rows, suffix = item_first_prompts(request, model, query, items)
             prefix: list[int] = []
         else:
             suffix = []
-            if isinstance(request.query, str):
-                prefix, rows = tokenise_texts(request, model, request.query, items)
+            if isinstance(query, str):
+                prefix, rows = tokenise_texts(request, model, query, items)
             else:
-                prefix, rows = join_token_ids(model, request.query, items)
+                prefix, rows = join_token_ids(model, query, items)
     except EmptyPromptError as error:
         raise InvalidRequest(f"{error}.", param=f"items[{error.index}]") from None
     tokens = len(prefix) + sum(map(len, rows)) + len(suffix) * len(rows)
@@ -74,7 +75,7 @@ def _of_catalogue(request: ScoreRequest, model: Model) -> Prepared:
     if request.query is None:
         raise InvalidRequest("`query` is missing.", param="query")
     named = request.labels is not None or request.label_token_ids is not None
-    return query_prompts(request.query, labels_of(request, model) if named else [], model)
+    return query_prompts(plain(request.query), labels_of(request, model) if named else [], model)
 
 
 def _is_light(request: ScoreRequest) -> bool:
@@ -86,7 +87,7 @@ def _is_light(request: ScoreRequest) -> bool:
 def _characters(request: ScoreRequest, query_once: bool) -> int:
     if request.paired:
         pairs = (request.text_1, request.text_2, request.queries, request.documents)
-        return sum(len(text) for field in pairs for text in ([field] if isinstance(field, str) else field or ()))
+        return sum(len(text) for field in pairs for text in texts_of(field))
     items = [request.items] if isinstance(request.items, str) else request.items or []
     texts = sum(len(item) for item in items if isinstance(item, str)) + sum(map(len, request.labels or ()))
     if not isinstance(request.query, str):
@@ -96,21 +97,23 @@ def _characters(request: ScoreRequest, query_once: bool) -> int:
     return texts + len(request.query) * (2 if query_once and may_be_cut(request.query) else len(items))
 
 
-SCORE = Endpoint(
-    kind=ScoreRequest,
-    bulk={
-        "query": "",
-        "items": "",
-        "labels": [],
-        "label_token_ids": [],
-        "text_1": [""],
-        "text_2": [""],
-        "queries": [""],
-        "documents": [""],
-        "instruction": "",
-        "user": "",
-    },
-    read=_read,
-    is_light=_is_light,
-    characters=_characters,
+SCORE = reading_content(
+    Endpoint(
+        kind=ScoreRequest,
+        bulk={
+            "query": "",
+            "items": "",
+            "labels": [],
+            "label_token_ids": [],
+            "text_1": [""],
+            "text_2": [""],
+            "queries": [""],
+            "documents": [""],
+            "instruction": "",
+            "user": "",
+        },
+        read=_read,
+        is_light=_is_light,
+        characters=_characters,
+    )
 )

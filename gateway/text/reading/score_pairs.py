@@ -9,6 +9,7 @@ from gateway.schemas.score import ScoreRequest
 from gateway.text.prepared import Prepared
 from gateway.text.prompts import share_prefix
 from gateway.text.reading.endpoint import Model
+from gateway.text.reading.item_images import texts_of
 from gateway.text.reading.pairs import Pairs, preset_of
 
 
@@ -57,4 +58,4 @@ def _one_of(request: ScoreRequest, *names: str) -> tuple[list[str], str]:
     if len(given) != 1:
         raise InvalidRequest(f"Give one of {' and '.join(f'`{name}`' for name in names)}.", param=names[0])
     value = getattr(request, given[0])
-    return ([value] if isinstance(value, str) else value), given[0]
+    return texts_of(value), given[0]

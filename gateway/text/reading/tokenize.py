@@ -9,6 +9,7 @@ from gateway.schemas.tokenize import TokenizeRequest, TokenizeResponse
 from gateway.text.bounds import TooManyTokens
 from gateway.text.prepared import Prepared
 from gateway.text.reading import chat
+from gateway.text.reading.chat_images import refuse_images
 from gateway.text.reading.endpoint import Endpoint, Model
 from gateway.text.reading.tools import check_tools
 
@@ -42,6 +43,7 @@ def _conversation(request: TokenizeRequest, model: Model) -> list[int]:
     tools = request.tools or []
     if tools:
         check_tools(tools, model)
+    refuse_images(request.messages)
     text = chat.render(
         model,
         request.messages or [],

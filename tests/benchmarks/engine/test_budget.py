@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.engine import budget
+from benchmarks.engine import budget, budget_guided
 from benchmarks.engine.roofline import Work, elementwise_bytes, flops, layer_flops
 from benchmarks.engine.subject import QWEN3_06B
 from engine.lenvm.parts import WIDTHS
@@ -82,6 +82,6 @@ def test_catalogue_by_hand() -> None:
 
 
 def test_candidates() -> None:
-    assert budget.computed_candidates(100) == (104 * 8, 104 * 5)
-    assert budget.computed_candidates(800) == (800 * 8, 800 * 5)  # launched, so not padded
+    assert budget_guided.computed_candidates(100) == (104 * 8, 104 * 5)
+    assert budget_guided.computed_candidates(800) == (800 * 8, 800 * 5)  # launched, so not padded
     assert WIDTHS == (5, 8)

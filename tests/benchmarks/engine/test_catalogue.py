@@ -30,6 +30,7 @@ def test_cached_items_are_faster(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["all cached, ratio"] > 1
     assert 0 <= report["hit rate, part cached"] <= 1
+    assert report["none cached, ratio"] < report["part cached, expected, logits, ratio"] <= report["all cached, logits, ratio"]
 
 
 SMALL = ["--items", "1000", "--item-tokens", "90", "--query-tokens", "10", "--requests", "200"]

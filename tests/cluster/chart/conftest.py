@@ -34,7 +34,7 @@ VALUES = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(f"{Path(__file__).parent}/"):
             item.add_marker(pytest.mark.cluster)
             item.add_marker(pytest.mark.timeout(600))
 

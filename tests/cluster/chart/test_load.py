@@ -122,17 +122,17 @@ def play(release: Release, name: str, seconds: int, folder: Path, **environment:
 
 
 def test_an_engine_is_deleted_under_load(release: Release, tmp_path: Path):
-    play(release, "delete-engine", 30, tmp_path)
+    play(release, "delete-engine", 75, tmp_path)
 
 
 @pytest.mark.slow
 def test_an_engine_is_torn_away_under_load(release: Release, tmp_path: Path):
-    play(release, "delete-engine", 30, tmp_path, GRACE="0")
+    play(release, "delete-engine", 75, tmp_path, GRACE="0")
 
 
 @pytest.mark.slow
 def test_all_is_replaced_under_load(release: Release, tmp_path: Path):
-    play(release, "rolling-restart", 80, tmp_path)
+    play(release, "rolling-restart", 150, tmp_path)
 
 
 @pytest.mark.slow

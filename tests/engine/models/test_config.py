@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedConfig, Qwen3Config
+from transformers import Phi3Config, PreTrainedConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.models.config import ModelConfig, config_json, load_config, parse_config
 from engine.models.errors import ModelError
-from engine.models.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from engine.models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from tests.checkpoints import FAMILIES, TRAINED
 
 BASE: dict[str, Any] = {
@@ -36,6 +37,8 @@ LLAMA3 = {
 }
 
 
+PHI = {"architectures": ["Phi3ForCausalLM"]}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"]}
 
 
@@ -105,6 +108,32 @@ def test_frequencies_equal_transformers(rope_parameters: dict[str, Any]) -> None
     assert own.amplitude == pytest.approx(amplitude)
 
 
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize(
+    ("max_context", "expected"), [(None, (250, False)), (250, (250, False)), (251, (251, True)), (512, (512, True))]
+)
+def test_the_context_chooses_the_factors_of_longrope(name: str, max_context: int | None, expected: tuple[int, bool]) -> None:
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.5, 1.9, 2.0], "long_factor": [1.0, 1.5, 3.0, 6.0, 10.0, 20.0]}
+    written = {"original_max_position_embeddings": 250, "partial_rotary_factor": 0.75, "rope_scaling": {"type": name, **factors}}
+    config = parse_config({**BASE, **PHI, **written}, max_context=max_context)
+    rope = config.rope
+    assert isinstance(rope, LongRope)
+    assert (config.max_context, rope.is_long) == expected
+    assert config.rotary_dim == 12
+    shape = {key: BASE[key] for key in BASE if key != "architectures"}
+    renamed = copy.deepcopy(written) | {"rope_scaling": {"type": "longrope", **factors}}  # transformers fails with the old names
+    reference = Phi3Config(**shape, pad_token_id=0, **renamed)
+    inverse, amplitude = ROPE_INIT_FUNCTIONS["longrope"](reference, seq_len=251 if rope.is_long else None)
+    torch.testing.assert_close(rope.inverse_frequencies(12), inverse, rtol=1e-6, atol=0)
+    assert rope.amplitude == pytest.approx(amplitude)
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    assert parse_config(BASE, max_context=100).max_context == 100
+    with pytest.raises(ModelError, match="--max-context is 513, and the model has a context of 512; lower it"):
+        parse_config(BASE, max_context=513)
+
+
 def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     assert parse_config({**BASE, "eos_token_id": 5}, {"eos_token_id": [7, 5, 5000]}).eos_token_ids == (7, 5)
     assert parse_config({**BASE, "eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
@@ -163,6 +192,14 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({**CLASSIFIER, "id2label": {"0": "a"}, "num_labels": 2}, "num_labels in config.json is 2, but id2label has 1 names"),
         ({"rope_scaling": "yarn"}, "rope_scaling in config.json is 'yarn', but must be an object"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type in rope_scaling of config.json \(longrope\)"),
+        (
+            {**PHI, "rope_scaling": {**LONG, "long_factor": [1.0] * 7}},
+            "long_factor in rope_scaling of config.json has 7 factors, and",
+        ),
+        ({**PHI, "rope_scaling": {**LONG, "short_factor": [1.0] * 7 + [0]}}, "short_factor .* must be a list of numbers greater"),
+        ({**PHI, "rope_scaling": {"type": "longrope"}}, "short_factor is missing from rope_scaling of config.json"),
+        ({**PHI, "partial_rotary_factor": 0.6}, "partial_rotary_factor in config.json rotates 9 of the 16 elements of a head"),
+        ({**PHI, "partial_rotary_factor": 1.5}, "partial_rotary_factor in config.json rotates 24 of the 16 elements"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing from rope_scaling of config.json"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -194,7 +231,7 @@ def test_windows_are_those_of_transformers(family: str, given: dict[str, Any]) -
     found = parse_config(written).windows
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 12
-    local = family in ("gemma2", "gemma3", "mistral", "ministral", "phi3", "mixtral") and bool(window)
+    local = family in ("gemma2", "gemma3", "mistral", "ministral", "phi3", "phi4_mini", "mixtral") and bool(window)
     expected = tuple(window if kind == "sliding_attention" else None for kind in kinds) if local else ()
     assert found == expected
 
@@ -250,9 +287,16 @@ def test_layers_without_a_rotation() -> None:
     assert parse(**smol, no_rope_layers=[0, 1, 1, 1, 1, 0]).unrotated == (0, 5)
 
 
-def test_a_configuration_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(ModelError, match="The configuration of this MistralForCausalLM cannot be written"):
-        config_json(parse(architectures=["MistralForCausalLM"], sliding_window=77))
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [("Mistral", {}), ("Gemma2", {}), ("Gemma", {}), ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1})],
+)
+def test_a_configuration_that_cannot_be_written_is_refused(family: str, given: dict[str, Any]) -> None:
+    """Not for the activation of the families that are written, which other families do not have."""
+    config = parse(**{"architectures": [f"{family}ForCausalLM"], "sliding_window": 77} | given)
+    problem = f"configuration of this {family}ForCausalLM cannot be written, because only those of Llama, Qwen2 and Qwen3 without"
+    with pytest.raises(ModelError, match=problem):
+        config_json(config)
 
 
 @pytest.mark.parametrize(

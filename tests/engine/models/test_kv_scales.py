@@ -31,7 +31,7 @@ def peaks(decoder: Decoder, inputs: Tensor) -> Tensor:
         found.append(torch.stack([k.abs().amax((0, 2)), v.abs().amax((0, 2))]))
         return q
 
-    (cos, sin), *_ = decoder._rotations(torch.arange(len(inputs)))
+    (cos, sin), *_ = decoder._rotations(torch.arange(len(inputs)).unsqueeze(1))
     for layer in decoder.layers:
         assert isinstance(layer, DecoderLayer)
         layer.attention(layer.input_norm(inputs), cos, sin, FusedAttend(attend))
@@ -46,7 +46,9 @@ def directions(decoder: Decoder) -> Tensor:
     return torch.cat([weight * layer.input_norm.weight, torch.randn(50, weight.shape[1])])
 
 
-@pytest.mark.parametrize(("family", "overrides"), [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("qwen3", YARN)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("qwen3", YARN), ("phi4_mini", {})], ids=str
+)
 @torch.no_grad()
 def test_no_key_or_value_exceeds_its_bound(tmp_path: Path, family: str, overrides: dict[str, object]) -> None:
     decoder = load_model(make_checkpoint(tmp_path, family, **overrides))

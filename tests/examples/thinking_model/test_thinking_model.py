@@ -31,6 +31,7 @@ def test_every_thought_is_right_and_ends_with_the_answer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_short_run_of_the_programs(tmp_path: Path) -> None:
     train = [sys.executable, "-m", "examples.thinking_model.train", "--out", str(tmp_path)]
     subprocess.run([*train, "--steps", "3", "--length-steps", "2", "--texts", "40"], cwd=ROOT, check=True, timeout=300)

@@ -328,6 +328,25 @@ def test_gateways_share_what_was_loaded(start: Start, redis: RedisServer) -> Non
 
 
 @pytest.mark.redis
+def test_an_unload_through_another_gateway_is_a_404_at_once(
+    start: Start, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the next reading of Redis nor the next probe is due: the engine's refusal tells the gateway."""
+    one = able()
+    client = start(one, redis_url=redis.url, probe_seconds=600.0, wait_seconds=60.0)
+    wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+    load(client, "red").raise_for_status()
+    assert score(client, "red").status_code == 200
+    monkeypatch.setattr(restoring, "REREAD_SECONDS", 600.0)
+    other = start(wait=False, engines=(one.url,), redis_url=redis.url)
+    knows(other, "red")
+    unload(other, "red").raise_for_status()
+    answer = score(client, "red", query=[9])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found"), answer.text
+    assert "red" not in models(client)
+
+
+@pytest.mark.redis
 async def test_gateways_change_the_store_at_once(redis: RedisServer) -> None:
     rules = "~ys:* +ping +get +set +eval +evalsha"  # what docs/caching.md asks for in any case
     with redis.client() as admin:

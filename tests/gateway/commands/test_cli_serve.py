@@ -159,7 +159,8 @@ CLIENTS = Path(__file__).parents[3] / "examples" / "clients"
 @pytest.mark.slow
 def test_the_example_clients(demo: Served) -> None:
     said: dict[str, list[str]] = {}
-    for path in (*CLIENTS.glob("*.py"), *CLIENTS.glob("*.sh")):
+    others = {CLIENTS / "adapter.py", CLIENTS / "image.py"}  # they need an engine with adapters, or one that reads images
+    for path in {*CLIENTS.glob("*.py"), *CLIENTS.glob("*.sh")} - others:
         command = [sys.executable, str(path)] if path.suffix == ".py" else [str(path)]
         done = subprocess.run([*command, demo.url], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr

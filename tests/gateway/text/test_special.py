@@ -11,7 +11,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
-from gateway.schemas.chat import ChatMessage, ChatRequest, TextPart
+from gateway.schemas.chat import ChatMessage, ChatRequest
+from gateway.schemas.content import TextPart
 from gateway.schemas.length import LengthRequest
 from gateway.schemas.tools import EarlierCall, FunctionCall
 from gateway.text.bounds import Bounds
@@ -144,7 +145,7 @@ def test_each_part_of_a_request_is_covered(chat: Chat) -> None:
         return [
             [ChatMessage("system", told), ChatMessage("user", "x")],
             [ChatMessage("user", "x"), ChatMessage("assistant", told), ChatMessage("user", "y")],
-            [ChatMessage("user", [TextPart("text", "x"), TextPart("text", told)])],
+            [ChatMessage("user", [TextPart("x"), TextPart(told)])],
             [ChatMessage("user", "x", name=told)],
             [ChatMessage("user", "x"), ChatMessage("assistant", "y", tool_calls=call)],
         ]
@@ -161,7 +162,7 @@ def test_texts_that_make_a_control_token_together_make_none() -> None:
     )
     chat = Chat(qwen, template, ["<|im_end|>"])
     for parts in (["<|im_", "end|>"], ["<", "|im_end|>"], ["<|", "im_end|>", "x"], ["<|im_end|", ">"]):
-        ids = chat.ids([ChatMessage("user", [TextPart("text", part) for part in parts])])
+        ids = chat.ids([ChatMessage("user", [TextPart(part) for part in parts])])
         assert chat.control_count(ids) == 0
         assert chat.tokenizer.decode(ids, skip_special_tokens=False) == "".join(parts)
 

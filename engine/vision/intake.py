@@ -1,0 +1,107 @@
+"""Takes the images of an accepted message into its request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from engine import wire
+from engine.core import Request, ScoreRequest
+from engine.generation import GenerateRequest
+from engine.ints import Ints
+from engine.item_group import ItemGroup
+from engine.vision.config import VisionConfig
+from engine.vision.embeddings import EmbeddingCache
+from engine.vision.prompts import KnownImage, RequestImages
+from engine.vision.registry import ImageRegistry
+
+MOST_PIXEL_BYTES = 4 << 30
+"""Most bytes of pixels that open requests hold together. Further images are refused, as if the queue were full."""
+
+Message = wire.Score | wire.ScoreItems | wire.Generate
+
+
+class ItemImages:
+    """The images of an :class:`~engine.item_group.ItemGroup`."""
+
+    def __init__(self, cache: EmbeddingCache, images: Mapping[int, KnownImage], query: Ints, image_token: int) -> None:
+        """query: with the numbers of images."""
+        self._cache = cache
+        self._images = images
+        self._query = text_of(query, image_token)
+        self._layouts: dict[int, RequestImages] = {}
+        self.in_query = bool((query >= wire.IMAGE_TOKENS).any())
+        """Whether the query shows images. Its items are then computed one by one."""
+
+    def attach(self, request: ScoreRequest) -> None:
+        """Give the request of an item its images."""
+        if request.index not in self._layouts:
+            branches = [branch.tokens.view for branch in request.branches]
+            self._layouts[request.index] = RequestImages(self._cache, self._images, request.prefix, branches)
+        request.images = self._layouts[request.index]
+        request.targets = [self._query for _ in request.targets]
+
+
+class ImageIntake:
+    """Makes the images of messages those of requests."""
+
+    def __init__(self, config: VisionConfig, cache: EmbeddingCache, most_bytes: int = MOST_PIXEL_BYTES) -> None:
+        self._config = config
+        self.cache = cache
+        self.registry = ImageRegistry(config.merge_size)
+        self._most_bytes = most_bytes
+
+    def full(self, message: Message) -> bool:
+        """Whether there is no memory for the images of ``message``, or no number."""
+        if not message.images:
+            return False
+        given = sum(len(image.pixels) for image in message.images)
+        held = self.registry.pixel_bytes
+        return self.registry.exhausted or (held > 0 and held + given > self._most_bytes)
+
+    def attach(self, request: Request, message: Message) -> None:
+        """Replace the tokens of images in a new request of ``message`` by those of this process, and give it its images."""
+        known = [self.registry.enter(image, message.caller) for image in message.images]
+        ids = np.array([wire.IMAGE_TOKENS + image.number for image in known], np.int32)
+        images = {image.number: image for image in known}
+        if isinstance(request, ItemGroup):
+            self._attach_items(request, images, ids)
+            return
+        if isinstance(request, GenerateRequest):
+            request.prompt = text_of(request.prompt, self._config.image_token)
+        elif isinstance(request, ScoreRequest):
+            request.targets = [text_of(tokens, self._config.image_token) for tokens in request.targets]
+        rename(request.prefix, ids)
+        for branch in request.branches:
+            rename(branch.tokens.view, ids)
+        request.images = RequestImages(self.cache, images, request.prefix, [branch.tokens.view for branch in request.branches])
+        for part in request.with_aux:
+            part.images = request.images
+
+    def _attach_items(self, group: ItemGroup, images: Mapping[int, KnownImage], ids: Ints) -> None:
+        lengths = [prefix.size for prefix in group.prefixes]
+        group.items = [renamed(item, ids) for item in group.items]
+        group.prefixes = [item[:length] for item, length in zip(group.items, lengths, strict=True)]
+        rename(group.query.view, ids)
+        group.item_images = ItemImages(self.cache, images, group.query.view, self._config.image_token)
+
+
+def rename(tokens: Ints, ids: Ints) -> None:
+    """Replace token ids of images in place. ids: [images] by place in the message"""
+    shown = np.flatnonzero(tokens >= wire.IMAGE_TOKENS)
+    if len(shown):
+        tokens[shown] = ids[tokens[shown] - wire.IMAGE_TOKENS]
+
+
+def renamed(tokens: Ints, ids: Ints) -> Ints:
+    """A copy after :func:`rename`."""
+    copy = np.array(tokens, np.int32)
+    rename(copy, ids)
+    return copy
+
+
+def text_of(tokens: Ints | Sequence[int], image_token: int) -> Ints:
+    """A copy with ``image_token`` for the tokens of images, as transformers has the prompt."""
+    given = np.asarray(tokens, np.int32)
+    return np.where(given >= wire.IMAGE_TOKENS, np.int32(image_token), given)

@@ -1,0 +1,160 @@
+"""Images in the prompt of a request: which token is which merged patch, and at which position.
+
+In prompts of the engine, a token id of :data:`engine.wire.IMAGE_TOKENS` and above names an image by its number in the process
+(:mod:`engine.vision.registry`), so the prefix cache tells images apart as it tells tokens apart. All else follows from the tokens
+up to a place: the merged patch, and the position, whose three axes are time, row and column. So keys that were computed for one
+prompt are right in every prompt that begins with the same tokens. A text token behind an image continues where the larger side of
+the image ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from engine.ints import Ints
+from engine.wire import IMAGE_TOKENS
+
+if TYPE_CHECKING:
+    from engine.core import Branch, Request
+    from engine.vision.embeddings import EmbeddingCache, ImageBatch
+
+
+@dataclass(frozen=True, eq=False, weakref_slot=True, slots=True)
+class KnownImage:
+    """An image of a request that was accepted."""
+
+    number: int
+    """Its number in this process."""
+    rows: int
+    """Patches."""
+    columns: int
+    """Patches."""
+    merge: int
+    """Side of a merged patch, in patches."""
+    pixels: bytes
+    """As in :class:`engine.wire.Image`."""
+
+    @property
+    def patches(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def tokens(self) -> int:
+        """Merged patches."""
+        return self.patches // self.merge**2
+
+
+class Layout(NamedTuple):
+    """The tokens of a prefix or branch that came with a request. All are text if :attr:`patches` is empty."""
+
+    positions: Ints
+    """[3, tokens], or [3, 0] of text"""
+    patches: Ints
+    """[tokens] merged patch in its image, -1 for text; or [0] of text"""
+    shift: int
+    """Position of each text token behind these, less its place in the prompt."""
+    images: list[tuple[KnownImage, int]]
+    """Images, each with the number of tokens up to its end, or to the end of these tokens."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads a prompt part by part."""
+
+    images: Mapping[int, KnownImage]
+    """By number."""
+    place: int = 0
+    """Tokens read."""
+    position: int = 0
+    """Position of the next text token, or of the image that is being read."""
+    seen: int = 0
+    """Tokens of an image that is not complete; 0 behind text or a complete image."""
+
+    def copy(self) -> Reader:
+        """Return a reader that goes on from here."""
+        return Reader(self.images, self.place, self.position, self.seen)
+
+    def read(self, tokens: Ints) -> Layout:
+        """Read the next part."""
+        named = tokens >= IMAGE_TOKENS
+        if not named.any():
+            layout = Layout(np.empty((3, 0), np.int32), np.empty(0, np.int32), self.position - self.place, [])
+            self.place += len(tokens)
+            self.position += len(tokens)
+            return layout
+        positions, patches = np.empty((3, len(tokens)), np.int32), np.full(len(tokens), -1, np.int32)
+        images: list[tuple[KnownImage, int]] = []
+        changes = np.flatnonzero(np.diff(np.where(named, tokens, -1))) + 1
+        for begin, end in pairwise([0, *changes.tolist(), len(tokens)]):
+            if named[begin]:
+                self._read_image(self.images[int(tokens[begin]) - IMAGE_TOKENS], begin, end, positions, patches, images)
+            else:
+                positions[:, begin:end] = np.arange(self.position, self.position + end - begin)
+                self.position += end - begin
+        self.place += len(tokens)
+        return Layout(positions, patches, self.position - self.place, images)
+
+    def _read_image(
+        self, image: KnownImage, begin: int, end: int, positions: Ints, patches: Ints, images: list[tuple[KnownImage, int]]
+    ) -> None:
+        """Fill in a run of tokens of one image, which may be shown several times on end."""
+        high, wide = image.rows // image.merge, image.columns // image.merge
+        while begin < end:
+            count = min(end - begin, image.tokens - self.seen)
+            patch, part = np.arange(self.seen, self.seen + count), slice(begin, begin + count)
+            patches[part] = patch
+            positions[:, part] = self.position
+            positions[1, part] += (patch // wide).astype(np.int32)
+            positions[2, part] += (patch % wide).astype(np.int32)
+            begin += count
+            self.seen += count
+            images.append((image, begin))
+            if self.seen == image.tokens:
+                self.seen = 0
+                self.position += max(high, wide)
+
+
+class RequestImages:
+    """The images of one request, on the main model and on the length model."""
+
+    __slots__ = ("branches", "cache", "prefix")
+
+    def __init__(self, cache: EmbeddingCache, images: Mapping[int, KnownImage], prefix: Ints, branches: Sequence[Ints]) -> None:
+        """images: by number; prefix, branches: tokens that came with the request."""
+        self.cache = cache
+        reader = Reader(images)
+        self.prefix = reader.read(prefix)
+        self.branches = [reader.copy().read(tokens) for tokens in branches]
+        """[branch], by :attr:`~engine.core.Branch.index`"""
+
+    def prefix_ready(self, batch: ImageBatch, request: Request, step: int) -> bool:
+        """Whether the images in the rest of the prefix have embeddings, or get them in this step."""
+        return self._ready(self.prefix, request.prefix_slots.size, batch, request, step)
+
+    def branch_ready(self, batch: ImageBatch, branch: Branch, step: int) -> bool:
+        """Whether the images in the rest of a branch, on both models, have embeddings, or get them in this step."""
+        layout, ready = self.branches[branch.index], True
+        for part in (branch, branch.aux_branch) if layout.images else ():
+            if part is not None:
+                ready = self._ready(layout, part.computed, batch, part.request, step) and ready
+        return ready
+
+    def shift(self, branch: Branch) -> int:
+        """Position of a text token behind those that came with the request, less its place in the prompt."""
+        return self.branches[branch.index].shift
+
+    def _ready(self, layout: Layout, computed: int, batch: ImageBatch, request: Request, step: int) -> bool:
+        needed = {image.number: image for image, end in layout.images if end > computed}
+        ready = [self.cache.require(image, request, batch, step) for image in needed.values()]
+        return all(ready)
+
+
+def shift_of(branch: Branch) -> int:
+    """:meth:`RequestImages.shift`; 0 for a request without images."""
+    images = branch.request.images
+    return 0 if images is None else images.shift(branch)

@@ -1,0 +1,1 @@
+"""Images of requests: decoding, resizing, patches, data URLs and fetching."""

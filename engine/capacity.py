@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -27,5 +26,4 @@ def default_slots(decoders: Sequence[Decoder], kept: Sequence[torch.dtype], proc
     if weight.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(weight.device)
         return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)
-    available = min(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup.free_memory())
-    return max(1024, min(MAX_SLOTS, int(available * MEMORY_SHARE) // (processes * slot_bytes)))
+    return max(1024, min(MAX_SLOTS, int(cgroup.available_memory() * MEMORY_SHARE) // (processes * slot_bytes)))

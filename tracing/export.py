@@ -34,15 +34,24 @@ class TracingError(ValueError):
 
 Send = Callable[[list[Span]], bool]
 """Sends spans, which may take long, and returns whether they arrived."""
+Shutdown = Callable[[], None]
+"""Ends the pauses between the attempts to send, and later attempts."""
 
 
 class Exporter:
     """Owns the queue and the thread, which :meth:`start` starts and :meth:`close` ends."""
 
     def __init__(
-        self, send: Send, *, max_spans: int = MAX_SPANS, batch_spans: int = BATCH_SPANS, delay_seconds: float = DELAY_SECONDS
+        self,
+        send: Send,
+        shutdown: Shutdown,
+        *,
+        max_spans: int = MAX_SPANS,
+        batch_spans: int = BATCH_SPANS,
+        delay_seconds: float = DELAY_SECONDS,
     ) -> None:
         self._send = send
+        self._shutdown = shutdown
         self._max_spans = max_spans
         self._batch_spans = min(batch_spans, max_spans)
         self._delay_seconds = delay_seconds
@@ -81,6 +90,7 @@ class Exporter:
         self._full.set()
         if self._thread.is_alive():
             self._thread.join(seconds)
+        self._shutdown()
         with self._lock:
             self._dropped += self._queued
             self._queued = 0
@@ -135,7 +145,7 @@ def open_exporter(
         logger.warning("%s", problem)
         return None
     return Exporter(
-        sender(endpoint, service, default_service),
+        *sender(endpoint, service, default_service),
         max_spans=_number(environment, "OTEL_BSP_MAX_QUEUE_SIZE", MAX_SPANS),
         batch_spans=_number(environment, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", BATCH_SPANS),
         delay_seconds=_number(environment, "OTEL_BSP_SCHEDULE_DELAY", round(1000 * DELAY_SECONDS)) / 1000,

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from tracing.export import Send
+from tracing.export import Send, Shutdown
 from tracing.spans import Span
 
 PATH = "/v1/traces"
@@ -26,9 +26,9 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _KINDS = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": SpanKind.CLIENT}
 
 
-def sender(endpoint: str | None, service: str | None, default_service: str) -> Send:
-    """Return a function that sends spans to ``endpoint``, the collector's URL without :data:`PATH`. What is None, and all else, is
-    read from OpenTelemetry's variables."""
+def sender(endpoint: str | None, service: str | None, default_service: str) -> tuple[Send, Shutdown]:
+    """Return a function that sends spans to ``endpoint``, the collector's URL without :data:`PATH`, and one that ends this. What is
+    None, and all else, is read from OpenTelemetry's variables."""
     logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # one line for each lost batch, none for each retry
     exporter = OTLPSpanExporter(endpoint=None if endpoint is None else endpoint.removesuffix("/").removesuffix(PATH) + PATH)
     resource = _resource(service, default_service)
@@ -37,7 +37,7 @@ def sender(endpoint: str | None, service: str | None, default_service: str) -> S
     def send(spans: Sequence[Span]) -> bool:
         return exporter.export([_readable(span, resource, scope) for span in spans]) is SpanExportResult.SUCCESS
 
-    return send
+    return send, exporter.shutdown
 
 
 def _resource(service: str | None, default_service: str) -> Resource:

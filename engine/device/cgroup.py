@@ -1,4 +1,4 @@
-"""Limits of cores and memory that a container sets, from cgroups, version 1 and 2.
+"""Limits of cores and memory that a container sets, from cgroups, version 1 and 2, and the memory that is available.
 
 Files and formats: docs.kernel.org, admin-guide/cgroup-v2 and cgroup-v1. A limit that cannot be read does not exist.
 """
@@ -6,10 +6,13 @@ Files and formats: docs.kernel.org, admin-guide/cgroup-v2 and cgroup-v1. A limit
 from __future__ import annotations
 
 import math
+import os
+import re
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
 
 
 def cores(root: Path = ROOT, of_self: Path = SELF) -> float:
@@ -20,6 +23,13 @@ def cores(root: Path = ROOT, of_self: Path = SELF) -> float:
         single = _folder(root, of_self, "cpu")
         quota, period = _text(single / "cpu.cfs_quota_us"), _text(single / "cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else math.inf
+
+
+def available_memory() -> float:
+    """Bytes that this process may take without swapping, files that the kernel may drop included."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(MEMINFO), re.MULTILINE)
+    machine = int(found[1]) << 10 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, free_memory())
 
 
 def free_memory(root: Path = ROOT, of_self: Path = SELF) -> float:

@@ -30,9 +30,12 @@ SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def gateway(start_gateway: StartGateway) -> Program:
-    return start_gateway(
+    program = start_gateway(
         header_seconds=SECONDS, body_seconds=SECONDS, body_bytes_per_second=20_000, write_seconds=SECONDS, idle_seconds=2 * SECONDS
     )
+    program.client.close()  # a connection that it keeps may be closed for idleness at the moment of its next request
+    program.client = httpx.Client(base_url=program.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+    return program
 
 
 @contextmanager

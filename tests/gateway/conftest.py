@@ -104,5 +104,10 @@ async def closed(link: Link) -> Link:
 
 def metric(client: httpx.Client, name: str) -> float:
     """The value of a metric, named with its labels as in the exposition; 0 where it has none yet."""
-    lines = client.get("/metrics").text.splitlines()
-    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
+    return metrics(client, name)[0]
+
+
+def metrics(client: httpx.Client, *names: str) -> list[float]:
+    """The values of several metrics at one moment."""
+    values = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines())
+    return [float(values.get(name, 0)) for name in names]

@@ -38,6 +38,8 @@ def open_to() -> Iterator[object]:
     yield start
     for exporter in opened:
         exporter.close(0)
+    # Pauses between attempts are random, and Hypothesis complains if another thread uses its generator.
+    wait_until(lambda: not any(thread.name == "traces" for thread in threading.enumerate()), 20)
 
 
 def request(spans: int = 1) -> list[Span]:

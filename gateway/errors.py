@@ -20,6 +20,7 @@
     ├── RequestTimeout          408  headers or body did not arrive in time
     ├── Conflict                409  a catalogue of this name differs, or was made for another tokeniser
     ├── BodyTooLarge            413
+    ├── StoreFull               413  there is no room for more items of catalogues, or for more loaded adapters
     ├── UnsupportedMediaType    415  the body is not JSON
     │   └── UnsupportedEncoding 415  the body has a content coding that is not supported
     ├── Misdirected             421  the Host header names another server
@@ -35,7 +36,6 @@
     ├── KeysUnavailable         503  the key file cannot be read, so no key can be accepted; comes with Retry-After
     ├── ShuttingDown            503  this gateway ends before the response is complete; comes with Retry-After
     ├── OutOfMemory             503  the engine has no memory for this request
-    ├── StoreFull               507  there is no room for more items of catalogues
     └── DeadlineExceeded        504  the engine stopped the request at its deadline
         └── EngineSilent        504  the engine sent nothing for too long
 
@@ -258,7 +258,7 @@ class StoreUnavailable(GatewayError):
 
 
 class StoreFull(GatewayError):
-    status = 507
+    status = 413
     code = "store_full"
 
     @property

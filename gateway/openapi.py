@@ -85,7 +85,7 @@ ERRORS: dict[int, ResponseSpec] = READ_ERRORS | {
 WRITE_ERRORS: dict[int, ResponseSpec] = READ_ERRORS | {
     403: _error("The key may not change catalogues, or a server without keys got a request from another site."),
     409: _error("A catalogue of this name has another form, or was made for another tokeniser."),
-    507: _error("There is no room for more items."),
+    413: _error("The body is too large, or there is no room for more items."),
 }
 """Error responses of endpoints that change catalogues."""
 

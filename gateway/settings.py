@@ -206,7 +206,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Time for which a response is stored."""
     catalogue_bytes: Positive = 256 << 20
     """Most bytes of all catalogues of registered items, in Redis if it is configured, else in this gateway's memory. Beyond it,
-    registrations are answered 507."""
+    registrations are answered 413."""
     catalogue_group_bytes: Positive = 128 << 20
     """Most bytes of the catalogues of one trust group."""
     catalogue_request_items: Positive = 200_000

@@ -100,8 +100,8 @@ class Served:
 
 @pytest.mark.alone
 def test_guidellm_and_yardstick_load_agree(demo: Program, cache: dict[str, str], tmp_path: Path) -> None:
-    """Both send the same prompts to the same server, one program after the other. The machine's speed may change in between, so each
-    is compared with what the server measured of its requests."""
+    """Both send the same prompts to the same server, one program after the other. The machine's speed may change in between, so
+    each is compared with what the server measured of its requests."""
     report = tmp_path / "report.json"
     begin = Served.by(demo)
     run_shell(

@@ -1,4 +1,7 @@
-"""Reads pages of Prometheus metrics before, during and after a run. Pages are parsed afterwards, as that would delay requests."""
+"""Reads pages of Prometheus metrics before, during and after a run. Pages are parsed afterwards, as that would delay requests.
+
+What reads and parses pages is imported where it is used: the process that makes requests imports this module too.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    import aiohttp
 
 PAGE_BYTES = 4 << 20
 KEPT_BYTES = 64 << 20
@@ -19,7 +24,8 @@ MOST_SERIES = 5000
 _MOST_READS = 120
 _SECONDS = 5.0
 """Shortest time between two reads of a page."""
-_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+_TIMEOUT = 2.0
+"""Seconds for one read of a page."""
 
 
 class Scrape(msgspec.Struct, tag_field="record", tag="metrics"):
@@ -49,8 +55,10 @@ class Scraper:
     async def read(self, now: float | None = None) -> None:
         """Read every page once. Raises nothing for a page that cannot be read. ``now``: the time to record, if not the clock's."""
         if self._urls:
+            import aiohttp
+
             time = self._clock() if now is None else now
-            async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT)) as session:
                 await asyncio.gather(*(self._read(session, url, time) for url in self._urls))
 
     async def follow(self) -> None:
@@ -60,6 +68,8 @@ class Scraper:
             await self.read()
 
     async def _read(self, session: aiohttp.ClientSession, url: str, now: float) -> None:
+        import aiohttp
+
         found = b""
         try:
             async with session.get(url) as response:
@@ -83,6 +93,8 @@ class Scraper:
 
 def parse(url: str, now: float, page: bytes) -> Scrape:
     """Parse one page. Buckets and times of creation are left out."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     found = Scrape(url, now, {}, {})
     try:
         for family in text_string_to_metric_families(page.decode()):

@@ -41,6 +41,7 @@ _COMMANDS = (
 )
 _ENGINE = ("engine.options", "engine.serving.app", "engine.build", "engine.tokenizer_files")
 _ALL = _GATEWAY + _COMMANDS + _ENGINE
+_LOAD = ("loadgen.cli", "loadgen.compare", "loadgen.files", "loadgen.runner")
 IMPORTS = {
     "gateway": _GATEWAY,
     "gateway.text.forkserver": _GATEWAY,
@@ -50,6 +51,7 @@ IMPORTS = {
     "gateway.cli rerank": _ALL,
     "engine": _ENGINE,
     "engine.serving.loop_process": _ENGINE,
+    "loadgen": _LOAD,
 }
 """Imports of programs and of those that they start, by module, or by module and first argument."""
 _STARTERS = ("gateway", "gateway.cli", "engine")

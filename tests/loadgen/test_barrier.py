@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,22 +26,11 @@ from tests.loadgen.test_deploy import ROOT, arguments, rendered
 
 def test_workers_start_together(tmp_path: Path) -> None:
     def start(url: str, index: int) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "loadgen",
-            "run",
-            "--url",
-            url,
-            "--rate",
-            "20",
-            "--duration",
-            "0.3",
-            "--worker",
-            f"{index}/2",
-        ]
+        command = [sys.executable, "-m", "loadgen", "run", "--url", url, "--rate", "20", "--duration", "0.3"]
         folders = ["--out", str(tmp_path / f"{index}"), "--together", str(tmp_path / "ready")]
-        return subprocess.Popen([*command, *folders], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command += ["--worker", f"{index}/2", *folders]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     with serving(good) as url:
         first = start(url, 0)

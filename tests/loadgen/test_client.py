@@ -30,9 +30,11 @@ CHAT = ("workloads[0].kind=chat", "workloads[0].max_tokens=4")
 
 
 @pytest.fixture(autouse=True)
-def no_collection_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heap of the tests is large: the garbage collection at the start of a run would take a second of its schedule."""
+def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heap of the tests is large: a garbage collection at the start of a run would take a second of its schedule. Few requests
+    are made ahead: a closed loop has no last one."""
     monkeypatch.setattr("loadgen.client._undisturbed", nullcontext)
+    monkeypatch.setattr("loadgen.maker.BUFFER_REQUESTS", 50)
 
 
 def drive(url: str, *settings: str, key: str | None = None) -> Run:

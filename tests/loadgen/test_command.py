@@ -66,14 +66,15 @@ extra = { ignore_eos = true }
 """
 
 
-def yardstick(*arguments: str, directory: Path | None = None, text: str | None = None, **environment: str) -> Any:
+YARDSTICK_LOAD, LOADGEN = "gateway.cli load", "loadgen"
+"""The second is what the first becomes; it starts warm."""
+
+
+def yardstick(*arguments: str, program: str = LOADGEN, text: str | None = None, **environment: str) -> Any:
     """``yardstick load …``; stdout, stderr and returncode."""
-    command = [sys.executable, "-m", "gateway.cli", "load", *arguments]
-    paths = {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        command,
-        env=os.environ | paths | environment,
-        cwd=directory,
+        [sys.executable, "-m", *program.split(), *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         input=text,
         capture_output=True,
         text=True,
@@ -98,7 +99,8 @@ def test_a_run_from_the_command_line_to_its_reports(gateway: Any, tmp_path: Path
     url, key = gateway
     scenario, out = tmp_path / "mixed.toml", tmp_path / "out"
     scenario.write_text(MIXED)
-    done = yardstick("run", str(scenario), "--url", url, "--out", str(out), "--log-records", YARDSTICK_API_KEY=key)
+    arguments = ["run", str(scenario), "--url", url, "--out", str(out), "--log-records"]
+    done = yardstick(*arguments, program=YARDSTICK_LOAD, YARDSTICK_API_KEY=key)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stderr, "plain, as this is no terminal"
     result = json.loads(done.stdout.splitlines()[-1])

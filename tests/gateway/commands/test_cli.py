@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from gateway import cli
+from gateway.commands.launch import become
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
 from gateway.keyring import KeyRing
 
@@ -23,6 +25,39 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gateway.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Yardstick = Callable[..., Done]
+
+
+@pytest.fixture
+def yardstick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Yardstick:
+    """:func:`run` in this process, as the console script does."""
+
+    def run_here(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["yardstick", *arguments])
+        try:
+            cli.main()
+        except SystemExit as end:
+            return Done(int(end.code or 0), *capsys.readouterr())
+        return Done(0, *capsys.readouterr())
+
+    return run_here
+
+
+@pytest.fixture
+def becomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Mapping[str, str]]]:
+    """Commands and environments of the programs that this process would become."""
+    seen: list[tuple[list[str], Mapping[str, str]]] = []
+    monkeypatch.setattr("gateway.commands.launch.os.execve", lambda _, command, environment: seen.append((command, environment)))
+    return seen
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -40,19 +75,31 @@ print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
     assert done.stdout.splitlines()[-1].strip() == "imported:"
 
 
-@cache
-def overview() -> str:
-    return run("--help").stdout
+@pytest.mark.parametrize("command", ["serve", "score", "keys", "rerank", "embed", "batch", "catalogue"])
+def test_every_subcommand_explains_itself(yardstick: Yardstick, command: str) -> None:
+    done = yardstick(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout.lower()
+    assert command in yardstick("--help").stdout
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "gateway", "engine", "load", "score", "keys", "rerank", "embed", "batch", "catalogue"]
+    "command", [pytest.param("gateway", marks=pytest.mark.slow), pytest.param("engine", marks=pytest.mark.slow), "load"]
 )
-def test_every_subcommand_explains_itself(command: str) -> None:
+def test_every_program_explains_itself(command: str) -> None:
     done = run(command, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout.lower()
-    assert command in overview()
+    assert command in run("--help").stdout
+
+
+@pytest.mark.parametrize(("command", "module"), [("gateway", "gateway"), ("engine", "engine"), ("load", "loadgen")])
+def test_commands_become_programs(
+    yardstick: Yardstick, becomes: list[tuple[list[str], Mapping[str, str]]], command: str, module: str
+) -> None:
+    yardstick(command, "--port", "1", "--help")
+    ((program, _),) = becomes
+    assert program == [sys.executable, "-m", module, "--port", "1", "--help"]
 
 
 @pytest.mark.slow
@@ -62,18 +109,18 @@ def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
     assert "no engine is named" in run("gateway", "--port", "0").stderr
 
 
-def test_a_wrong_value_names_the_option() -> None:
-    done = run("serve", "--dtype", "int4")
+def test_a_wrong_value_names_the_option(yardstick: Yardstick) -> None:
+    done = yardstick("serve", "--dtype", "int4")
     assert done.returncode == 2
     assert "--dtype" in done.stderr
     assert "bfloat16" in done.stderr
 
 
-def test_formats_reach_the_engine() -> None:
+def test_formats_reach_the_engine(yardstick: Yardstick) -> None:
     options = ServeOptions("m", None, None, "127.0.0.1", 8000, "bfloat16", "fp8", None, None, None)
     arguments = " ".join(_engine_arguments(options, _Models("m", None), 8100))
     assert "--dtype bfloat16 --quantize fp8" in arguments
-    refused = run("serve", "--quantize", "int3")
+    refused = yardstick("serve", "--quantize", "int3")
     assert refused.returncode == 2
     assert "--quantize" in refused.stderr
     assert "fp8" in refused.stderr
@@ -86,26 +133,26 @@ def test_adapters_reach_the_engine() -> None:
     assert arguments[-4:] == ["--lora", "support=/adapters/support", "--lora", "sql=org/sql"]
 
 
-def test_a_key_is_printed_once_and_kept_as_a_hash(tmp_path: Path) -> None:
+def test_a_key_is_printed_once_and_kept_as_a_hash(yardstick: Yardstick, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    done = run("keys", "new", "first", "--file", str(file))
+    done = yardstick("keys", "new", "first", "--file", str(file))
     key = done.stdout.strip()
     assert len(key) > 40
     assert key not in done.stderr
     assert json.loads(file.read_text()) == {"keys": [{"name": "first", "sha256": hashlib.sha256(key.encode()).hexdigest()}]}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    second = run("keys", "new", "second", "--file", str(file)).stdout.strip()
+    second = yardstick("keys", "new", "second", "--file", str(file)).stdout.strip()
     ring = KeyRing(file)
     found = [ring.find(candidate) for candidate in (key, second, key + "x", "")]
     assert [entry and entry.name for entry in found] == ["first", "second", None, None]
     assert list(tmp_path.iterdir()) == [file], "no draft is left behind"
 
 
-def test_a_name_is_taken_once(tmp_path: Path) -> None:
+def test_a_name_is_taken_once(yardstick: Yardstick, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    run("keys", "new", "me", "--file", str(file))
+    yardstick("keys", "new", "me", "--file", str(file))
     before = file.read_text()
-    done = run("keys", "new", "me", "--file", str(file))
+    done = yardstick("keys", "new", "me", "--file", str(file))
     assert done.returncode == 1
     assert done.stderr.startswith("yardstick: ")
     assert "me already" in done.stderr
@@ -113,31 +160,29 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"keys": 3}'])
-def test_a_file_that_holds_no_keys_is_left_alone(tmp_path: Path, content: str) -> None:
+def test_a_file_that_holds_no_keys_is_left_alone(yardstick: Yardstick, tmp_path: Path, content: str) -> None:
     file = tmp_path / "notes.json"
     file.write_text(content)
-    done = run("keys", "new", "me", "--file", str(file))
+    done = yardstick("keys", "new", "me", "--file", str(file))
     assert done.returncode == 1
     assert "not a file of API keys" in done.stderr
     assert file.read_text() == content
 
 
-def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    done = run("keys", "new", "me", "--file", str(tmp_path / "nowhere" / "keys.json"))
+def test_a_directory_that_is_not_there_is_one_line(yardstick: Yardstick, tmp_path: Path) -> None:
+    done = yardstick("keys", "new", "me", "--file", str(tmp_path / "nowhere" / "keys.json"))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "no such file or directory" in done.stderr
 
 
 @pytest.mark.parametrize(("module", "kept"), [("gateway", False), ("engine", False), ("benchmarks", True), ("loadgen", True)])
-def test_the_key_goes_to_clients_only(module: str, kept: bool) -> None:
+def test_the_key_goes_to_clients_only(
+    monkeypatch: pytest.MonkeyPatch, becomes: list[tuple[list[str], Mapping[str, str]]], module: str, kept: bool
+) -> None:
     """A gateway would take the variable for a setting of its own, and refuse it."""
-    program = f"""
-import os
-from gateway.commands.launch import become
-os.execve = lambda path, command, environment: print(command[2:], "YARDSTICK_API_KEY" in environment)
-become({module!r}, ["--help"])
-"""
-    environment = os.environ | {"YARDSTICK_API_KEY": "sk"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, env=environment)
-    assert done.stdout.strip() == f"['{module}', '--help'] {kept}"
+    monkeypatch.setenv("YARDSTICK_API_KEY", "sk")
+    become(module, ["--help"])
+    ((program, environment),) = becomes
+    assert program[1:] == ["-m", module, "--help"]
+    assert ("YARDSTICK_API_KEY" in environment) == kept

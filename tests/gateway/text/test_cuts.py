@@ -38,7 +38,7 @@ def cutting(cuttable: Library) -> Tokenizer:
     return from_library(cuttable)
 
 
-@settings(max_examples=120)
+@settings(max_examples=settings().max_examples * 6 // 5)
 @given(before=TEXT, text=TEXT, after=TEXT)
 @example(before="", text="a word red", after="")
 @example(before="", text="word red b", after="")

@@ -42,7 +42,7 @@ def by_pieces(tokenizer: Tokenizer, text: str) -> list[int] | None:
     return tokenizer._pieces.encode(text)
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 @given(text=TEXT)
 @example(text="three   spaces  \n and 'S 'LL it's\x1c\x1d \x85 \u00a0\u3000x\u2028y")
 @example(text="\u017f 'ſ \u212a \u0130 \ufb05 ½ ² Ⅷ")
@@ -84,7 +84,7 @@ def test_other_texts_are_left_to_the_library(text: str) -> None:
     assert by_pieces(from_library(byte_level()), text) is None
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 @given(parts=st.lists(st.sampled_from(SAID), max_size=9))
 def test_conversations_are_divided_at_control_tokens(parts: list[str]) -> None:
     tokenizer, library = QWEN

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from gateway.text.worker import FIRST_BYTES, receive
 from gateway.text.workers import BULK, Workers
 from tests.fakes import EOS, TEMPLATE, ids, library
 from tests.processes import until
+from tests.warm import as_in_production
 
 FILES = TokenizerFiles(library().to_str().encode(), TEMPLATE, {"eos_token": EOS})
 SCORE = msgspec.json.encode({"query": "red shoes, ", "items": ["blue", "red"], "label_token_ids": [1]})
@@ -46,7 +47,12 @@ SLOW = msgspec.json.encode({"query": "x" * 20_000, "items": [str(i) for i in ran
 """A minute of tokenising, which no limit of seconds below comes near."""
 UNBOUND = Bounds(max_request_characters=10**12, max_request_tokens=10**9)
 
-pytestmark = pytest.mark.usefixtures("as_in_production")
+
+@pytest.fixture
+def in_production() -> Iterator[None]:
+    """The fork server imports its modules itself, so its memory is only its own."""
+    with as_in_production():
+        yield
 
 
 @asynccontextmanager
@@ -79,6 +85,7 @@ def is_right(answer: Answer) -> bool:
     return texts == [ids("red shoes, blue"), ids("red shoes, red")]
 
 
+@pytest.mark.usefixtures("in_production")
 async def test_a_job_is_read_and_the_vocabulary_is_known() -> None:
     async with running() as (workers, key):
         assert is_right(await ask(workers, key))
@@ -145,6 +152,7 @@ async def test_a_worker_that_ends_before_its_job_is_sent_is_reported_at_once() -
             await channel.gone
 
 
+@pytest.mark.usefixtures("in_production")
 async def test_a_killed_fork_server_is_replaced_with_all_it_knew() -> None:
     async with running() as (workers, key):
         assert workers._forks
@@ -164,6 +172,7 @@ async def test_a_job_over_its_time_is_killed_and_says_so() -> None:
         assert is_right(await ask(workers, key))
 
 
+@pytest.mark.usefixtures("in_production")
 async def test_a_job_over_its_memory_harms_nobody() -> None:
     async with running(1, job_mib=64) as (workers, key):
         body = b'{"query": [1], "items": [' + b"[1]," * 5_000_000 + b'[1]], "label_token_ids": [1]}'
@@ -172,6 +181,7 @@ async def test_a_job_over_its_memory_harms_nobody() -> None:
         assert is_right(await ask(workers, key))
 
 
+@pytest.mark.usefixtures("in_production")
 @pytest.mark.parametrize("backtrace", ["0", "1"])
 async def test_memory_that_the_tokeniser_asks_for_ends_the_worker(monkeypatch: pytest.MonkeyPatch, backtrace: str) -> None:
     monkeypatch.setenv("RUST_BACKTRACE", backtrace)

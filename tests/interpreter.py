@@ -3,14 +3,14 @@
 Triton 3.7 replaces some 150 attributes of ``triton.language`` at each launch, and again at each call of one kernel function by
 another, which takes 2 ms each time. It reduces by XOR element by element in Python, and ``tl.topk`` does so dozens of times. It
 computes whether an operation of integers overflows, in eight more operations, and then drops the result unless it is debugging.
-It describes the shape of each value anew.
+It describes the shape of each value anew. It compares shapes and unwraps constants with several type checks for each number,
+and passes the arguments of each operation through three functions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,10 @@ def speed_up() -> None:
     TritonSemantic.binary_op_sanitize_overflow_impl = _where_debugging(check)
     tl.block_type.__init__ = _by_element_and_shape(tl.block_type.__init__)
     tl.tensor.__init__ = _set_up_tensor
+    TritonSemantic.broadcast_impl_value = _where_shapes_differ(TritonSemantic.broadcast_impl_value)
+    tl.core._unwrap_if_constexpr = _by_type(tl.core._unwrap_if_constexpr)
+    tl.dtype.__eq__ = _of_others(tl.dtype.__eq__)
+    interpreter._patch_attr = _call_directly
 
 
 def _once(replace: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], _Permanent]:
@@ -79,6 +83,7 @@ def _by_element_and_shape(set_up: Callable[..., None]) -> Callable[..., None]:
         key = (type(element_ty), element_ty.name, tuple(shape))
         if key not in known:
             set_up(self, element_ty, shape)
+            self.of_tensors = tl.tuple([tl.constexpr(each) for each in self.shape]), tl.constexpr(math.prod(self.shape))
             known[key] = dict(self.__dict__)
         self.__dict__.update(known[key])
 
@@ -86,14 +91,68 @@ def _by_element_and_shape(set_up: Callable[..., None]) -> Callable[..., None]:
 
 
 def _set_up_tensor(self: Any, handle: Any, type: Any) -> None:
-    """``tensor.__init__`` with a cache of the shape in Triton's constants."""
+    """``tensor.__init__`` with the shape in Triton's constants that :func:`_by_element_and_shape` adds to types."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shape_and_size(type.shape if type.is_block() else ())
+    self.shape, self.numel = type.of_tensors if type.is_block() else _SCALAR
 
 
-@cache
-def _shape_and_size(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    return tl.tuple([tl.constexpr(each) for each in shape]), tl.constexpr(math.prod(shape))
+_SCALAR = tl.tuple([]), tl.constexpr(1)
+
+
+def _where_shapes_differ(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """``broadcast`` for what is not two blocks of the same rank, which are compared as lists of integers."""
+
+    def broadcast_both(self: Any, left: Any, right: Any) -> Any:
+        if not (left.type.is_block() and right.type.is_block()):
+            return broadcast(self, left, right)
+        ours, theirs = left.type.shape.values, right.type.shape.values
+        if ours == theirs:
+            return left, right
+        if len(ours) != len(theirs) or any(1 not in pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]):
+            return broadcast(self, left, right)
+        shape = [max(pair) for pair in zip(ours, theirs, strict=True)]
+        return tuple(
+            each
+            if each.type.shape.values == shape
+            else self.tensor(self.builder.create_broadcast(each.handle, shape), tl.block_type(each.type.scalar, shape))
+            for each in (left, right)
+        )
+
+    return broadcast_both
+
+
+def _by_type(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``unwrap`` for constants and what may hold some; values of all other types are returned as they are."""
+    plain = set[type]()
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        if not isinstance(value, tl.constexpr | list | tuple | tl.tuple):
+            plain.add(kind)
+        return unwrap(value)
+
+    return unwrapped
+
+
+def _of_others(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda one, other: one is other or equal(one, other)
+
+
+_CHECKED = tl.core.builtin(lambda: None).__code__
+"""Of the function that :func:`triton.language.core.builtin` puts around another, to check that it is called with ``_semantic``."""
+
+
+def _call_directly(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Stands for ``_patch_attr``: replace an operation by one that fills in ``_semantic``."""
+    function = member.__wrapped__ if getattr(member, "__code__", None) is _CHECKED else member
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        named["_semantic"] = interpreter.interpreter_semantic
+        return function(*arguments, **named)
+
+    scope.set_attr(owner, name, call)
 
 
 def _xor_in_numpy(reduce: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:

@@ -25,7 +25,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def pods(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pod]]:
-    model: Path = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3")
+    model: Path = make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
     pods = [Pod(model, "--name", "tiny", "--tracing-endpoint", collector.url) for _ in range(2)]
     for pod in pods:
         pod.wait_ready()

@@ -61,7 +61,11 @@ def answer(replies: list[wire.Reply]) -> wire.Scored:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"overlap": True}, {"max_batched_tokens": 23}, {"max_total_tokens": 130, "max_batched_tokens": 33, "overlap": True}],
+    [
+        {"overlap": True},
+        pytest.param({"max_batched_tokens": 23}, marks=pytest.mark.slow),
+        {"max_total_tokens": 130, "max_batched_tokens": 33, "overlap": True},
+    ],
     ids=["whole", "chunks", "few slots and chunks"],
 )
 def test_rows_equal_transformers(checkpoint: Path, reference: Reference, kind: str, settings: dict[str, int]) -> None:

@@ -42,15 +42,26 @@ def reference(checkpoint: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+LOOPS = {"plain": False, "overlapped": True}
+
+
+def quick(*loops: str) -> list[object]:
+    """Both loops, of which the one that is not named is slow."""
+    return [pytest.param(LOOPS[name], id=name, marks=[] if name in loops else pytest.mark.slow) for name in LOOPS]
+
+
+@pytest.fixture(params=quick("overlapped"))
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Callable[..., Loop]:
-    """Every test holds for the plain and for the overlapped loop."""
+    """Every test holds for the plain and for the overlapped loop. The quick ones are of the overlapped loop, unless a test names both."""
 
     def build(**settings) -> Loop:
         defaults = {"max_total_tokens": 4096, "overlap": request.param}
         return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
 
     return build
+
+
+in_both_loops = pytest.mark.parametrize("build", quick("plain", "overlapped"), indirect=True)
 
 
 def run(loop: Loop, *messages: wire.Request, checked: bool = False) -> list[wire.Reply]:
@@ -101,6 +112,7 @@ def make_score(rng: random.Random, name: str, items: int = 8, query: int = 60) -
     return wire.Score(name, random_tokens(rng, 0, query), [random_tokens(rng, 1, 40) for _ in range(items)], wire.Labels(LABELS))
 
 
+@in_both_loops
 def test_scores_equal_each_prompt_alone(build, reference):
     rng = random.Random(1)
     messages = [make_score(rng, f"s{i}") for i in range(4)]
@@ -112,7 +124,13 @@ def test_scores_equal_each_prompt_alone(build, reference):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"max_batched_tokens": 7}, {"max_total_tokens": 130}, {"max_total_tokens": 130, "max_batched_tokens": 33}]
+    "settings",
+    [
+        {},
+        pytest.param({"max_batched_tokens": 7}, marks=pytest.mark.slow),
+        pytest.param({"max_total_tokens": 130}, marks=pytest.mark.slow),
+        {"max_total_tokens": 130, "max_batched_tokens": 33},
+    ],
 )
 def test_scores_do_not_depend_on_cache_chunks_company_or_order(build, reference, settings):
     rng = random.Random(2)
@@ -170,6 +188,7 @@ def test_preempted_generations_go_on_unchanged(build, reference):
     assert loop.stats.computed_tokens > sum(len(prompt) + 59 for prompt in prompts)  # somebody was preempted
 
 
+@in_both_loops
 @torch.inference_mode()
 def test_logprobs_of_output_and_prompt(build, reference):
     rng = random.Random(5)
@@ -221,6 +240,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(build):
     assert len({tuple(output) for output in outputs}) == 3
 
 
+@in_both_loops
 def test_a_resumed_generation_goes_on_as_the_first_would(build):
     sampling = wire.Sampling(max_tokens=30, seed=5, ignore_eos=True, frequency_penalty=1.0)
     prompt = [9, 8, 7]
@@ -240,6 +260,7 @@ def test_each_sequence_is_resumed_by_itself(build):
         assert tokens_of(rest, "g") == output[11:]
 
 
+@in_both_loops
 def test_sequences_end_at_stop_tokens_and_limits(build):
     free = tokens_of(run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=20, seed=1, ignore_eos=True))), "g")
     stop = free[6]
@@ -251,6 +272,7 @@ def test_sequences_end_at_stop_tokens_and_limits(build):
     assert (len(tokens_of(replies, "g")), replies[-1].finish) == (5, "length")
 
 
+@in_both_loops
 def test_end_of_sequence_is_held_back_and_ignored_on_request(build):
     bias = {2: 100.0}  # the checkpoint's end of turn
     ended = run(build(), wire.Generate("g", [9, 8], wire.Sampling(max_tokens=20, logit_bias=bias)))
@@ -262,6 +284,7 @@ def test_end_of_sequence_is_held_back_and_ignored_on_request(build):
     assert tokens_of(ended, "g") == [2] * 6
 
 
+@in_both_loops
 def test_a_finished_answer_is_cached_for_the_next_turn(build):
     loop = build()
     prompt = list(range(10, 40))
@@ -306,6 +329,7 @@ def test_abort_at_any_moment_ends_once_and_frees_all(build):
     assert loop.stats.slots_free == 300
 
 
+@in_both_loops
 def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(build, monkeypatch):
     loop = build()
     whole = loop._runner._decoder.forward
@@ -324,6 +348,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(build, monkeypat
     check(loop._scheduler)
 
 
+@in_both_loops
 def test_a_step_that_fails_in_flight_takes_down_what_was_launched_on_it(build, monkeypatch):
     loop = build()
     land = PendingStep.wait
@@ -390,6 +415,7 @@ def test_several_tokens_at_a_time_are_the_same_tokens(build, size):
         assert (one[0].prompt_logprobs, one[0].cached_tokens) == (many[0].prompt_logprobs, many[0].cached_tokens)
 
 
+@in_both_loops
 def test_what_was_kept_back_is_told_before_an_abort(build):
     loop = build()
     loop.submit(wire.Generate("g", [5, 6, 7], wire.Sampling(max_tokens=50, ignore_eos=True), tokens_per_delta=50))
@@ -400,6 +426,7 @@ def test_what_was_kept_back_is_told_before_an_abort(build):
     assert (last.offset, last.tokens, last.finish) == (len(kept.tokens), [], "abort")
 
 
+@in_both_loops
 def test_the_queue_is_bounded_and_ids_are_unique(build):
     loop = build(max_running_requests=1, max_waiting=2)
     for i in range(4):
@@ -410,6 +437,7 @@ def test_the_queue_is_bounded_and_ids_are_unique(build):
     assert failed["s0"].code == "invalid"
 
 
+@in_both_loops
 def test_the_wait_is_bounded(build):
     loop = build(max_running_requests=1, max_wait_seconds=1e-9)
     for i in range(6):

@@ -124,7 +124,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="overlapped")])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, overlap: bool, seed: int) -> None:
     rng = random.Random(seed)

@@ -78,7 +78,8 @@ def test_a_section_that_ends_before_is_left_alone(build: Build) -> None:
 def test_company_preemption_and_resumption_change_nothing(build: Build) -> None:
     loop = build()
     messages = [asked(f"r{place}", place % 7, n=2, seed=place, presence_penalty=0.5 * (place % 2)) for place in range(7)]
-    alone = [[output(loop, message, index) for index in (0, 1)] for message in messages]
+    replies = [run(loop, message) for message in messages]
+    alone = [[sequence(told, message.id, index)[0] for index in (0, 1)] for message, told in zip(messages, replies, strict=True)]
     assert all(told[index][place % 7] == CLOSE for place, told in enumerate(alone) for index in (0, 1))
     tight = build(max_total_tokens=160, max_batched_tokens=16)
     together = run(tight, *messages)

@@ -52,10 +52,21 @@ def plain(checkpoints: tuple[Path, Path]) -> Plain:
     return Plain(*checkpoints)
 
 
-@pytest.fixture(params=["compact", pytest.param("padded", marks=pytest.mark.slow), "overlapped"])
+FORMS = ("compact", "padded", "overlapped")
+
+
+def quick(*forms: str) -> list[object]:
+    """All forms of the length model's pass, of which those not named are slow."""
+    return [form if form in forms else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
+
+
+@pytest.fixture(params=quick("overlapped"))
 def build(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Build:
-    """Every test holds for each form of the length model's pass."""
+    """Every test holds for each form. The quick ones are of the form that computes candidates ahead, unless a test names others."""
     return partial(build_guided, checkpoints, request.param)
+
+
+in_both_layouts = pytest.mark.parametrize("build", quick("compact", "overlapped"), indirect=True)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +118,7 @@ def test_sequences_of_one_prompt_in_little_memory(build: Build, plain: Plain):
         assert verify(plain, message, replies, index)
 
 
+@in_both_layouts
 def test_nothing_is_computed_twice(build: Build):
     """What the length model computes is the prompt, each drawn token once at most, and the candidates of undecided draws."""
     loop = build()
@@ -130,6 +142,7 @@ def test_nothing_is_computed_twice(build: Build):
     assert loop.stats.lenvm_tokens - before <= len(longer) - len(prompt) - known + 2 + 5 + (1 if known < 40 else 0)
 
 
+@pytest.mark.parametrize("build", quick("compact"), indirect=True)  # where undecided tokens stay pending
 def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plain):
     """Tokens drawn while nobody asked the length model come to more than a step may compute."""
     rng = random.Random(5)
@@ -176,6 +189,7 @@ def test_neutral_settings_are_the_unguided_request(checkpoints, settings):
     assert loops[1].stats.lenvm_tokens == 0
 
 
+@in_both_layouts
 def test_values_of_several_tokens_at_a_time(build: Build):
     message = guided("g", [5, 6, 7], guidance(scale=3.0))
     singly, together = (run(build(), each)["g"] for each in (message, msgspec.structs.replace(message, tokens_per_delta=99)))
@@ -256,6 +270,7 @@ def test_stop_tokens_end_like_an_end_of_sequence(build: Build):
     assert min(values[1:]) > 0
 
 
+@in_both_layouts
 def test_what_cannot_be_drawn_is_told_only_for_its_value(build: Build, plain: Plain):
     rule = {"constraint": "le", "target_length": 9, "top_k": 3}
     valued = guided("g", [5, 6], guidance(**rule), max_tokens=1)
@@ -337,6 +352,7 @@ def test_values_of_texts_equal_each_alone(build: Build, plain: Plain):
     assert run(loop, wire.Score("none", [1], [], wire.LengthValue()))["none"] == [wire.Scored("none", [], 0, 0)]
 
 
+@in_both_layouts
 def test_a_guided_prompt_is_found_in_both_caches(build: Build):
     loop = build()
     prompt = some_tokens(random.Random(11), 50, 50)
@@ -377,6 +393,7 @@ def test_abort_at_any_moment_frees_both_models(build: Build):
         assert kv_pool.pool.available == 150
 
 
+@in_both_layouts
 def test_a_failed_pass_ends_its_requests_and_the_engine_goes_on(build: Build, monkeypatch):
     loop = build()
     model = loop._runner._lenvm._model

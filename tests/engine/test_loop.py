@@ -52,7 +52,7 @@ def quick(*loops: str) -> list[object]:
 
 @pytest.fixture(params=quick("overlapped"))
 def build(request: pytest.FixtureRequest, checkpoint: Path) -> Callable[..., Loop]:
-    """Every test holds for the plain and for the overlapped loop. The quick ones are of the overlapped loop, unless a test names both."""
+    """Every test holds for both loops. The quick ones are of the overlapped loop, unless a test names both."""
 
     def build(**settings) -> Loop:
         defaults = {"max_total_tokens": 4096, "overlap": request.param}

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.shards import MARK, TESTS, WHOLE
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +23,7 @@ def test_second():
 """
 
 
+@pytest.mark.slow
 def test_a_test_is_reported_when_it_ends(tmp_path: Path) -> None:
     """The run may be cut off at any moment, and what has ended is known then."""
     (tmp_path / "test_two.py").write_text(FILE)

@@ -114,6 +114,7 @@ def test_the_engine_of_a_stream_is_killed(gateway: Program, pods: list[Pod], col
     assert not named(spans, "POST /v1/completions").failed
 
 
+@pytest.mark.slow
 def test_programs_end_in_time_before_a_silent_collector(gateway: Program, pods: list[Pod], collector: Collector):
     """Last of all."""
     (pod,) = [pod for pod in pods if pod.process.poll() is None]

@@ -18,7 +18,7 @@ from tests.warm import as_in_production
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs start warm on Linux only")
 
 
-@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_program_is_a_child_of_the_test(warm: bool) -> None:
     with nullcontext() if warm else as_in_production():
         program = Program("gateway", "--engine", "http://127.0.0.1:9")
@@ -33,6 +33,7 @@ def test_a_program_is_a_child_of_the_test(warm: bool) -> None:
         program.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_command_has_its_files_and_status(warm: bool, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gateway.cli", "score", "--query", "q", "--labels", "a", "--items", "-", "--url", "nowhere"]

@@ -31,6 +31,7 @@ def zipped(folder: Path, *names: str, name: str = "flashinfer-0.6.6-aot-sm90a-cu
     return folder / name
 
 
+@pytest.mark.slow
 def test_modules_are_packed_where_flashinfer_looks(tmp_path: Path) -> None:
     wheel = pack(zipped(tmp_path, "aot/", "aot/page/", "aot/page/page.so", "aot/rope/rope.so"), tmp_path / "out")
     assert wheel.name == "yardstick_flashinfer_modules-0.6.6+sm90a.cu130-py3-none-manylinux_2_28_x86_64.whl"

@@ -11,7 +11,7 @@ from benchmarks.gateway.hedging import main
 SMALL = ["--seeds", "1", "--warm-up", "500", "--requests", "1000"]
 
 
-@pytest.mark.parametrize("scenario", ["slow", "items"])
+@pytest.mark.parametrize("scenario", ["slow", pytest.param("items", marks=pytest.mark.slow)])
 def test_one_slow_engine_of_four(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--scenarios", scenario]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])[scenario]
@@ -19,6 +19,7 @@ def test_one_slow_engine_of_four(scenario: str, capsys: pytest.CaptureFixture[st
     assert report["with hedges"]["load"] <= 1.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["mixed", "overload"])
 def test_no_harm(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--scenarios", scenario]) == 0

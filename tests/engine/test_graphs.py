@@ -153,6 +153,7 @@ def compare(decoder: Decoder, graphs: StepGraphs, kept: KVCache, eager: Attentio
     assert graphs.replayed == 5
 
 
+@pytest.mark.slow
 def test_fixed_tables_give_what_launched_steps_give(decoder: Decoder, capture, small_work) -> None:
     """From the record alone, nothing in it planned anew."""
     kv = cache(decoder)

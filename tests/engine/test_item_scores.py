@@ -62,7 +62,7 @@ def answer(replies: list[wire.Reply]) -> wire.Scored:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"overlap": True},
+        pytest.param({"overlap": True}, marks=pytest.mark.slow),
         pytest.param({"max_batched_tokens": 23}, marks=pytest.mark.slow),
         {"max_total_tokens": 130, "max_batched_tokens": 33, "overlap": True},
     ],

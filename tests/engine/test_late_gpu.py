@@ -226,7 +226,7 @@ def traffic(rng: random.Random) -> list[wire.Request]:
 @pytest.mark.parametrize(
     ("attention", "graphs"),
     [
-        ("flashinfer", "on"),
+        pytest.param("flashinfer", "on", marks=pytest.mark.slow),
         pytest.param("flashinfer", "off", marks=pytest.mark.slow),
         pytest.param("triton", "off", marks=pytest.mark.slow),
     ],

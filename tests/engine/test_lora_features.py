@@ -61,7 +61,7 @@ def scores(loop: Loop, digest: str, prompts: list[list[int]]) -> Tensor:
     ("family", "targets"),
     [
         ("phi3", FUSED),
-        ("qwen2_moe", ALL),
+        pytest.param("qwen2_moe", ALL, marks=pytest.mark.slow),
         *[pytest.param(name, ATTENTION, marks=pytest.mark.slow) for name in ("mixtral", "qwen3_moe")],
     ],
 )
@@ -136,7 +136,7 @@ def rounding(plain: PreTrainedModel, merged: PreTrainedModel) -> PreTrainedModel
     return merged
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("phi3", "qwen2"))])
 def test_the_fp8_base_takes_adapters(tmp_path: Path, family: str) -> None:
     """Operands of the base's products are rounded in transformers, too. A code that falls to the other side for a difference in the
     last bit changes others behind it, so some prompts differ more."""

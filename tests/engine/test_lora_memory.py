@@ -69,7 +69,8 @@ class Clients:
         check(self.loop._scheduler)
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 def test_nothing_is_kept_of_adapters_that_are_gone(tmp_path: Path, overlap: bool) -> None:
     model, rng = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=1), random.Random(1)
     prefix, branches, expected = some_tokens(rng, 20, 20), [some_tokens(rng, 1, 6) for _ in range(2)], []

@@ -146,7 +146,7 @@ def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, overlap: bool,
         assert loop.stats.slots_free == loop.stats.slots_total
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="overlapped")])
 def test_a_copied_text_takes_few_steps(checkpoint: Path, overlap: bool) -> None:
     sampling = wire.Sampling(max_tokens=60, ignore_eos=True, allowed_token_ids=(7,))
     plain, lookup = (build(checkpoint, overlap=overlap, prompt_lookup=count) for count in (0, 16))
@@ -193,7 +193,7 @@ def test_the_prefix_cache_keeps_no_rejected_token(checkpoint: Path) -> None:
         assert_equal(outputs(loop, [longer]), outputs(build(checkpoint), [longer]))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="overlapped")])
 def test_aborting_frees_the_slots_of_drafts(checkpoint: Path, overlap: bool) -> None:
     loop = build(checkpoint, overlap=overlap, prompt_lookup=8)
     sampling = wire.Sampling(max_tokens=500, ignore_eos=True, allowed_token_ids=(7,), n=2)

@@ -79,6 +79,7 @@ def test_frequencies_follow_the_filtered_distribution() -> None:
     assert int(tokens.max()) == 3
 
 
+@pytest.mark.slow
 def test_frequencies_over_seeds_and_sequences() -> None:
     """Fresh seeds, or the sequences of one seed, are as good a source of draws as successive positions."""
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
@@ -188,6 +189,7 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     assert support([100.0, 101.0, -1000.0], count=100, temperature=temperature) == {1}
 
 
+@pytest.mark.slow
 def test_huge_temperature_is_uniform() -> None:
     assert chi_square(draws([10.0, 0.0, -10.0], 30_000, temperature=1e30), torch.full((3,), 1 / 3)) < 4
 

@@ -255,7 +255,7 @@ def random_request(rng: random.Random, name: str, *, guided: bool = False, calle
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["", "guided"])
-@pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12)]])
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12)]])
 def test_random_requests_end_and_every_slot_has_one_owner(seed: int, guided: bool):
     rng = random.Random(seed)
     decided = rng.choice([0.0, 0.5, 0.9])

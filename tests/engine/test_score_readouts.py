@@ -109,7 +109,7 @@ def renamed(message: wire.Score, name: str) -> wire.Score:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="whole"),
+        pytest.param({}, marks=pytest.mark.slow, id="whole"),
         pytest.param({"max_batched_tokens": 7}, marks=pytest.mark.slow, id="chunks"),
         pytest.param({"max_total_tokens": 130}, marks=pytest.mark.slow, id="few slots"),
         pytest.param({"max_total_tokens": 130, "max_batched_tokens": 33}, id="few slots and chunks"),

@@ -221,6 +221,7 @@ def test_a_port_in_use_is_one_line(pod: Pod, model: Path):
     second.close()
 
 
+@pytest.mark.slow
 def test_the_server_imports_no_torch():
     code = "import sys, engine.serving.app, engine.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -46,6 +46,7 @@ def test_a_variant_that_computes_something_else_is_named(decoder):
         assert check({"Yardstick": engine, "careless": Careless()}, message, 1e-3, exact=exact) == ["careless"]
 
 
+@pytest.mark.slow
 def test_both_loops_run_the_queue(decoder):
     loops = {name: Engine(decoder, "float32", overlap=name == "overlapped", slots=32_768) for name in ("overlapped", "synchronous")}
     records = Records()

@@ -50,6 +50,7 @@ def test_the_demo_model_stays_what_it_is(base, monkeypatch):
         assert cost.same_next >= 0.9  # 0.98
 
 
+@pytest.mark.slow
 def test_a_model_that_is_wrong_shows(base, monkeypatch):
     """Scales that are forgotten are not within the bounds."""
     monkeypatch.setattr(

@@ -36,7 +36,8 @@ def test_cached_items_are_faster(capsys: pytest.CaptureFixture[str]) -> None:
 SMALL = ["--items", "1000", "--item-tokens", "90", "--query-tokens", "10", "--requests", "200"]
 
 
-@pytest.mark.parametrize("options", [SMALL, pytest.param([], marks=pytest.mark.slow)], ids=["small", "2000 items"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SMALL, []], ids=["small", "2000 items"])
 def test_replicas_share_a_catalogue(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The simulation is deterministic, so its limits are those that placement has to keep."""
     assert placement(options) == 0

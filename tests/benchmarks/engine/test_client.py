@@ -91,6 +91,7 @@ async def test_failures_are_counted_by_kind():
     assert summary["items_per_s"] == pytest.approx(4 / samples[-1].done)
 
 
+@pytest.mark.slow
 async def test_the_process_sends_what_is_asked():
     seen = []
 

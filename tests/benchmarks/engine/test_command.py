@@ -88,6 +88,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_gpu_command_says_so_in_one_line(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "gpu", "--out", str(tmp_path / "out")]

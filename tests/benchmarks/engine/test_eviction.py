@@ -9,6 +9,7 @@ import pytest
 from benchmarks.engine import eviction
 
 
+@pytest.mark.slow
 def test_hit_rates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "WORKING_TOKENS", 100)
     options = {

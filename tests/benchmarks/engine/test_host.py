@@ -13,7 +13,8 @@ TOKENS = {"score": 8192, "catalogue": 8192, "decode": 256, "guided": 256, "struc
 """Tokens of a step. Structured rows wait for their masks, so each step has half of the 64."""
 
 
-@pytest.mark.parametrize("case", [case if case == "guided" else pytest.param(case, marks=pytest.mark.slow) for case in TOKENS])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TOKENS)
 def test_each_case_measures_full_steps(case: str) -> None:
     """In a process of its own, because null kernels take the place of the real ones."""
     found = in_process(HERE, case, steps=4)

@@ -54,8 +54,9 @@ def drawn(writer: Writer, writing: Writing) -> list[list[int]]:
     return [[token for delta in deltas for token in delta.tokens] for deltas in replies]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != YARDSTICK])
-@pytest.mark.parametrize("load", ["five candidates", pytest.param("survivor mix", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("load", ["five candidates", "survivor mix"])
 def test_ablations_draw_the_very_tokens_of_the_engine(writer: Writer, variant: str, load: str) -> None:
     writing = FEW if load == "five candidates" else dataclasses.replace(FEW, sampling=length.mixed(writer, FEW))
     expected = drawn(writer, writing)

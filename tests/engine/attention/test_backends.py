@@ -120,8 +120,8 @@ def compare(
     assert torch.equal(backend.kv.values, reference.kv.values.to(dtype))
 
 
-GROUPS = [(1, 32), (2, 128), (4, 64), (7, 16), (8, 32)]
-OTHER_GROUPS = [pytest.param(group, head_dim, marks=pytest.mark.slow) for group, head_dim in ((3, 16), (5, 16), (6, 32))]
+GROUPS = [(2, 128), (4, 64), (7, 16), (8, 32)]
+OTHER_GROUPS = [pytest.param(group, head_dim, marks=pytest.mark.slow) for group, head_dim in ((1, 32), (3, 16), (5, 16), (6, 32))]
 
 
 @pytest.mark.parametrize(("group", "head_dim"), GROUPS + OTHER_GROUPS)

@@ -153,6 +153,7 @@ def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plai
         assert verify(plain, message, replies[message.id])
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_in_every_form_and_company(checkpoints):
     rng = random.Random(6)
     messages = some_messages(rng)
@@ -208,6 +209,7 @@ def test_greedy_requests_never_ask(build: Build):
     assert loop.stats.lenvm_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_tiny_scale_draws_what_the_filters_alone_draw(build: Build):
     """Both take the largest of log-probability and noise, and the noise belongs to the token."""
     sampling = wire.Sampling(max_tokens=60, seed=8, ignore_eos=True, top_k=5)

@@ -83,7 +83,9 @@ def launched(model: LenVM, kv: KVCache, prefixes: list[Ints], width: int, tokens
     return model.head(model(tokens, positions, kept.attend(attend))), kept
 
 
-@pytest.mark.parametrize(("width", "buckets"), [(8, (1, 3)), (5, (2,))], ids=["buckets", "narrow"])
+@pytest.mark.parametrize(
+    ("width", "buckets"), [pytest.param(8, (1, 3), id="buckets"), pytest.param(5, (2,), id="narrow", marks=pytest.mark.slow)]
+)
 @torch.inference_mode()
 def test_a_captured_pass_is_the_launched_one(
     checkpoints: tuple[Path, Path], capture, device: torch.device, width: int, buckets: tuple[int, ...]

@@ -121,6 +121,7 @@ def test_a_model_is_downloaded_with_all_that_is_needed(tmp_path: Path) -> None:
     assert located("me/value", endpoint, tmp_path).stdout == done.stdout, "an earlier download is used where there is no network"
 
 
+@pytest.mark.slow
 def test_a_revision_is_pinned(tmp_path: Path) -> None:
     with hub() as endpoint:
         for revision, commit in ((None, COMMIT), ("v1", OLD_COMMIT), (OLD_COMMIT, OLD_COMMIT)):
@@ -166,6 +167,7 @@ def download(endpoint: str, cache: Path, *arguments: str) -> subprocess.Popen[st
     return subprocess.Popen(command, env=environment(endpoint, cache), stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: Path) -> None:
     """As the init containers of pods wait for a Job. The snapshot's directory alone does not end the wait."""
     with hub() as endpoint:

@@ -167,6 +167,7 @@ def compare_codes(
     make: Backend, device: torch.device, group: int, head_dim: int, dtype: torch.dtype, bound: float, *, longest: int = 20
 ) -> None:
     """Attention to FP8 keys and values beside that to float32 ones: the mean error is within ``bound`` of the mean result."""
+    torch.manual_seed(group)
     generator = np.random.default_rng(group)
     slots, heads = 4 * longest + 600, 2 * group
     backend, reference = (
@@ -189,20 +190,20 @@ def compare_codes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_with_codes(dtype: torch.dtype) -> None:
     """A code differs by 2.4 % on average from what it stands for."""
-    compare_codes(ReferenceAttention, CPU, 3, 32, dtype, 0.04)
+    compare_codes(ReferenceAttention, CPU, 3, 32, dtype, 0.05)
 
 
 def test_triton_with_codes(device: torch.device) -> None:
     class Reading(TritonAttention):
         make_ready = staticmethod(qk_norm_rope_write_reference)  # the interpreter does not carry when it rounds to FP8
 
-    compare_codes(TritonAttention if device.type == "cuda" else Reading, device, 2, 32, torch.float32, 0.04)
+    compare_codes(TritonAttention if device.type == "cuda" else Reading, device, 2, 32, torch.float32, 0.05)
 
 
 @pytest.mark.gpu
 def test_flashinfer_with_codes(device: torch.device) -> None:
     skip_without_flashinfer(device, 128, torch.bfloat16, torch.float8_e4m3fn)
-    compare_codes(FlashInferAttention, device, 4, 128, torch.bfloat16, 0.04, longest=2000)
+    compare_codes(FlashInferAttention, device, 4, 128, torch.bfloat16, 0.05, longest=2000)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def test_the_bundled_redis_takes_an_existing_secret():
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("password", ["plain0", 'with "quotes", \\ and spaces'])
+@pytest.mark.parametrize("password", [pytest.param("plain0", marks=pytest.mark.slow), 'with "quotes", \\ and spaces'])
 def test_redis_starts_with_the_password_of_the_file(password: str, tmp_path: Path):
     """The container's own command, with another folder for its volumes."""
     (tmp_path / "password").write_text(f"{password}\n")

@@ -133,6 +133,7 @@ class Paced(FakeEngine):
         await super().__call__(scope, receive, send)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_the_capacity_of_an_engine_is_found(tmp_path: Path) -> None:
     """Above the capacity, requests wait longer and longer, so P90 exceeds its bound at a rate that can be computed."""

@@ -65,6 +65,7 @@ def test_wrong_answers(visit: Open, scripted: ScriptedServer) -> None:
             expect(page.locator(f"#{panel}-start"), name).to_be_enabled()
 
 
+@pytest.mark.slow
 def test_a_flood_of_results_and_tokens_is_bounded(visit: Open, scripted: ScriptedServer) -> None:
     rows = [{"index": index, "relevance_score": index} for index in range(20_000)]
     tokens = {"choices": [{"logprobs": {"content": [{"token": "a"}] * 5001}}]}

@@ -48,6 +48,7 @@ def test_the_example_needs_one_press(page: Page) -> None:
     assert all("from the cache" in text for text in page.locator(".bar-note").all_inner_texts())
 
 
+@pytest.mark.slow
 def test_the_code_repeats_the_request(page: Page, server: str) -> None:
     rows = rank(page)
     assert run_in_shell(shown_code(page, "rank", "curl")).endswith("data: [DONE]\n\n")
@@ -111,6 +112,7 @@ def test_a_document_that_is_too_long_is_named(page: Page) -> None:
     expect(page.locator("#rank-list .failed .error")).to_contain_text("1024")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_server_is_shown(page: Page) -> None:
     page.check("input[value=labels]")
     page.fill("#rank-labels", "not a token, Yes")

@@ -44,6 +44,7 @@ def test_nothing_is_sampled_in_the_background(page: Page) -> None:
     assert len(asked) == before > 0
 
 
+@pytest.mark.slow
 def test_limits_of_the_key(visit: Open, keyed: str) -> None:
     page = visit(keyed)
     page.fill("#key-input", KEY)

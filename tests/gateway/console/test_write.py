@@ -47,6 +47,7 @@ def test_the_text_is_the_answer_with_its_probabilities(panel: Page, server: str)
     assert figure(panel, "Tokens") == str(len(classes))
 
 
+@pytest.mark.slow
 def test_continue_from_an_alternative(panel: Page, server: str) -> None:
     write(panel)
     before = written(panel)
@@ -71,6 +72,7 @@ def test_continue_from_an_alternative(panel: Page, server: str) -> None:
     assert written(panel) == before, "the button begins anew"
 
 
+@pytest.mark.slow
 def test_tokens_by_keyboard(panel: Page) -> None:
     write(panel)
     panel.locator(".token").first.focus()

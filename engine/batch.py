@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.core import Branch, Request
 from engine.ints import EMPTY, Ints
+from engine.requests.core import Branch, Request
 
 if TYPE_CHECKING:
     from engine.vision.embeddings import ImageWork
@@ -121,7 +121,7 @@ class Tokens(NamedTuple):
     """The tokens of some segments, one after the other, [tokens] int64 each."""
 
     ids: npt.NDArray[np.int64]
-    """:data:`~engine.core.PENDING` where the step before draws the token."""
+    """:data:`~engine.requests.core.PENDING` where the step before draws the token."""
     positions: npt.NDArray[np.int64]
 
     @classmethod

@@ -17,8 +17,6 @@ from engine import wire
 from engine.attention.branches import FixedBranches
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
-from engine.capacity import default_slots
-from engine.description import describe
 from engine.device.compilations import Compilations
 from engine.device.cuda_graphs import CudaCapture
 from engine.distributed.leader import LeadingDecoder
@@ -46,11 +44,13 @@ from engine.runner.graphs import BUCKETS, StepGraphs
 from engine.runner.runner import Runner
 from engine.scheduling.drafting import LookupSettings
 from engine.scheduling.scheduler import Budget, Scheduler
+from engine.scheduling.structured_requests import StructuredRequests
 from engine.settings import CPU_BATCHED_TOKENS, CPU_DRAFT_ROWS, GPU_BATCHED_TOKENS, GPU_DRAFT_ROWS, EngineSettings
+from engine.startup.capacity import default_slots
+from engine.startup.description import describe
+from engine.startup.warm_up import warm_up
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
-from engine.structured_requests import StructuredRequests
 from engine.vision.build import assemble_vision, check_vision_settings
-from engine.warm_up import warm_up
 from kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def assemble(
         settings.max_loras_device if memory is not None else 0,
     )
     rows = settings.prompt_lookup_rows or (GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS)
-    lookup = LookupSettings(rows, wire.PromptLookup(settings.prompt_lookup), config.eos_token_ids)
+    lookup = LookupSettings(rows, wire.DraftOptions(settings.prompt_lookup), config.eos_token_ids)
     lenvm = None
     if paired is not None:
         lenvm_attention = make_attention(paired.model.decoder, slots, settings.attention)

@@ -18,21 +18,21 @@ from contextlib import suppress
 from engine import wire
 from engine.batch import Batch
 from engine.checks import check
-from engine.core import Branch, Request, ScoreRequest
-from engine.counters import Counters
-from engine.deltas import Deltas, aborted
 from engine.device.compilations import Compilations
-from engine.generation import GenerateRequest
-from engine.item_group import ItemGroup
-from engine.item_results import ItemResults
 from engine.lora.adapter import LoadedAdapter
 from engine.lora.registry import AdapterRegistry
 from engine.readouts.base import StepResult
-from engine.refusals import Message, Refusals, overloaded, step_failed
-from engine.request_log import Ending, RequestLog
+from engine.replies.counters import Counters
+from engine.replies.deltas import Deltas, aborted
+from engine.replies.item_results import ItemResults
+from engine.replies.refusals import Message, Refusals, overloaded, step_failed
+from engine.replies.request_log import Ending, RequestLog
+from engine.requests.core import Branch, Request, ScoringRequest
+from engine.requests.generation import GenerateRequest
+from engine.requests.item_group import ItemGroup
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Scheduler
-from engine.structured_requests import StructuredRequests
+from engine.scheduling.structured_requests import StructuredRequests
 from engine.vision.intake import ImageIntake
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Loop:
         images: ImageIntake | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``mean_pooling``: see :meth:`ScoreRequest.of`. ``structured``: None where the engine follows no grammars. ``images``:
+        """``mean_pooling``: see :meth:`ScoringRequest.of`. ``structured``: None where the engine follows no grammars. ``images``:
         None where the model reads none. Steps that ``runner`` computed before are not counted."""
         self._runner = runner
         self._scheduler = scheduler
@@ -166,7 +166,7 @@ class Loop:
         elif isinstance(message, wire.ScoreItems):
             self._add(ItemGroup.of(message, received, adapter, mean_pooling=self._mean_pooling), message)
         else:
-            self._add(ScoreRequest.of(message, received, adapter, mean_pooling=self._mean_pooling), message)
+            self._add(ScoringRequest.of(message, received, adapter, mean_pooling=self._mean_pooling), message)
 
     def _add(self, request: Request, message: Message) -> None:
         if self._images is not None and message.images:
@@ -260,10 +260,10 @@ class Loop:
         for part in result.prompts:
             if part.start == len(part.branch.prompt_logprobs):  # else it was preempted since, and this was or will be said again
                 part.branch.prompt_logprobs += part.logprobs
-        items: dict[ItemGroup, list[tuple[ScoreRequest, list[float]]]] = {}
+        items: dict[ItemGroup, list[tuple[ScoringRequest, list[float]]]] = {}
         for branch, row in result.rows:
             request = branch.request
-            assert isinstance(request, ScoreRequest)
+            assert isinstance(request, ScoringRequest)
             if not branch.done and request.group is not None:
                 items.setdefault(request.group, []).append((request, row))
             elif not branch.done:
@@ -281,7 +281,7 @@ class Loop:
         self._counters.add(result.lenvm)
         return replies
 
-    def _process_row(self, branch: Branch, request: ScoreRequest, row: list[float], replies: list[wire.Reply]) -> None:
+    def _process_row(self, branch: Branch, request: ScoringRequest, row: list[float], replies: list[wire.Reply]) -> None:
         request.rows[branch.index] = row
         self._scheduler.finish(branch)
         if not request.branches:

@@ -19,11 +19,11 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
-from gateway.heap import GarbageCollection, return_freed_memory
-from gateway.lifecycle import Lifecycle
+from gateway.composition.load_settings import load_settings
 from gateway.logs.writer import LineWriter, LogHandler
+from gateway.process.heap import GarbageCollection, return_freed_memory
+from gateway.process.lifecycle import Lifecycle
 from gateway.settings import Settings, SettingsError
-from gateway.settings_loading import load_settings
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from gateway.context import RequestContext, answer_request
 from gateway.edge.refusal import answer_refusal as answer_early
 from gateway.error_sources import from_status
 from gateway.errors import GatewayError
-from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
 from gateway.metrics.telemetry import Telemetry
+from gateway.process.lifecycle import Lifecycle
 from gateway.tracing import Tracer
 
 logger = logging.getLogger(__name__)

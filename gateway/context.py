@@ -16,14 +16,15 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, InvalidRequest, ShuttingDown
 from gateway.ids import new_id
-from gateway.lifecycle import Lifecycle
 from gateway.logs.access import AccessLog
+from gateway.logs.account import Account
 from gateway.metrics.telemetry import Telemetry
+from gateway.process.lifecycle import Lifecycle
 from gateway.time_limits import TimeLimits
 from gateway.tracing import Tracer
 
 if TYPE_CHECKING:
-    from gateway.auth import ApiKey
+    from gateway.keys import ApiKey
 
 Outcome = Literal["ok", "client_gone", "error", "shutdown"]
 
@@ -31,22 +32,6 @@ _KEY = "yardstick.context"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _SANE_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 MAX_NAMES = 32
-
-
-@dataclass(slots=True)
-class Account:
-    """Costs of a request, for the access log. Routes fill in the fields as they become known."""
-
-    model: str | None = None
-    adapter: str | None = None
-    """Adapter of the model, as engines call it; None without one."""
-    items: int = 0
-    cache_hits: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    queue_seconds: float = 0.0
-    """Longest time that a part of the request waited in an engine's queue."""
 
 
 @dataclass(slots=True)

@@ -7,11 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from gateway.catalogues.store import StoreBounds
-from gateway.logs.access import Format
-from gateway.model_settings import read_aliases, read_fallbacks, read_formats, read_presets
-from gateway.responses.store import Bounds
-from gateway.settings_checks import (
+from gateway.configuration.bounds import CatalogueBounds, ResponseBounds
+from gateway.configuration.checks import (
     PREFIX,
     SettingsError,
     check_engine,
@@ -22,6 +19,8 @@ from gateway.settings_checks import (
     invalid,
     is_loopback,
 )
+from gateway.configuration.models import read_aliases, read_fallbacks, read_formats, read_presets
+from gateway.logs.access import Format
 from gateway.tools.formats import Formats
 
 __all__ = ["PREFIX", "CacheIsolation", "Settings", "SettingsError", "is_loopback"]
@@ -46,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     """TCP port to listen on; 0 takes a free one."""
     api_keys_file: Path | None = None
-    """JSON file with the API keys' hashes, see ``gateway/auth.py``. None: requests need no key."""
+    """JSON file with the API keys' hashes, see ``gateway/keys.py``. None: requests need no key."""
     api_keys_stale_seconds: NotNegative = 300.0
     """Time for which the keys of the last valid version stay valid while their file cannot be read or is not valid; after that,
     requests that need a key are answered 503. A file that is deleted or empty revokes all keys within three seconds."""
@@ -290,11 +289,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return read_fallbacks(self.fallbacks, self.chosen_aliases)
 
     @property
-    def catalogue_bounds(self) -> StoreBounds:
+    def catalogue_bounds(self) -> CatalogueBounds:
         """Bounds of the catalogues."""
-        return StoreBounds(self.catalogue_group_bytes, self.catalogue_bytes)
+        return CatalogueBounds(self.catalogue_group_bytes, self.catalogue_bytes)
 
     @property
-    def store_bounds(self) -> Bounds:
+    def store_bounds(self) -> ResponseBounds:
         """Bounds of stored responses."""
-        return Bounds(self.stored_responses, self.stored_responses_bytes, self.stored_responses_seconds)
+        return ResponseBounds(self.stored_responses, self.stored_responses_bytes, self.stored_responses_seconds)

@@ -423,7 +423,7 @@ def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Fa
     return None
 
 
-def _row(engine: FakeEngine, prefix: list[int], branch: list[int], readout: wire.Readout, classes: int = 0) -> list[float]:
+def _row(engine: FakeEngine, prefix: list[int], branch: list[int], readout: wire.ScoreReadout, classes: int = 0) -> list[float]:
     """The row of one prompt. ``classes``: of the adapter's head."""
     prompt = prefix + branch
     if isinstance(readout, wire.Likelihood):

@@ -31,7 +31,7 @@ import msgspec
 
 from engine.serving.environment import with_defaults
 
-_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.text.forkserver")
+_GATEWAY = ("uvloop", "httptools", "uvicorn.server", "gateway.app", "gateway.reading.forkserver")
 _COMMANDS = (
     "rich.progress",
     "typer",
@@ -39,12 +39,12 @@ _COMMANDS = (
     "gateway.commands.serve",
     "gateway.commands.offline.run",
 )
-_ENGINE = ("engine.options", "engine.serving.app", "engine.build", "engine.tokenizer_files")
+_ENGINE = ("engine.options", "engine.serving.app", "engine.build", "engine.models.tokenizer_files")
 _ALL = _GATEWAY + _COMMANDS + _ENGINE
 _LOAD = ("loadgen.cli", "loadgen.compare", "loadgen.files", "loadgen.runner")
 IMPORTS = {
     "gateway": _GATEWAY,
-    "gateway.text.forkserver": _GATEWAY,
+    "gateway.reading.forkserver": _GATEWAY,
     "gateway.cli": _GATEWAY + _COMMANDS,
     "gateway.cli serve": _ALL,
     "gateway.cli embed": _ALL,

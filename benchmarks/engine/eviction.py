@@ -23,12 +23,12 @@ import numpy as np
 
 from benchmarks.engine.catalogue import LABELS, WORKING_TOKENS
 from engine import wire
-from engine.core import ScoreRequest
-from engine.counters import Counters
 from engine.ints import Ints
-from engine.item_group import ItemGroup
-from engine.item_results import ItemResults
 from engine.kvcache.slots import SlotPool
+from engine.replies.counters import Counters
+from engine.replies.item_results import ItemResults
+from engine.requests.core import ScoringRequest
+from engine.requests.item_group import ItemGroup
 from engine.scheduling.scheduler import Budget, Scheduler
 
 Trace = Ints
@@ -99,7 +99,7 @@ def engine_hits(trace: Trace, options: argparse.Namespace) -> Ints:
         while group.left:
             segments = [segment for segment in scheduler.schedule().segments if segment.completes]
             results.take(
-                group, [(item, [0.0]) for item in (segment.request for segment in segments) if isinstance(item, ScoreRequest)]
+                group, [(item, [0.0]) for item in (segment.request for segment in segments) if isinstance(item, ScoringRequest)]
             )
         found.append(group.cached_items)
     return np.array(found, np.int32)

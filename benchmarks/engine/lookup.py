@@ -119,7 +119,7 @@ def _speed(loop: Loop, output: str, batch: int, asked: argparse.Namespace, draft
             prompt = [token for each in WRONG for token in (each, 11)]
         else:
             prompt = [11 + (place * 31 + at * 7) % 200 for at in range(asked.prompt)]
-        lookup = wire.PromptLookup(draft_tokens, 1 if output == "wrong" else 3)
+        lookup = wire.DraftOptions(draft_tokens, 1 if output == "wrong" else 3)
         loop.submit(wire.Generate(f"{place}", prompt, sampling, prompt_lookup=lookup, caller=wire.Caller(keep_prefix=False)))
     began, tokens = time.process_time(), batch * int(asked.tokens)
     while not loop.idle:

@@ -29,8 +29,8 @@ from engine.models.decoder import Attend, Decoder
 from engine.models.lenvm import LenVM
 from engine.runner.runner import Runner
 from engine.scheduling.scheduler import Budget, Scheduler
+from engine.scheduling.structured_requests import StructuredRequests
 from engine.structured.vocabulary import load_vocabulary
-from engine.structured_requests import StructuredRequests
 from kernels import candidates, label_logprobs, length_tilt, seeded_sampling, token_bits
 
 VOCABULARY = 151_936

@@ -20,11 +20,11 @@ import uvicorn
 
 from engine import wire
 from gateway.edge.protocol import protocol_factory
+from gateway.handling.streams import DONE
 from gateway.metrics.telemetry import Telemetry
 from gateway.schemas.chat import ChatRequest
 from gateway.schemas.score import ScoreRequest
 from gateway.settings import Settings
-from gateway.streams import DONE
 
 _request = msgspec.json.Decoder(ScoreRequest)
 _chat = msgspec.json.Decoder(ChatRequest)

@@ -28,17 +28,17 @@ import tokenizers
 
 from engine.wire import TokenizerFiles
 from gateway.presets.select import builtin_presets
+from gateway.reading.endpoint import TextSide
+from gateway.reading.worker import Worker
 from gateway.text.bounds import Bounds
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
-from gateway.text.messages import Read, Whole
 from gateway.text.pieces import Pieces
 from gateway.text.prepared import Packed, unpack
 from gateway.text.preset_template import PresetTemplate
-from gateway.text.reading.endpoint import TextSide
 from gateway.text.spelling import BYTE_OF
 from gateway.text.tokenizer import Tokenizer
-from gateway.text.worker import Worker
+from gateway.workers.messages import Read, Whole
 
 QUERY, ITEM, ITEMS = 120, 300, 10
 VOCABULARY = 151_643

@@ -31,7 +31,7 @@ class AttentionBackend(ABC):
         """``specs``: of each layer; empty if all layers attend to all tokens, with the usual scale."""
         self.kv = kv
         self.specs = list(specs) or [PLAIN] * len(kv.keys)
-        self.description: wire.Attention | None = None
+        self.description: wire.AttentionChoice | None = None
         """Set by :func:`engine.attention.select.make_attention`."""
 
     @classmethod

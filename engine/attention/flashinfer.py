@@ -160,7 +160,7 @@ def compiled(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> bool:
 
 
 def origin(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> str:
-    """Where the kernel comes from: :attr:`engine.wire.Attention.modules`."""
+    """Where the kernel comes from: :attr:`engine.wire.AttentionChoice.modules`."""
     return "prebuilt" if _module(head_dim, dtype, kept).is_aot else "compiled"
 
 

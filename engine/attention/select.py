@@ -101,5 +101,5 @@ def make_attention(decoder: Decoder, slots: int, backend: str, kv_dtype: str = "
     attention = make(kv, config.num_heads, config.attention_specs)
     name = next(name for name in ATTENTION_BACKENDS if backend_of(name) is choice.backend)
     modules = flashinfer.origin(config.head_dim, weight.dtype, kept) if name == FASTEST else ""
-    attention.description = wire.Attention(name, choice.reason, choice.fallback, modules)
+    attention.description = wire.AttentionChoice(name, choice.reason, choice.fallback, modules)
     return attention

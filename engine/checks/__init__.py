@@ -11,7 +11,7 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-3, 1e3
 """Range of :attr:`engine.wire.Caller.weight`."""
 MAX_CALLER_CHARACTERS = 512
 """Longest string in :class:`engine.wire.Caller`."""
-NEEDED: dict[type[wire.Readout], str] = {
+NEEDED: dict[type[wire.ScoreReadout], str] = {
     wire.Labels: "score",
     wire.Likelihood: "score",
     wire.Classes: "classify",

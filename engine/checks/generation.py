@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from engine import wire
 from engine.checks.token_ids import known
-from engine.length_guidance import problems as guidance_problems
+from engine.requests.length_guidance import problems as guidance_problems
 
 _RANGES = (
     ("max_tokens", 0, 1 << 30),

@@ -22,7 +22,7 @@ def problems(message: wire.Score, info: wire.Info) -> Iterator[str]:
     yield from _answer_problems(message, info)
 
 
-def readout_problems(readout: wire.Readout, info: wire.Info) -> Iterator[str]:
+def readout_problems(readout: wire.ScoreReadout, info: wire.Info) -> Iterator[str]:
     """Yield the problems with ``readout``, as sentences."""
     if isinstance(readout, wire.Labels):
         if not 1 <= len(readout.tokens) <= info.limits.max_labels:

@@ -1,5 +1,5 @@
 """Counts kernels that Triton compiles. A compilation takes up to 25 seconds, in which the engine does nothing else, so all are to
-happen before the engine is ready (:mod:`engine.warm_up`).
+happen before the engine is ready (:mod:`engine.startup.warm_up`).
 """
 
 from __future__ import annotations

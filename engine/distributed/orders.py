@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from engine.batch import ExtendSegment
-from engine.core import Request
 from engine.ints import EMPTY
+from engine.requests.core import Request
 from engine.settings import EngineSettings
 
 READY = "ready"

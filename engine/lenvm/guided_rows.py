@@ -19,7 +19,7 @@ from engine import wire
 from engine.batch import CandidatePass
 from engine.device.sampling_rows import SamplingRows
 from engine.device.transfer import Upload
-from engine.length_guidance import target
+from engine.requests.length_guidance import target
 from kernels.length_tilt import RULES, Tilts
 
 GUIDANCE = np.dtype([("rule", "i8"), ("scale", "f8"), ("log_gamma", "f8"), ("value_min", "f8"), ("entropy_threshold", "f8")])

@@ -28,7 +28,7 @@ Signature = tuple[tuple[int, int, int], ...]
 """Inode, size and time of change of an adapter's files."""
 
 
-class AdapterManager:
+class LoraManager:
     """The thread that changes an :class:`AdapterRegistry`."""
 
     def __init__(

@@ -16,7 +16,7 @@ from engine.models.pooling import MODULES_FILE, Pooling, load_pooling
 from engine.models.registry import Family, Norms, family_of
 from engine.models.rope import LongRope, Rope, YarnRope
 from engine.models.rope_config import parse_ropes, parse_sections, rope_scaling, rotary_dim
-from engine.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
+from engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.soft_cap import NO_CAP
 

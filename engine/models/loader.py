@@ -21,7 +21,7 @@ from engine.models.modules import RMSNorm
 from engine.models.pooling import load_pooling
 from engine.models.quantization import FORMATS, pack_head
 from engine.models.source import locate
-from engine.vision.decoder import VisionDecoder
+from engine.models.vision.decoder import VisionDecoder
 
 EMBEDDING, HEAD = checkpoint.BODY_PREFIX + checkpoint.EMBEDDING, "lm_head.weight"
 

@@ -7,7 +7,7 @@ kind for each step and calls it in this order:
 2. :meth:`Readout.upload`, before the forward pass: add index arrays to the step's one copy to the device;
 3. :meth:`Readout.queue`, behind the forward pass: queue the work, and add its results to the step's one copy to the host;
 4. :meth:`Readout.read`, after that copy has arrived: write the results into the :class:`StepResult`. Steps are read in their
-   order, so a result of several steps may be kept in :attr:`engine.core.Branch.partial`.
+   order, so a result of several steps may be kept in :attr:`engine.requests.core.Branch.partial`.
 
 Steps 1 to 3 never wait for the device. Readouts without an output are skipped after step 1.
 """
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch
 from engine.device.transfer import Download, Upload
 from engine.lenvm.guided_draws import GuidedStep
 from engine.models.decoder import Decoder
+from engine.requests.core import Branch
 
 
 class Drawn(msgspec.Struct, frozen=True, eq=False):
@@ -111,7 +111,7 @@ class Readout(ABC):
     """One kind of output of one step."""
 
     kind: ClassVar[type[msgspec.Struct]]
-    """:attr:`engine.core.Request.kind` of the requests that may have this output."""
+    """:attr:`engine.requests.core.Request.kind` of the requests that may have this output."""
 
     def __init__(self, context: ReadoutContext, batch: Batch) -> None:
         self.context = context

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine import wire
 from engine.batch import ExtendSegment
-from engine.core import Branch
 from engine.device.transfer import Download
 from engine.readouts.base import Readout, StepResult, StepTensors
+from engine.requests.core import Branch
 
 
 class ClassReadout(Readout):

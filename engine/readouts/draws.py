@@ -9,15 +9,15 @@ import numpy as np
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch
 from engine.device.logit_edits import changes_logits
 from engine.device.sampling import SamplingRow, draw, prepare, token_logprobs
 from engine.device.sampling_rows import SamplingRows, pack
 from engine.device.transfer import Download, Upload
-from engine.generation import GenerateRequest
 from engine.ints import EMPTY, Ints
 from engine.readouts.base import CheckedDraft, Drawn, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
+from engine.requests.core import Branch
+from engine.requests.generation import GenerateRequest
 from engine.structured.bits import Bits, bits_of, words_of
 
 _FORCED = wire.Sampling(temperature=0)

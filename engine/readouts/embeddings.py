@@ -10,9 +10,9 @@ import torch
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch, PartialRow, ScoreRequest
 from engine.device.transfer import Download
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from engine.requests.core import Branch, PartialRow, ScoringRequest
 
 SMALLEST_NORM = 1e-12
 """Lower bound of the divisor of a normalisation, as in sentence-transformers."""
@@ -31,8 +31,8 @@ class _Part:
 
 
 class EmbeddingReadout(Readout):
-    """:attr:`~engine.core.Branch.partial` has [dimensions]: the sum over the tokens so far. A mean needs the hidden states of the
-    whole prompt, so the prompt is in the branch and the prefix is empty.
+    """:attr:`~engine.requests.core.Branch.partial` has [dimensions]: the sum over the tokens so far. A mean needs the hidden
+    states of the whole prompt, so the prompt is in the branch and the prefix is empty.
     """
 
     kind = wire.Embedding
@@ -47,7 +47,7 @@ class EmbeddingReadout(Readout):
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
         request, tokens = segment.request, len(segment.tokens)
-        assert isinstance(request, ScoreRequest)
+        assert isinstance(request, ScoringRequest)
         assert isinstance(request.readout, wire.Embedding)
         if segment.completes:
             self.branches.append(branch)

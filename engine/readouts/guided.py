@@ -11,13 +11,13 @@ from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, CandidatePass, ExtendSegment
-from engine.core import Branch
 from engine.device.transfer import Copy, Download, Upload
-from engine.generation import GenerateRequest
 from engine.lenvm.guided_draws import GuidedDraws
 from engine.lenvm.guided_rows import GuidedRows, pack
 from engine.readouts.base import Drawn, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.draws import add_draw
+from engine.requests.core import Branch
+from engine.requests.generation import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch, ScoreRequest
 from engine.device.transfer import Copy, Download, Upload
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from engine.requests.core import Branch, ScoringRequest
 from kernels.label_logprobs import label_logprobs
 
 
@@ -29,7 +29,7 @@ class LabelReadout(Readout):
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
         request = segment.request
-        assert isinstance(request, ScoreRequest)
+        assert isinstance(request, ScoringRequest)
         assert isinstance(request.readout, wire.Labels)
         if segment.completes:
             self.branches.append(branch)

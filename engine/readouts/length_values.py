@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch
 from engine.device.transfer import Download
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from engine.requests.core import Branch
 
 
 class LengthValueReadout(Readout):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch, PartialRow, ScoreRequest
 from engine.device.transfer import Download, Upload
 from engine.ints import Ints
 from engine.models.decoder import Decoder
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
+from engine.requests.core import Branch, PartialRow, ScoringRequest
 from kernels.row_chunks import CHUNK_ELEMENTS
 
 
@@ -32,9 +32,9 @@ class _Part:
 
 
 class LikelihoodReadout(Readout):
-    """:class:`engine.core.ScoreRequest` says how branches and targets are made from the message.
+    """:class:`engine.requests.core.ScoringRequest` says how branches and targets are made from the message.
 
-    :attr:`~engine.core.Branch.partial` has [tokens, 2]: log-probability, and 1 where the token is the most probable one.
+    :attr:`~engine.requests.core.Branch.partial` has [tokens, 2]: log-probability, and 1 where the token is the most probable one.
     """
 
     kind = wire.Likelihood
@@ -49,7 +49,7 @@ class LikelihoodReadout(Readout):
 
     def add(self, segment: ExtendSegment, branch: Branch, row: int, index: int) -> None:  # noqa: ARG002
         request, count = segment.request, len(segment.tokens)
-        assert isinstance(request, ScoreRequest)
+        assert isinstance(request, ScoringRequest)
         targets = request.targets[branch.index][segment.start : segment.start + count]
         self._parts.append(_Part(branch, segment.start, targets, segment.completes))
         self.hidden_rows += range(row, row + count)

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core import RawLabels
 from engine.device.transfer import Download, Upload
 from engine.readouts.base import StepTensors
 from engine.readouts.labels import LabelReadout, label_table
+from engine.requests.core import RawLabels
 from kernels.linear import linear
 from kernels.row_chunks import row_chunks
 from kernels.soft_cap import soft_cap

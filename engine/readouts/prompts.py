@@ -11,13 +11,13 @@ from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch
 from engine.device.sampling import TokenLogprobs, token_logprobs
 from engine.device.transfer import Copy, Download, Upload
-from engine.generation import GenerateRequest
 from engine.models.decoder import Decoder
 from engine.readouts.base import PromptPart, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
+from engine.requests.core import Branch
+from engine.requests.generation import GenerateRequest
 from kernels.row_chunks import CHUNK_ELEMENTS
 
 

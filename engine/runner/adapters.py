@@ -10,11 +10,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch
 from engine.device.transfer import Copy, Upload
 from engine.lora.linear import StepRows, UploadedRows
 from engine.lora.slots import DeviceSlots
 from engine.models.decoder import Decoder
+from engine.requests.core import Branch
 from kernels.linear import linear
 from kernels.lora import LoraRun, block_runs
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, ExtendSegment, Tokens
-from engine.core import PENDING, Branch
 from engine.device.transfer import Copy, Download, Upload
 from engine.lenvm.guided_draws import GuidedStep, LenVMRunner
 from engine.models.decoder import Decoder
 from engine.readouts.base import ReadoutContext, StepResult, StepTensors
 from engine.readouts.plan import OutputPlan
+from engine.requests.core import PENDING, Branch
 from engine.runner.adapters import StepAdapters
 from engine.runner.graphs import StepGraphs
 from engine.vision.steps import StepImages
@@ -57,7 +57,7 @@ class _Inputs:
     """Inputs of the main model on their way to the device."""
 
     tokens: Copy
-    """[tokens] token ids; :data:`~engine.core.PENDING` where the step before draws the token."""
+    """[tokens] token ids; :data:`~engine.requests.core.PENDING` where the step before draws the token."""
     positions: Copy
     """[tokens]"""
     pending: Copy

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.core import Request
+from engine.requests.core import Request
 
 TURN = 8
 """Steps after which an adapter leaves its place to one that waits."""

@@ -6,8 +6,8 @@ import itertools
 import math
 
 from engine.batch import Batch
-from engine.core import Request
-from engine.item_group import ItemBlock, ItemGroup
+from engine.requests.core import Request
+from engine.requests.item_group import ItemBlock, ItemGroup
 from engine.scheduling.allocation import Allocator
 from engine.scheduling.composer import StepComposer
 from engine.scheduling.fair_queue import FairQueue

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.batch import CandidatePass
-from engine.core import Branch, Request
 from engine.ints import EMPTY, Ints
-from engine.item_group import ItemBlock
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
+from engine.requests.core import Branch, Request
+from engine.requests.item_group import ItemBlock
 from engine.scheduling.adapter_turns import AdapterTurns
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.flow import Flow

@@ -9,8 +9,8 @@ Guided draws are in :mod:`engine.scheduling.guidance`.
 from __future__ import annotations
 
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch, Request
 from engine.ints import EMPTY, Ints
+from engine.requests.core import Branch, Request
 from engine.scheduling.allocation import Allocator
 from engine.scheduling.flow import Flow
 from engine.scheduling.guidance import compute_guided, draws_guided
@@ -63,7 +63,7 @@ class StepComposer:
 
     def _can_go_on(self, batch: Batch, request: Request, branch: Branch) -> bool:
         """Whether it is known how ``branch`` continues. A token that a pending step draws is added as
-        :data:`~engine.core.PENDING`."""
+        :data:`~engine.requests.core.PENDING`."""
         if branch.constraint is not None and not branch.constraint.ready:
             return False
         if request.images is not None and not request.images.branch_ready(batch, branch, self.allocator.step):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from engine.core import Request
+from engine.requests.core import Request
 
 
 class Deadlines:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.batch import Batch, CandidatePass, ExtendSegment
-from engine.core import Branch, Request
-from engine.generation import GenerateRequest
+from engine.requests.core import Branch, Request
+from engine.requests.generation import GenerateRequest
 from engine.scheduling.allocation import Allocator
 
 

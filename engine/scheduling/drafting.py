@@ -1,4 +1,4 @@
-"""Adds drafts to sequences that continue by one token (:mod:`engine.prompt_lookup`).
+"""Adds drafts to sequences that continue by one token (:mod:`engine.requests.prompt_lookup`).
 
 A draft is computed behind the newest token, in the same segment and in slots of the branch. It takes no room from other work: a
 step has drafts only up to :attr:`LookupSettings.rows` decoding rows, up to which a row costs little beside the weights, and a draft
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.batch import Batch, ExtendSegment
-from engine.core import Branch, Request
-from engine.generation import GenerateRequest
 from engine.ints import EMPTY
-from engine.prompt_lookup import Lookup, PromptIndex
+from engine.requests.core import Branch, Request
+from engine.requests.generation import GenerateRequest
+from engine.requests.prompt_lookup import Lookup, PromptIndex
 from engine.scheduling.allocation import Allocator
 from engine.scheduling.flow import Flow
-from engine.wire import PromptLookup
+from engine.wire import DraftOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class LookupSettings:
 
     rows: int
     """Decoding rows of a step up to which it has drafts, drafts included."""
-    default: PromptLookup | None = None
+    default: DraftOptions | None = None
     """Used for requests without ``prompt_lookup``; None: these have no drafts."""
     eos_token_ids: tuple[int, ...] = ()
 

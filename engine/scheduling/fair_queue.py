@@ -32,8 +32,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from engine import wire
-from engine.core import Request, ScoreRequest
-from engine.item_group import ItemBlock, ItemGroup
+from engine.requests.core import Request, ScoringRequest
+from engine.requests.item_group import ItemBlock, ItemGroup
 from engine.scheduling.flow import Flow, rank
 
 QUANTA = 8
@@ -110,7 +110,7 @@ class FairQueue:
         """Put a request among the waiting of its flow. An item that was preempted waits in its group."""
         flow, group = self.of(request), request.group
         if group is not None:
-            assert isinstance(request, ScoreRequest)
+            assert isinstance(request, ScoringRequest)
             group.take_back(request)
         if group is None or len(group.waiting) == 1:
             waiting = group or request

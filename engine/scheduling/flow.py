@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.core import Request
+from engine.requests.core import Request
 
 AGING_SECONDS = 5.0
 """A request of priority p is served like one of priority 0 that arrived p times this later."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.batch import Batch, CandidatePass, ExtendSegment
-from engine.core import Branch
-from engine.generation import GenerateRequest
 from engine.ints import EMPTY
+from engine.requests.core import Branch
+from engine.requests.generation import GenerateRequest
 
 if TYPE_CHECKING:
     from engine.scheduling.composer import StepComposer

@@ -14,8 +14,8 @@ import numpy as np
 
 from engine.batch import Batch, ExtendSegment
 from engine.ints import EMPTY, Ints
-from engine.item_group import ItemBlock, ItemGroup
 from engine.kvcache.prefix_cache import Node
+from engine.requests.item_group import ItemBlock, ItemGroup
 from engine.scheduling.allocation import Allocator
 
 Found = tuple[int, Node, list[Ints]]

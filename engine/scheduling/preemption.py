@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.core import Request
+from engine.requests.core import Request
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.flow import Flow
 

@@ -33,11 +33,11 @@ from itertools import chain
 
 from engine import wire
 from engine.batch import Batch, CandidatePass
-from engine.core import Branch, Request
-from engine.generation import GenerateRequest
-from engine.item_group import ItemGroup
 from engine.kvcache.prefix_cache import PrefixCache
 from engine.kvcache.slots import SlotPool
+from engine.requests.core import Branch, Request
+from engine.requests.generation import GenerateRequest
+from engine.requests.item_group import ItemGroup
 from engine.scheduling.admission import Admission
 from engine.scheduling.allocation import Allocator, KVPool
 from engine.scheduling.composer import StepComposer

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.core import Request
+from engine.requests.core import Request
 from engine.scheduling.flow import clamped
 
 HALF_LIFE = 10.0

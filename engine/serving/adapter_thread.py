@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 
 from engine import wire
-from engine.lora.manager import AdapterManager
+from engine.lora.manager import LoraManager
 from engine.lora.registry import AdapterRegistry
 from engine.serving import channel
 from engine.settings import EngineSettings
@@ -22,7 +22,7 @@ class AdapterThread:
         self._events = events
         self._lock = threading.Lock()
         """A full queue is answered by the loop's thread."""
-        self.manager = AdapterManager(
+        self.manager = LoraManager(
             registry,
             lambda adapters: self._send(channel.AdaptersChanged(adapters)),
             root=None if settings.lora_root is None else Path(settings.lora_root),

@@ -21,12 +21,12 @@ from engine.build import build_loop
 from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.models.source import located
+from engine.models.tokenizer_files import tokenizer_files
 from engine.serving import channel, logs
 from engine.serving.adapter_thread import AdapterThread, start_adapters
 from engine.serving.digests import DigestChecks
 from engine.serving.heap import Heap
 from engine.settings import EngineSettings
-from engine.tokenizer_files import tokenizer_files
 
 COLLECT_WHEN_IDLE, COLLECT_UNDER_LOAD = 100, 1000
 """Steps since the last collection."""

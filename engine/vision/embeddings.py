@@ -19,7 +19,7 @@ from engine.vision.prompts import KnownImage
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.core import Request
+    from engine.requests.core import Request
 
 
 @dataclass(eq=False, slots=True)

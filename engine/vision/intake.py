@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from engine import wire
-from engine.core import Request, ScoreRequest
-from engine.generation import GenerateRequest
 from engine.ints import Ints
-from engine.item_group import ItemGroup
-from engine.vision.config import VisionConfig
+from engine.models.vision.config import VisionConfig
+from engine.requests.core import Request, ScoringRequest
+from engine.requests.generation import GenerateRequest
+from engine.requests.item_group import ItemGroup
 from engine.vision.embeddings import EmbeddingCache
 from engine.vision.prompts import KnownImage, RequestImages
 from engine.vision.registry import ImageRegistry
@@ -23,7 +23,7 @@ Message = wire.Score | wire.ScoreItems | wire.Generate
 
 
 class ItemImages:
-    """The images of an :class:`~engine.item_group.ItemGroup`."""
+    """The images of an :class:`~engine.requests.item_group.ItemGroup`."""
 
     def __init__(self, cache: EmbeddingCache, images: Mapping[int, KnownImage], query: Ints, image_token: int) -> None:
         """query: with the numbers of images."""
@@ -34,7 +34,7 @@ class ItemImages:
         self.in_query = bool((query >= wire.IMAGE_TOKENS).any())
         """Whether the query shows images. Its items are then computed one by one."""
 
-    def attach(self, request: ScoreRequest) -> None:
+    def attach(self, request: ScoringRequest) -> None:
         """Give the request of an item its images."""
         if request.index not in self._layouts:
             branches = [branch.tokens.view for branch in request.branches]
@@ -70,7 +70,7 @@ class ImageIntake:
             return
         if isinstance(request, GenerateRequest):
             request.prompt = text_of(request.prompt, self._config.image_token)
-        elif isinstance(request, ScoreRequest):
+        elif isinstance(request, ScoringRequest):
             request.targets = [text_of(tokens, self._config.image_token) for tokens in request.targets]
         rename(request.prefix, ids)
         for branch in request.branches:

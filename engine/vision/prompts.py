@@ -20,7 +20,7 @@ from engine.ints import Ints
 from engine.wire import IMAGE_TOKENS
 
 if TYPE_CHECKING:
-    from engine.core import Branch, Request
+    from engine.requests.core import Branch, Request
     from engine.vision.embeddings import EmbeddingCache, ImageBatch
 
 
@@ -130,7 +130,7 @@ class RequestImages:
         reader = Reader(images)
         self.prefix = reader.read(prefix)
         self.branches = [reader.copy().read(tokens) for tokens in branches]
-        """[branch], by :attr:`~engine.core.Branch.index`"""
+        """[branch], by :attr:`~engine.requests.core.Branch.index`"""
 
     def prefix_ready(self, batch: ImageBatch, request: Request, step: int) -> bool:
         """Whether the images in the rest of the prefix have embeddings, or get them in this step."""

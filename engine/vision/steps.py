@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engine.batch import Batch, ExtendSegment, Tokens
 from engine.device.transfer import Copy, Upload
-from engine.vision.decoder import ImageRows, VisionDecoder
+from engine.models.vision.decoder import ImageRows, VisionDecoder
+from engine.models.vision.windows import grid_of
 from engine.vision.embeddings import Embedding, EmbeddingCache
 from engine.vision.prompts import Layout
-from engine.vision.windows import grid_of
 from engine.wire import IMAGE_TOKENS
 
 

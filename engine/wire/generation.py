@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "abort"]
 is reached; ``abort``: the caller asked for it or left."""
 
 
-class PromptLookup(msgspec.Struct, frozen=True, omit_defaults=True):
+class DraftOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Drafts of the next tokens, from earlier places with the same last tokens. They change no token of the output."""
 
     max_tokens: int
@@ -60,7 +60,7 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
     """Tokens in each message of a sequence, except its last one; more if one step draws them. A caller that reads nothing before
     the end saves work on both sides.
     """
-    prompt_lookup: PromptLookup | None = None
+    prompt_lookup: DraftOptions | None = None
     """None: the engine's setting. Not used with a grammar, a thinking limit or length guidance that has an effect."""
     priority: int = 0
     """See :class:`Score`."""
@@ -108,7 +108,7 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
     queue_seconds: float = 0.0
     """See :class:`Scored`; in the same message as ``cached_tokens``."""
     draft_tokens: int = 0
-    """Tokens of drafts that were computed since the last message (:class:`PromptLookup`)."""
+    """Tokens of drafts that were computed since the last message (:class:`DraftOptions`)."""
     accepted_draft_tokens: int = 0
     """Those of them that were drawn."""
 

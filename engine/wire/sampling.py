@@ -69,7 +69,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 GuidanceMode = Literal["centered_exp", "value_bias", "mul", "linear", "exp", "length_mul"]
-Constraint = Literal["eq", "ge", "le", "eq_soft"]
+LengthConstraint = Literal["eq", "ge", "le", "eq_soft"]
 NEUTRAL_SCALE: dict[GuidanceMode, float] = {
     "centered_exp": 0.0,
     "value_bias": 0.0,
@@ -115,7 +115,7 @@ class LengthGuidance(msgspec.Struct, frozen=True, omit_defaults=True):
     below 1 is shorter, above longer."""
     gamma: float | None = None
     """In (0, 1): v = 1 − gamma^(tokens to come). None: the length model's own."""
-    constraint: Constraint | None = None
+    constraint: LengthConstraint | None = None
     """Instead of ``mode``. ``eq``: the candidate whose remaining length is nearest to what is left of the target; ``ge``: the
     longest until the target is reached, then the shortest; ``le``: the shortest; ``eq_soft``: the tilt whose mean is the target."""
     target_length: int | None = None

@@ -46,7 +46,7 @@ class LengthValue(msgspec.Struct, tag="length_value", frozen=True):
     long texts. Only where ``Info.capabilities`` has ``length_guidance``."""
 
 
-Readout = Labels | Likelihood | Classes | Embedding | LengthValue
+ScoreReadout = Labels | Likelihood | Classes | Embedding | LengthValue
 """The kinds of output of a :class:`Score`; one row for each branch."""
 
 
@@ -56,7 +56,7 @@ class Score(msgspec.Struct, tag="score", frozen=True, omit_defaults=True):
     id: str
     prefix: list[int]
     branches: list[list[int]]
-    readout: Readout
+    readout: ScoreReadout
     priority: int = 0
     """Lower runs earlier among the requests of one tenant; equal priorities run in order of arrival. A priority never moves a
     request ahead of another tenant's requests. Requests age: one of priority p is served like one of priority 0 that came p times
@@ -84,7 +84,7 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     lengths: bytes
     """Length of each item, in tokens."""
     query: list[int]
-    readout: Readout
+    readout: ScoreReadout
     priority: int = 0
     """As in :class:`Score`."""
     deadline: float | None = None
@@ -118,7 +118,7 @@ class Scored(msgspec.Struct, tag="scored", frozen=True):
     """Items of :class:`ScoreItems` with ``pin_seconds`` above 0 that are pinned."""
 
 
-def row_length(readout: Readout, branch: Sequence[int], info: Info) -> int:
+def row_length(readout: ScoreReadout, branch: Sequence[int], info: Info) -> int:
     """Return the number of numbers in the row of ``readout`` for ``branch``."""
     match readout:
         case Labels():

@@ -22,7 +22,7 @@ class Limits(msgspec.Struct, frozen=True):
     """``LengthGuidance.top_k``."""
 
 
-class Attention(msgspec.Struct, frozen=True):
+class AttentionChoice(msgspec.Struct, frozen=True):
     """The attention backend of an engine."""
 
     backend: str
@@ -62,7 +62,7 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """Length of an :class:`Embedding` row; 0 where the model does not embed."""
     arithmetic: str = ""
     """Number formats that the model computes in, for people: ``float32``, or ``float32, matrix products in int8 (avx512_vnni)``."""
-    attention: Attention | None = None
+    attention: AttentionChoice | None = None
     """None from an engine that does not say."""
     vision: VisionInfo | None = None
     """None where the model reads no images."""
@@ -99,9 +99,9 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     replayed_steps: int = 0
     """Steps whose launches were replayed from a CUDA graph."""
     attention_fallback: int = 0
-    """1 if :attr:`Attention.fallback`."""
+    """1 if :attr:`AttentionChoice.fallback`."""
     draft_tokens: int = 0
-    """Tokens of drafts that steps computed (:class:`engine.wire.PromptLookup`)."""
+    """Tokens of drafts that steps computed (:class:`engine.wire.DraftOptions`)."""
     accepted_draft_tokens: int = 0
     """Those of them that were drawn."""
     lenvm_tokens: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 Row = tuple[float, ...]
-"""The numbers that a readout gives for one prompt (:data:`engine.wire.Readout`)."""
+"""The numbers that a readout gives for one prompt (:data:`engine.wire.ScoreReadout`)."""
 
 
 class ResultCache(Protocol):

@@ -22,12 +22,12 @@ from gateway.catalogues.store import (
     Missing,
     Spec,
     State,
-    StoreBounds,
     Written,
     check_size,
     lives,
     without_expired,
 )
+from gateway.configuration.bounds import CatalogueBounds
 
 FREED_AT_ONCE = 5000
 """Items that are freed before other requests run, in about a millisecond."""
@@ -54,7 +54,7 @@ class _Catalogue:
 class MemoryCatalogues:
     """Catalogues in memory. They are lost when the gateway ends, and other gateways do not see them."""
 
-    def __init__(self, bounds: StoreBounds, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, bounds: CatalogueBounds, clock: Callable[[], float] = time.time) -> None:
         self._bounds = bounds
         self._clock = clock
         self._owners: dict[str, dict[str, _Catalogue]] = {}

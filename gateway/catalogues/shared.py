@@ -40,12 +40,12 @@ from gateway.catalogues.store import (
     Missing,
     Spec,
     State,
-    StoreBounds,
     Unavailable,
     Written,
     check_size,
     lives,
 )
+from gateway.configuration.bounds import CatalogueBounds
 from gateway.metrics.telemetry import Telemetry
 from gateway.redis.link import Link, RedisAway
 
@@ -72,7 +72,7 @@ class RedisCatalogues:
     def __init__(
         self,
         link: Link,
-        bounds: StoreBounds,
+        bounds: CatalogueBounds,
         copies: Copies,
         telemetry: Telemetry,
         *,

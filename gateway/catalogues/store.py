@@ -74,15 +74,6 @@ class Written(NamedTuple):
     version: int
 
 
-class StoreBounds(NamedTuple):
-    """Bounds of a store, in bytes."""
-
-    group_bytes: int
-    """Bound of the catalogues of one owner."""
-    bytes: int
-    """Bound of all catalogues."""
-
-
 class Unavailable(Exception):
     """The store does not answer."""
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.auth import ApiKey, KeyFile, parse_keys
 from gateway.commands.errors import CommandError
+from gateway.keys import ApiKey, KeyFile, parse_keys
 
 _RANDOM_BYTES = 32
 

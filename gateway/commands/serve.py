@@ -19,8 +19,8 @@ from gateway.commands.errors import CommandError
 from gateway.commands.example import show_calls, show_example
 from gateway.commands.launch import Child, program_environment, require_engine
 from gateway.commands.supervisor import Stop, Supervisor, supervised, told_to_stop, url_of
+from gateway.composition.load_settings import load_settings
 from gateway.settings import PREFIX, Settings, SettingsError, is_loopback
-from gateway.settings_loading import load_settings
 
 _DEMO_NAME = "yardstick-demo"
 _ENGINE_OPTIONS = ("lenvm_gamma", "dtype", "quantize", "kv_dtype", "max_total_tokens")

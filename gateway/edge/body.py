@@ -11,8 +11,8 @@ from gateway.edge.cycle import Incoming
 from gateway.edge.inflate import Inflater
 from gateway.error_sources import from_status
 from gateway.errors import ClientGone, GatewayError, Overloaded
-from gateway.limits.fair import FairRoom
 from gateway.metrics.telemetry import Telemetry
+from gateway.process.fair_room import FairRoom
 from gateway.settings import Settings
 
 _GONE = "The client left before its request was read."

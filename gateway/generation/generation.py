@@ -8,13 +8,13 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from engine import wire
-from gateway.breathing import Breath
 from gateway.errors import EngineLost
 from gateway.generation.merge import merged
 from gateway.generation.relay import Relay
 from gateway.generation.sequence import Piece, PromptTokens, Sequence, TextOptions, Token
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.replica import ServedModel
+from gateway.process.breathing import Breath
 
 CONCURRENT_PROMPTS = 64
 """Prompts of one request that are generated at a time; the others wait here and not in the engine's queue."""

@@ -152,9 +152,9 @@ def plan(
     )
 
 
-def _prompt_lookup(fields: GenerationRequest) -> wire.PromptLookup | None:
+def _prompt_lookup(fields: GenerationRequest) -> wire.DraftOptions | None:
     given = fields.prompt_lookup
-    return None if given is None else wire.PromptLookup(given.max_tokens, given.ngram)
+    return None if given is None else wire.DraftOptions(given.max_tokens, given.ngram)
 
 
 def _prompt_logprobs(fields: GenerationRequest, logprobs: int | None, *, echoes: bool, limit: int) -> int | None:

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from engine import wire
-from gateway.breathing import Breath
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.sequence import Token
+from gateway.process.breathing import Breath
 from gateway.schemas.generation import GenerationRequest, PromptLogprob
 
 TOKENS_AT_ONCE = 32

@@ -30,18 +30,18 @@ class Relay:
         self._request = request
         self._open: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
         """Output so far of each sequence that has not ended, by index."""
-        self._tries = dispatcher.attempts()
+        self._attempts = dispatcher.attempts()
 
     @property
     def sent(self) -> bool:
         """Whether the request was sent to a replica."""
-        return self._tries.sent
+        return self._attempts.sent
 
     async def deltas(self, take: Take | None = None) -> AsyncGenerator[list[wire.Delta], None]:
         """Yield deltas in batches, as they arrive, without gaps or repeats, until every sequence has ended. ``take`` may process
         single deltas, which are not yielded. Close the iterator to abort. Raises :class:`GatewayError` if no other replica can
         resume."""
-        attempts = self._tries
+        attempts = self._attempts
         direct = None if take is None else partial(self._pass_on, take)
         try:
             async with aclosing(self._dispatcher.generate(self._model, self._request, attempts, direct)) as batches:

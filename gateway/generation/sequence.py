@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from engine import wire
-from gateway.breathing import Breath
 from gateway.errors import EngineLost
+from gateway.process.breathing import Breath
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopStrings
 from gateway.text.vocabulary import Vocabulary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.context import RequestContext
 from gateway.errors import Overloaded
-from gateway.limits.fair import FairRoom
+from gateway.process.fair_room import FairRoom
 
 
 class ImageRoom:

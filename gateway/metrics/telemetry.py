@@ -28,7 +28,7 @@ from gateway.metrics.model_labels import ModelLabels
 from gateway.metrics.text import TextMetrics
 
 if TYPE_CHECKING:
-    from gateway.context import Account
+    from gateway.logs.account import Account
 
 # Disables the start time of each series, which no dashboard reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]

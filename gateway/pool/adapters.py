@@ -19,7 +19,7 @@ from gateway.presets.preset import PresetError
 from gateway.presets.select import FALLBACKS, builtin, named
 from gateway.text.spelling import TokenizerError
 from gateway.text.vocabulary import Vocabulary
-from gateway.text.workers import Workers
+from gateway.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Reference(NamedTuple):
         return f"{self.base}:{self.name}"
 
 
-class Adapters:
+class AdapterDirectory:
     """Keeps :attr:`ServedModel.adapters` of all models up to date, and finds adapters by name."""
 
     def __init__(

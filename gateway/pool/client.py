@@ -23,7 +23,7 @@ from gateway.errors import EngineSilent, GatewayError
 from gateway.ids import new_id
 from gateway.pool.faults import lost, silent, unreachable, unreadable
 from gateway.pool.stream import Take
-from gateway.pool.streams import EngineStreams, Exchange, Target
+from gateway.pool.streams import EngineCall, EngineStreams, Target
 from tracing.context import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class EngineClient:
             if stream.status != 200:
                 raise from_engine(_failure(stream.status, stream.refusal))
 
-    def _post(self, target: Target, body: bytes, *, framed: bool = True) -> Exchange:
+    def _post(self, target: Target, body: bytes, *, framed: bool = True) -> EngineCall:
         return self._connections.streams.post(
             target,
             {**self._headers, "content-type": "application/msgpack"},

@@ -137,7 +137,7 @@ class FanOut:
         return scored
 
 
-def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.Readout) -> None:
+def check_rows(rows: list[list[float]], row_lengths: list[int], readout: wire.ScoreReadout) -> None:
     """Raise :class:`InternalError` unless ``rows`` have these lengths and are numbers. Minus infinity is valid as a log-probability
     only."""
     total = sum(map(sum, rows))  # of finite numbers and minus infinity, one that is no number spoils the sum

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from engine import wire
-from gateway.auth import PRIORITY_RANGE
 from gateway.errors import GatewayError
+from gateway.keys import PRIORITY_RANGE
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.fanout import FanOut
 from gateway.pool.prompts import Prompts, any_readout

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine import wire
-from gateway.breathing import Breath
 from gateway.pool.placement import Placement, item_digests
 from gateway.pool.prompts import Part, Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import split
+from gateway.process.breathing import Breath
 from gateway.text.prepared import Ids
 
 

@@ -12,7 +12,7 @@ import msgspec
 from engine import wire
 from gateway.errors import InvalidRequest, ModelNotFound, NotReady, UnusableModel
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.adapters import Adapters
+from gateway.pool.adapters import AdapterDirectory
 from gateway.pool.discovery.base import Discovery, Endpoint
 from gateway.pool.names import Names
 from gateway.pool.replica import Replica, ServedModel
@@ -21,7 +21,7 @@ from gateway.pool.silence import AwakeClock, watch_silence
 from gateway.presets.preset import PresetError
 from gateway.presets.select import choose
 from gateway.text.spelling import TokenizerError
-from gateway.text.workers import Workers
+from gateway.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Pool:
         self._startup_seconds = startup_seconds
         self._presets = presets or {}
         self.names = names or Names()
-        self.adapters = Adapters(workers, lambda: self._served.values(), presets=self._presets, names=self.names)
+        self.adapters = AdapterDirectory(workers, lambda: self._served.values(), presets=self._presets, names=self.names)
         self._clock = clock or AwakeClock()
         self._leaving = leaving
         self._telemetry = telemetry

@@ -18,7 +18,7 @@ class Prompts(msgspec.Struct, frozen=True):
 
     prefix: Ids
     branches: Sequence[Ids]
-    readout: wire.Readout
+    readout: wire.ScoreReadout
     priority: int = 0
     caller: wire.Caller = wire.Caller()
     suffix: Ids = ()
@@ -47,6 +47,6 @@ class Part(NamedTuple):
     """Digest of each item, where there is a choice of replicas."""
 
 
-def any_readout(info: wire.Info) -> wire.Readout:
+def any_readout(info: wire.Info) -> wire.ScoreReadout:
     """Return a readout that the model has, for requests that only fill prefix caches and whose rows are not used."""
     return wire.Labels([0]) if "score" in info.capabilities else wire.Classes()

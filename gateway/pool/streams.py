@@ -56,11 +56,11 @@ class EngineStreams:
         connect_seconds: float,
         silence_seconds: float,
         framed: bool = True,
-    ) -> Exchange:
+    ) -> EngineCall:
         """Send a request. Leaving the block before the end of the answer aborts it. ``framed``: see :meth:`EngineStream.send`.
         ``more``: further lines of the head, which differ from request to request. Raises :class:`NotReady`."""
         request = b"%b%d\r\n%b\r\n%b" % (target.head(headers), len(body), more, body)
-        return Exchange(self, target, request, connect_seconds, silence_seconds, framed=framed)
+        return EngineCall(self, target, request, connect_seconds, silence_seconds, framed=framed)
 
     async def take(self, target: Target, connect_seconds: float) -> EngineStream:
         """Return the idle connection to ``target`` that was used last, or a new one. Raises :class:`NotReady`."""
@@ -105,7 +105,7 @@ class EngineStreams:
         return stream
 
 
-class Exchange:
+class EngineCall:
     """An async context manager around a request and its answer. It is no generator, because every request enters it."""
 
     __slots__ = ("_connect_seconds", "_framed", "_request", "_silence_seconds", "_stream", "_streams", "_target")

@@ -21,7 +21,7 @@ class Fitted(msgspec.Struct, frozen=True):
     """Token id of each category."""
 
     @property
-    def readout(self) -> wire.Readout:
+    def readout(self) -> wire.ScoreReadout:
         """The output that engines compute after each prompt."""
         if self.preset.task == "embed":
             return wire.Embedding()

@@ -18,9 +18,10 @@ from typing import Any
 
 import msgspec
 
+from gateway.configuration.bounds import ResponseBounds
 from gateway.redis.link import Link, RedisAway
 from gateway.redis.scripts import Script
-from gateway.responses.store import Bounds, Stored, Unavailable
+from gateway.responses.store import Stored, Unavailable
 
 SECONDS = 1.0
 """Longest wait for Redis. A response that cannot be read or stored fails a request, so this is longer than for a cached result."""
@@ -84,7 +85,7 @@ _decoder = msgspec.msgpack.Decoder(Stored)
 class RedisStore:
     """A store in Redis. While Redis is away, nothing is stored or found."""
 
-    def __init__(self, link: Link, bounds: Bounds, *, prefix: str) -> None:
+    def __init__(self, link: Link, bounds: ResponseBounds, *, prefix: str) -> None:
         self._link = link
         self._bounds = bounds
         self._prefix = f"{prefix}:{{responses}}:"

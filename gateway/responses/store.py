@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from gateway.configuration.bounds import ResponseBounds
 from gateway.text.prepared import Items
 
 ENTRY_BYTES = 1024
@@ -34,15 +35,6 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
         """Bytes that the entry takes, approximately."""
         ids = sum(map(len, self.input.ids)) + len(self.input.ends)
         return ENTRY_BYTES + len(self.response) + len(self.context) + len(self.input.content) + ids
-
-
-class Bounds(NamedTuple):
-    """Bounds of a store."""
-
-    entries: int
-    bytes: int
-    seconds: float
-    """Time for which a response is kept."""
 
 
 class Unavailable(Exception):
@@ -74,7 +66,7 @@ class _Entry(NamedTuple):
 class MemoryStore:
     """A store in memory. Its responses are lost when the gateway ends, and other gateways do not see them."""
 
-    def __init__(self, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bounds: ResponseBounds, clock: Callable[[], float] = time.monotonic) -> None:
         self._bounds = bounds
         self._clock = clock
         self._tenants: dict[str, OrderedDict[str, _Entry]] = {}  # oldest first

@@ -12,13 +12,13 @@ from litestar.params import JSONBody
 
 from gateway.adapters.calls import Outcome
 from gateway.adapters.manager import AdapterManager
+from gateway.admission.quotas import Quotas
 from gateway.context import RequestContext
 from gateway.errors import BodyTooLarge, ModelNotFound, NotPermitted
-from gateway.limits.quotas import Quotas
+from gateway.handling.body import Body, post_json
+from gateway.handling.large import JsonResponse
 from gateway.pool.adapters import Reference
 from gateway.pool.pool import Pool
-from gateway.routes.body import Body, post_json
-from gateway.routes.large import JsonResponse
 from gateway.schemas.adapters import AdapterOperation, Failure, LoadAdapterRequest, UnloadAdapterRequest
 from gateway.schemas.decoding import BodyDecoder
 from gateway.schemas.parameters import Parameters

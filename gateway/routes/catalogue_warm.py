@@ -12,23 +12,23 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, JSONBody
 
 from engine import wire
-from gateway.auth import PRIORITY_RANGE
+from gateway.auth.tenancy import caller_of
 from gateway.cache.policy import CachePolicy
 from gateway.catalogues.catalogues import check_may_write, owner_of
 from gateway.catalogues.record import tokens_of
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
+from gateway.handling.body import Body, post_json
+from gateway.handling.catalogue_prompts import CataloguePrompts, Whole
+from gateway.handling.catalogue_scan import check_whole
+from gateway.handling.large import JsonResponse
+from gateway.handling.reader import Reader, Reading
+from gateway.handling.scoring import Scoring
+from gateway.handling.streams import DONE, sse, while_connected
+from gateway.keys import PRIORITY_RANGE
 from gateway.pool.fanout import FanOut
 from gateway.pool.prompts import Prompts, any_readout
-from gateway.routes.body import Body, post_json
-from gateway.routes.catalogue_prompts import CataloguePrompts, Whole
-from gateway.routes.catalogue_scan import check_whole
-from gateway.routes.large import JsonResponse
-from gateway.routes.reading import Reader, Reading
-from gateway.routes.scoring import Scoring
 from gateway.schemas.catalogue import WarmProgress, WarmRequest
-from gateway.streams import DONE, sse, while_connected
-from gateway.tenancy import caller_of
 from gateway.text.prepared import Prepared
 
 PART_TOKENS = 1 << 16

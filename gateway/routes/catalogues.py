@@ -13,19 +13,20 @@ from litestar import Request, Response, delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
+from gateway.admission.quotas import Quotas
 from gateway.catalogues.catalogues import Catalogues, check_may_write, check_name, check_text, owner_of, version_of
 from gateway.catalogues.record import digest_of, expiry_of, tokens_of
 from gateway.catalogues.store import Missing, Spec, State
 from gateway.context import RequestContext
 from gateway.errors import Conflict, InvalidRequest
-from gateway.limits.quotas import Quotas
-from gateway.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation
+from gateway.handling.access import requested_model
+from gateway.handling.body import Body, put_json
+from gateway.handling.large import JsonResponse
+from gateway.handling.openapi import READ_ERRORS, WRITE_ERRORS, ApiOperation
+from gateway.handling.reader import Reader
+from gateway.handling.scoring import fitted_of
 from gateway.pool.pool import Pool
-from gateway.routes.access import requested_model
-from gateway.routes.body import Body, put_json
-from gateway.routes.large import JsonResponse
-from gateway.routes.reading import Reader
-from gateway.routes.scoring import fitted_of
+from gateway.reading.catalogue import Opened, Records, requested_template
 from gateway.schemas.catalogue import (
     MAX_ID,
     CatalogueBody,
@@ -39,7 +40,6 @@ from gateway.schemas.catalogue import (
     RegisteredItems,
 )
 from gateway.schemas.usage import Usage
-from gateway.text.reading.catalogue import Opened, Records, requested_template
 
 PATH = "/v1/catalogues"
 MOST_CATALOGUES = 100

@@ -11,25 +11,25 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from engine import wire
-from gateway.breathing import Breath
+from gateway.auth.tenancy import caller_of, priority_of
 from gateway.errors import InvalidRequest
 from gateway.generation.generation import Generation
 from gateway.generation.plan import check, plan
 from gateway.generation.prompt_output import TOKEN_IDS, PromptOutput, prompt_ids
 from gateway.generation.sequence import Piece, Token
+from gateway.handling.access import requested_model
+from gateway.handling.answer import Answer
+from gateway.handling.body import Body, post_json
+from gateway.handling.generator import Generator, system_fingerprint
+from gateway.handling.reader import Reader
 from gateway.ids import new_id
 from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, refuse_sections
 from gateway.lenvm.remaining import remaining_tokens
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.routes.access import requested_model
-from gateway.routes.answer import Answer
-from gateway.routes.body import Body, post_json
-from gateway.routes.generating import Generator, system_fingerprint
-from gateway.routes.reading import Reader
+from gateway.process.breathing import Breath
 from gateway.schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from gateway.schemas.usage import Usage
-from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import as_list
 
 DEFAULT_MAX_TOKENS = 16

@@ -13,18 +13,18 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
 from engine import wire
+from gateway.auth.tenancy import priority_of
 from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
+from gateway.handling.access import requested_model
+from gateway.handling.body import Body, post_json
+from gateway.handling.large import listed, with_rows
+from gateway.handling.reader import Reader
+from gateway.handling.scoring import Scoring, ScoringJob, fitted_of, headers_of
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
-from gateway.routes.access import requested_model
-from gateway.routes.body import Body, post_json
-from gateway.routes.large import listed, with_rows
-from gateway.routes.reading import Reader
-from gateway.routes.scoring import Scoring, ScoringJob, fitted_of, headers_of
 from gateway.schemas.embeddings import EmbeddingEntry, EmbeddingsRequest, EmbeddingsResponse
 from gateway.schemas.usage import PromptTokensDetails, Usage
-from gateway.tenancy import priority_of
 
 MAX_NUMBERS = 1 << 22
 """Most numbers of an answer, such as 1,024 embeddings of 4,096; the gateway holds them all, in about 130 MiB."""

@@ -10,13 +10,13 @@ from litestar.handlers import HTTPRouteHandler
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from gateway.breathing import Breath
+from gateway.auth.keyring import KeyRing
 from gateway.edge.cycle import Incoming
 from gateway.errors import NotReady
-from gateway.keyring import KeyRing
-from gateway.lifecycle import Lifecycle
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.pool import Pool
+from gateway.process.breathing import Breath
+from gateway.process.lifecycle import Lifecycle
 from gateway.schemas.version import Version
 
 

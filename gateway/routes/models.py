@@ -9,12 +9,12 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 
 from gateway.errors import ModelNotFound
-from gateway.openapi import READ_ERRORS, ApiOperation
+from gateway.handling.access import visible_models
+from gateway.handling.openapi import READ_ERRORS, ApiOperation
 from gateway.pool.adapter_model import AdapterModel
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted
-from gateway.routes.access import visible_models
 from gateway.schemas.models import Model, ModelList, PresetInfo
 
 

@@ -11,20 +11,21 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
-from gateway.breathing import Breath
+from gateway.auth.tenancy import priority_of
 from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
+from gateway.handling.access import requested_model
+from gateway.handling.body import Body, post_json
+from gateway.handling.catalogue_scan import Scanner
+from gateway.handling.large import listed, with_rows
+from gateway.handling.reader import Reader
+from gateway.handling.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted
-from gateway.routes.access import requested_model
-from gateway.routes.body import Body, post_json
-from gateway.routes.catalogue_scan import Scanner
-from gateway.routes.large import listed, with_rows
-from gateway.routes.reading import Reader
+from gateway.process.breathing import Breath
 from gateway.routes.rerank_catalogue import LARGE_RESULTS, by_labels, preset_of, rerank_catalogue
-from gateway.routes.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
 from gateway.schemas.rerank import (
     RerankChunk,
     RerankMeta,
@@ -37,7 +38,6 @@ from gateway.schemas.rerank import (
 )
 from gateway.schemas.usage import PromptTokensDetails, Usage
 from gateway.scoring.scorer import Scores
-from gateway.tenancy import priority_of
 from gateway.text.prepared import Prepared
 
 

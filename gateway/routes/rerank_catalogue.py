@@ -11,15 +11,15 @@ from litestar import Request, Response
 
 from gateway.cache.base import Row
 from gateway.catalogues.store import Spec
+from gateway.handling.body import Body
+from gateway.handling.catalogue_answers import answer_catalogue
+from gateway.handling.catalogue_scan import Result, Scan, Scanner
+from gateway.handling.reader import Reading
+from gateway.handling.scoring import fitted_of
 from gateway.ids import new_id
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted
 from gateway.presets.preset import Preset
-from gateway.routes.body import Body
-from gateway.routes.catalogue_answers import answer_catalogue
-from gateway.routes.catalogue_scan import Result, Scan, Scanner
-from gateway.routes.reading import Reading
-from gateway.routes.scoring import fitted_of
 from gateway.schemas.rerank import RerankChunk, RerankMeta, RerankRequest, RerankResponse, RerankResult, RerankTokens
 from gateway.schemas.usage import PromptTokensDetails, Usage
 

@@ -11,25 +11,25 @@ from litestar import Request, Response, delete, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath, FromQuery, JSONBody
 
+from gateway.auth.tenancy import caller_of, priority_of
 from gateway.cache.policy import CachePolicy
 from gateway.errors import InvalidRequest
 from gateway.generation.plan import check, plan
+from gateway.handling.access import requested_model
+from gateway.handling.body import Body, post_json
+from gateway.handling.chat_answer import ChatAnswer
+from gateway.handling.generator import system_fingerprint
+from gateway.handling.openapi import READ_ERRORS, ApiOperation
+from gateway.handling.reader import Reader
+from gateway.handling.responder import Responder, ResponseRun
 from gateway.lenvm.length_guidance import gamma_of_values, guidance_of, with_section
-from gateway.openapi import READ_ERRORS, ApiOperation
 from gateway.pool.pool import Pool
 from gateway.responses.draft import Draft
 from gateway.responses.items import as_chat, renamed
 from gateway.responses.kept import Kept
-from gateway.routes.access import requested_model
-from gateway.routes.body import Body, post_json
-from gateway.routes.chat import ChatAnswer
-from gateway.routes.generating import system_fingerprint
-from gateway.routes.reading import Reader
-from gateway.routes.responding import Responder, Run
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.response_body import DeletedResponse, ItemList, ResponseBody
 from gateway.schemas.responses import ResponseRequest
-from gateway.tenancy import caller_of, priority_of
 from gateway.text.prepared import as_list
 
 PAGE_ITEMS = 20
@@ -92,7 +92,7 @@ def _create_route(pool: Pool, reader: Reader, responder: Responder) -> HTTPRoute
             )
         draft = Draft(fields, model, system_fingerprint(model), instructions)
         answer = ChatAnswer(model, chat, None, gamma=gamma_of_values(model, guidance))
-        run = Run(generation, draft, answer, streamed=bool(fields.stream), earlier=earlier, items=prepared.items)
+        run = ResponseRun(generation, draft, answer, streamed=bool(fields.stream), earlier=earlier, items=prepared.items)
         response = await responder.respond(request, run)
         if prepared.truncated:
             response.headers["x-yardstick-truncated"] = str(len(prepared.truncated))

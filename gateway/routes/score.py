@@ -10,21 +10,21 @@ from litestar import Request, Response
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import JSONBody
 
+from gateway.auth.tenancy import priority_of
+from gateway.handling.access import requested_model
+from gateway.handling.body import Body, post_json
+from gateway.handling.catalogue_scan import Scanner
+from gateway.handling.large import with_rows
+from gateway.handling.reader import Reader
+from gateway.handling.scoring import Scoring, ScoringJob, fitted_of, headers_of, item_usage_of
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
-from gateway.routes.access import requested_model
-from gateway.routes.body import Body, post_json
-from gateway.routes.catalogue_scan import Scanner
-from gateway.routes.large import with_rows
-from gateway.routes.reading import Reader
 from gateway.routes.score_catalogue import score_catalogue
 from gateway.routes.score_forms import LARGE_SCORES, ScoreAnswer, check_score, form_of
-from gateway.routes.scoring import Scoring, ScoringJob, fitted_of, headers_of, item_usage_of
 from gateway.schemas.score import (
     ScoreRequest,
 )
 from gateway.scoring.scorer import Scores
-from gateway.tenancy import priority_of
 
 
 def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) -> HTTPRouteHandler:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from litestar import Request, Response
 
 from gateway.cache.base import Row
+from gateway.handling.body import Body
+from gateway.handling.catalogue_answers import answer_catalogue
+from gateway.handling.catalogue_scan import Result, Scan, Scanner
+from gateway.handling.reader import Reading
 from gateway.ids import new_id
-from gateway.routes.body import Body
-from gateway.routes.catalogue_answers import answer_catalogue
-from gateway.routes.catalogue_scan import Result, Scan, Scanner
-from gateway.routes.reading import Reading
 from gateway.routes.score_forms import LARGE_SCORES, LabelForm, ScoreAnswer, check_score
 from gateway.schemas.score import ScoreChunk, ScoreRequest, ScoreResponse
 from gateway.schemas.usage import PromptTokensDetails, Usage

@@ -14,9 +14,9 @@ from engine import wire
 from gateway.cache.base import Row
 from gateway.errors import InvalidRequest
 from gateway.generation.sequence import LEAST_LOGPROB
+from gateway.handling.scoring import errors_of
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, softmax
-from gateway.routes.scoring import errors_of
 from gateway.schemas.score import (
     ItemLikelihood,
     ItemScores,
@@ -43,7 +43,7 @@ class Form(ABC):
 
     field: ClassVar[str]
     """Field of the answer that holds the results."""
-    readout: wire.Readout
+    readout: wire.ScoreReadout
 
     @abstractmethod
     def numbers(self, scores: Scores) -> int:

@@ -8,14 +8,14 @@ from litestar import Request, Response, get
 from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery, JSONBody
 
+from gateway.admission.quotas import Quotas
 from gateway.context import RequestContext
-from gateway.limits.quotas import Quotas
-from gateway.openapi import READ_ERRORS, ApiOperation
+from gateway.handling.access import requested_model
+from gateway.handling.body import Body, post_json
+from gateway.handling.large import encoded
+from gateway.handling.openapi import READ_ERRORS, ApiOperation
+from gateway.handling.reader import Reader
 from gateway.pool.pool import Pool
-from gateway.routes.access import requested_model
-from gateway.routes.body import Body, post_json
-from gateway.routes.large import encoded
-from gateway.routes.reading import Reader
 from gateway.schemas.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -24,7 +24,7 @@ from gateway.schemas.tokenize import (
     TokenizerInfo,
 )
 from gateway.text.prepared import Prepared
-from gateway.text.workers import Workers
+from gateway.workers.workers import Workers
 
 
 def tokenize_routes(pool: Pool, reader: Reader, quotas: Quotas, workers: Workers) -> list[HTTPRouteHandler]:

@@ -36,7 +36,7 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`total`, the default, or `remaining`: after every token, this many tokens are to follow."""
     target_value: Value | None = None
     """In place of `target_length`: the value that the candidates should have."""
-    constraint: wire.Constraint | None = None
+    constraint: wire.LengthConstraint | None = None
     """Meaning of the target; `eq` by default. `eq`: take the candidate that leads nearest to it. `le`: take the shortest. `ge`:
     take the longest until the target is reached, then the shortest. `eq_soft`: draw so that the mean is the target. With a
     constraint, `min_p` is 0.01 by default, and 0.1 if it applies to the thinking section."""
@@ -53,7 +53,7 @@ class LengthGuidance(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 ConstraintWord = Literal["eq", "=", "==", "equal", "ge", ">", ">=", "gte", "le", "<", "<=", "lte", "eq_soft", "soft"]
-_CONSTRAINTS: dict[str, wire.Constraint] = {
+_CONSTRAINTS: dict[str, wire.LengthConstraint] = {
     **dict.fromkeys(("eq", "=", "==", "equal"), "eq"),
     **dict.fromkeys(("ge", ">", ">=", "gte"), "ge"),
     **dict.fromkeys(("le", "<", "<=", "lte"), "le"),

@@ -15,7 +15,7 @@ from gateway.text.prepared import PlacedIds, content_of
 
 def result_keys(
     fingerprint: str,
-    readout: wire.Readout,
+    readout: wire.ScoreReadout,
     prefix: Sequence[int],
     branches: Sequence[Sequence[int]],
     suffix: Sequence[int] = (),

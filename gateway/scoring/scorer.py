@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine import wire
-from gateway.breathing import slices
 from gateway.cache.base import Row
 from gateway.cache.flights import Flights
 from gateway.cache.metered import MeteredCache
@@ -20,6 +19,7 @@ from gateway.pool.fanout import FanOut
 from gateway.pool.prompts import Prompts
 from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
+from gateway.process.breathing import slices
 from gateway.scoring.keys import result_keys
 from gateway.text.prepared import Ids
 

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.wire import GRAMMAR_LIMITS, GrammarVocabulary
 from gateway.errors import InvalidRequest
-from gateway.text.deadline import killed_after
+from gateway.process.deadline import killed_after
 
 COMPILE_SECONDS = 1.0
 """Most CPU time that one grammar takes."""

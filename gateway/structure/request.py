@@ -36,7 +36,7 @@ _FORMS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class Constraint:
+class OutputConstraint:
     """The grammar, schema or choice that the output must follow."""
 
     kind: Kind
@@ -47,9 +47,9 @@ class Constraint:
     """Field of the request that holds it."""
 
 
-def constraint_of(request: StructuredRequest) -> Constraint | None:
+def constraint_of(request: StructuredRequest) -> OutputConstraint | None:
     """Return the constraint of ``request``, if any. Raises :class:`InvalidRequest` for several."""
-    found = [Constraint(kind, value, name) for name, kind in _FORMS.items() if (value := getattr(request, name)) is not None]
+    found = [OutputConstraint(kind, value, name) for name, kind in _FORMS.items() if (value := getattr(request, name)) is not None]
     if (constraint := _of_response_format(request)) is not None:
         found.append(constraint)
     if request.structured_outputs is not None:
@@ -60,7 +60,7 @@ def constraint_of(request: StructuredRequest) -> Constraint | None:
     return found[0] if found else None
 
 
-def grammar_of(constraint: Constraint, token_of: TokenOf = lambda _: None) -> str:
+def grammar_of(constraint: OutputConstraint, token_of: TokenOf = lambda _: None) -> str:
     """Return the grammar of ``constraint``, not compiled. ``token_of``: the control tokens of the model.
 
     Raises :class:`InvalidRequest` if it is too large or cannot be read.
@@ -82,21 +82,21 @@ def grammar_of(constraint: Constraint, token_of: TokenOf = lambda _: None) -> st
         raise InvalidRequest(f"`{param}` cannot be read: {error}.", param=param) from None
 
 
-def _of_response_format(request: StructuredRequest) -> Constraint | None:
+def _of_response_format(request: StructuredRequest) -> OutputConstraint | None:
     given = request.response_format
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
-        return Constraint("json_object", None, "response_format")
+        return OutputConstraint("json_object", None, "response_format")
     if given.type == "structural_tag":
-        return Constraint("structural_tag", msgspec.to_builtins(given), "response_format")
+        return OutputConstraint("structural_tag", msgspec.to_builtins(given), "response_format")
     if given.json_schema is None:
         message = "`response_format` of type 'json_schema' needs `json_schema` with a `schema`."
         raise InvalidRequest(message, param="response_format.json_schema")
-    return Constraint("json", given.json_schema.schema, "response_format.json_schema.schema")
+    return OutputConstraint("json", given.json_schema.schema, "response_format.json_schema.schema")
 
 
-def _of_structured_outputs(given: StructuredOutputs) -> Constraint:
+def _of_structured_outputs(given: StructuredOutputs) -> OutputConstraint:
     forms: tuple[tuple[Kind, Any], ...] = (
         ("json", given.json),
         ("regex", given.regex),
@@ -105,7 +105,7 @@ def _of_structured_outputs(given: StructuredOutputs) -> Constraint:
         ("json_object", given.json_object or None),
         ("structural_tag", given.structural_tag),
     )
-    found = [Constraint(kind, value, f"structured_outputs.{kind}") for kind, value in forms if value is not None]
+    found = [OutputConstraint(kind, value, f"structured_outputs.{kind}") for kind, value in forms if value is not None]
     if len(found) != 1:
         names = ", ".join(f"`{kind}`" for kind, _ in forms)
         message = f"`structured_outputs` needs exactly one of {names}."

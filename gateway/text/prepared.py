@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from engine import wire
-from gateway.breathing import Breath
+from gateway.process.breathing import Breath
 from gateway.text.image_ids import ImageIds, PackedImage, pack_images, spans_of, unpack_image, with_spans
 from gateway.tools.answer import AnswerFormat
 

@@ -277,7 +277,7 @@ topologySpreadConstraints:
 {{ .engine.serviceAccount.name | default (ternary .name "" .engine.serviceAccount.create) }}
 {{- end }}
 
-{{/* Models of a pool that may have to be downloaded, as arguments of `python -m engine.download` */}}
+{{/* Models of a pool that may have to be downloaded, as arguments of `python -m engine.models.download` */}}
 {{- define "yardstick.models" -}}
 {{- if .model }}
 - {{ printf "%s%s" .model (ternary "" (printf "@%s" .revision) (eq .revision "")) | quote }}
@@ -309,7 +309,7 @@ topologySpreadConstraints:
 name: download
 image: {{ include "yardstick.engineImage" (dict "root" .root "engine" .engine) }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-command: [python, -m, engine.download]
+command: [python, -m, engine.models.download]
 args:
   {{- if .waits }}
   - --wait={{ .engine.startupSeconds }}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from gateway import watchdog
 from gateway.__main__ import main
+from gateway.process import watchdog
 
 if __name__ == "__main__":
     watchdog.BUSY_SECONDS = watchdog.CALM_SECONDS = watchdog.IDLE_SECONDS = 0.001

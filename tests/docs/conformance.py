@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from gateway.reading.endpoints import ENDPOINTS
 from gateway.schemas.parameters import ALL, GENERATING, IGNORED, REFUSED, Endpoint
-from gateway.text.reading.endpoints import ENDPOINTS
 
 Cell = Literal["works", "refused", "ignored"]
 

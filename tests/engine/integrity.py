@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Container
 
 from engine.batch import Batch, CandidatePass
-from engine.core import Branch, Request
-from engine.generation import GenerateRequest
 from engine.ints import Ints
-from engine.item_group import ItemBlock, ItemGroup
+from engine.requests.core import Branch, Request
+from engine.requests.generation import GenerateRequest
+from engine.requests.item_group import ItemBlock, ItemGroup
 from engine.scheduling.allocation import KVPool
 from engine.scheduling.flow import rank
 from engine.scheduling.scheduler import Scheduler

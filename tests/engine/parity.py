@@ -27,7 +27,7 @@ def make_model(directory: Path, family: str, kind: str) -> Path:
     return write_pooling(directory, {"last": "lasttoken", "mean": "mean_tokens"}[pooling])
 
 
-def readouts_of(kind: str) -> list[wire.Readout]:
+def readouts_of(kind: str) -> list[wire.ScoreReadout]:
     """Readouts that a model of one of :data:`MODELS` has."""
     if kind == "classes":
         return [wire.Classes()]
@@ -55,7 +55,7 @@ class Reference:
     def rows(self, message: wire.Score) -> list[list[float]]:
         return [self.row(message.prefix, branch, message.readout) for branch in message.branches]
 
-    def row(self, prefix: list[int], branch: list[int], readout: wire.Readout) -> list[float]:
+    def row(self, prefix: list[int], branch: list[int], readout: wire.ScoreReadout) -> list[float]:
         tokens = prefix + branch
         if isinstance(readout, wire.Classes):
             return self.model(torch.tensor([tokens])).logits[0].tolist()

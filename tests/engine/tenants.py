@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Request, ScoreRequest
-from engine.generation import GenerateRequest
 from engine.kvcache.slots import SlotPool
+from engine.requests.core import Request, ScoringRequest
+from engine.requests.generation import GenerateRequest
 from engine.scheduling.scheduler import Budget, Scheduler
 
 STEP_SECONDS, TOKEN_SECONDS = 0.002, 0.0001
@@ -37,7 +37,7 @@ def scores(query: int = 20, items: int = 20, length: int = 30) -> Maker:
             return [rng.randrange(1 << 20)] * count
 
         branches = [tokens(rng.randint(length // 2, length * 3 // 2)) for _ in range(items)]
-        return ScoreRequest.of(wire.Score(name, tokens(query), branches, wire.Labels([1]), caller=caller), now)
+        return ScoringRequest.of(wire.Score(name, tokens(query), branches, wire.Labels([1]), caller=caller), now)
 
     return make
 

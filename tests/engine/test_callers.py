@@ -17,7 +17,7 @@ from engine import wire
 from engine.build import build_loop
 from engine.checks import MAX_CALLER_CHARACTERS
 from engine.loop import Loop
-from engine.request_log import BURST, LINES_PER_SECOND, RequestLog
+from engine.replies.request_log import BURST, LINES_PER_SECOND, RequestLog
 from engine.serving import metrics
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
@@ -49,7 +49,7 @@ def lines() -> Iterator[list[logging.LogRecord]]:
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record)
 
-    logger, handler = logging.getLogger("engine.request_log"), Keep()
+    logger, handler = logging.getLogger("engine.replies.request_log"), Keep()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield records
@@ -187,10 +187,10 @@ def test_the_log_names_requests_that_end_without_a_result(build, lines, monkeypa
 
 
 def test_what_ends_well_is_logged_for_debugging_only(build, caplog):
-    with caplog.at_level(logging.INFO, "engine.request_log"):
+    with caplog.at_level(logging.INFO, "engine.replies.request_log"):
         run(build(), score("s"))
     assert not caplog.records
-    with caplog.at_level(logging.DEBUG, "engine.request_log"):
+    with caplog.at_level(logging.DEBUG, "engine.replies.request_log"):
         run(build(), score("s"), wire.Generate("g", TOKENS, wire.Sampling(max_tokens=2, n=2, ignore_eos=True)))
     assert [record.getMessage().split()[1] for record in caplog.records] == ["finished", "finished"]
 
@@ -220,7 +220,7 @@ def test_a_reader_that_stops_does_not_stop_the_engine():
 import logging
 from engine.serving import logs
 from engine import wire
-from engine.request_log import RequestLog
+from engine.replies.request_log import RequestLog
 handler, clock = logs.start(), iter(range(1 << 30))
 log = RequestLog(clock.__next__)
 for place in range(5000):

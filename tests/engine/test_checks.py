@@ -13,7 +13,7 @@ LIMITS = wire.Limits(max_branches=10_000, max_slots=1 << 20, max_logprobs=20, ma
 INFO = wire.Info("m", "f", 300, 1 << 20, [1], ["score", "generate", "embed"], LIMITS, embedding_size=64)
 
 
-def problem(prefix: list[int], branches: list[list[int]], readout: wire.Readout) -> str | None:
+def problem(prefix: list[int], branches: list[list[int]], readout: wire.ScoreReadout) -> str | None:
     return check(wire.Score("s", prefix, branches, readout), INFO)
 
 
@@ -44,7 +44,7 @@ def test_a_likelihood_needs_a_prefix() -> None:
         (wire.Embedding(dimensions=32), [1], 32),
     ],
 )
-def test_the_answer_is_bounded(readout: wire.Readout, branch: list[int], row: int) -> None:
+def test_the_answer_is_bounded(readout: wire.ScoreReadout, branch: list[int], row: int) -> None:
     most = MAX_NUMBERS // row
     assert problem([1], [branch] * most, readout) is None
     expected = f"The answer would have {(most + 1) * row} numbers, at most {MAX_NUMBERS} are allowed; send fewer branches."

@@ -10,10 +10,10 @@ import pytest
 
 from engine import wire
 from engine.batch import Batch
-from engine.core import Branch, Request, ScoreRequest
-from engine.generation import GenerateRequest
 from engine.ints import Ints
 from engine.kvcache.slots import SlotPool
+from engine.requests.core import Branch, Request, ScoringRequest
+from engine.requests.generation import GenerateRequest
 from engine.scheduling import scheduler as scheduling
 from engine.scheduling.allocation import Allocator
 from engine.scheduling.scheduler import Budget, Scheduler
@@ -54,7 +54,7 @@ class Played:
         return told
 
     def _valued(self, batch: Batch) -> list[Any]:
-        return [segment for segment in batch.lenvm_segments if isinstance(segment.request, ScoreRequest)]
+        return [segment for segment in batch.lenvm_segments if isinstance(segment.request, ScoringRequest)]
 
     def _take(self, branch: Branch) -> None:
         request = branch.request
@@ -71,7 +71,7 @@ class Played:
         caller = wire.Caller(tenant=draws.choice("aab"))
         if draws.random() < 0.2:
             items = [[draws.randrange(9) for _ in range(draws.randint(1, 9))] for _ in range(3)]
-            return ScoreRequest.of(wire.Score(name, prompt, items, wire.Labels([1]), caller=caller), 0.0)
+            return ScoringRequest.of(wire.Score(name, prompt, items, wire.Labels([1]), caller=caller), 0.0)
         penalty = 0.0 if draws.random() < 0.8 else 1.0  # with one, a draw needs the tokens before it
         sampling = wire.Sampling(max_tokens=draws.randint(0, 30), n=draws.choice((1, 1, 1, 2)), presence_penalty=penalty)
         guidance = wire.LengthGuidance(scale=2.0) if self._lenvm_pool is not None and draws.random() < 0.7 else None

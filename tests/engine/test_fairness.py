@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import wire
-from engine.core import Request, ScoreRequest
+from engine.requests.core import Request, ScoringRequest
 from engine.scheduling.scheduler import CONTENDED_SHARE
 from tests.engine.integrity import SlotContents, check
 from tests.engine.tenants import Clock, Simulation, Tenant, mixed, scores, texts
@@ -226,7 +226,7 @@ def test_requests_age():
     scheduler = make(tokens=1, running=1, clock=clock)
 
     def add(name: str, priority: int) -> None:
-        scheduler.add(ScoreRequest.of(wire.Score(name, [], [[1]], wire.Labels([1]), priority=priority), clock.now))
+        scheduler.add(ScoringRequest.of(wire.Score(name, [], [[1]], wire.Labels([1]), priority=priority), clock.now))
 
     add("plain", 0)
     began = None

@@ -21,7 +21,6 @@ from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import FixedTritonAttention, TritonAttention
 from engine.batch import Batch, ExtendSegment
 from engine.build import build_loop, make_graphs
-from engine.core import Request
 from engine.device.cuda_graphs import Captured, CudaCapture, Graphs
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
@@ -29,6 +28,7 @@ from engine.loop import Loop
 from engine.models.decoder import Decoder, FusedAttend
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
+from engine.requests.core import Request
 from engine.runner.graphs import StepGraphs
 from engine.runner.runner import PendingStep, Runner
 from engine.scheduling.scheduler import Budget

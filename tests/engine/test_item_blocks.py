@@ -11,10 +11,10 @@ import pytest
 
 from engine import wire
 from engine.batch import Batch
-from engine.core import Branch, Request
-from engine.counters import Counters
-from engine.item_group import ItemBlock, ItemGroup
-from engine.item_results import ItemResults
+from engine.replies.counters import Counters
+from engine.replies.item_results import ItemResults
+from engine.requests.core import Branch, Request
+from engine.requests.item_group import ItemBlock, ItemGroup
 from engine.scheduling import admission
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.integrity import SlotContents, check

@@ -48,7 +48,9 @@ def make_loop(checkpoint: Path, **settings: object) -> Loop:
     return build_loop(EngineSettings(model=str(checkpoint), name="test", **(defaults | settings)))
 
 
-def message(name: str, items: list[list[int]], query: list[int], readout: wire.Readout = LABELS, **fields: Any) -> wire.ScoreItems:
+def message(
+    name: str, items: list[list[int]], query: list[int], readout: wire.ScoreReadout = LABELS, **fields: Any
+) -> wire.ScoreItems:
     ids, lengths = [token for item in items for token in item], list(map(len, items))
     return wire.ScoreItems(name, wire.pack_ids(ids), wire.pack_ids(lengths), query, readout, **fields)
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import capacity, wire
+from engine import wire
 from engine.build import build_loop
-from engine.capacity import default_slots
 from engine.loop import Loop
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
 from engine.settings import EngineSettings
+from engine.startup import capacity
+from engine.startup.capacity import default_slots
 from kernels.quantize import FP8
 from tests.checkpoints import make_checkpoint
 from tests.engine.parity import some_tokens

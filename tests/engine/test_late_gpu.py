@@ -112,7 +112,7 @@ class Late:
         loop = assemble(decoder, given, "digest", paired, load_grammar_vocabulary(base, decoder.config))
         assert loop._overlap
         modules = "prebuilt" if given.attention == "flashinfer" else ""
-        assert loop.info.attention == wire.Attention(given.attention, "asked for", modules=modules)
+        assert loop.info.attention == wire.AttentionChoice(given.attention, "asked for", modules=modules)
         self._watch(loop)
         return loop
 

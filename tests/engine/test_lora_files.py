@@ -18,7 +18,7 @@ from engine import wire
 from engine.lora import config
 from engine.lora.errors import AdapterError
 from engine.lora.layout import Layout
-from engine.lora.manager import AdapterManager
+from engine.lora.manager import LoraManager
 from engine.lora.reader import AdapterReader
 from engine.lora.registry import AdapterRegistry
 from engine.models.config import load_config
@@ -194,7 +194,7 @@ def test_ranks_and_scales_follow_patterns() -> None:
 
 def test_commands_stay_below_the_root(adapter: Path, registry: AdapterRegistry, tmp_path: Path) -> None:
     told: list[wire.Adapters] = []
-    manager = AdapterManager(registry, told.append, root=adapter.parent)
+    manager = LoraManager(registry, told.append, root=adapter.parent)
     (adapter.parent / "link").symlink_to(tmp_path)
     for path in ("..", ".", "", "/etc", "one/../..", "link", "absent", "a\0b", str(tmp_path)):
         failed = manager.execute(wire.LoadAdapter("x", path))
@@ -204,7 +204,7 @@ def test_commands_stay_below_the_root(adapter: Path, registry: AdapterRegistry, 
     assert isinstance(manager.execute(wire.LoadAdapter("y", str(adapter))), wire.Adapter)
     assert manager.execute(wire.UnloadAdapter("y")) is None
     assert manager.execute(wire.UnloadAdapter("y")).code == "unknown_adapter"
-    without = AdapterManager(registry, told.append).execute(wire.LoadAdapter("z", "one"))
+    without = LoraManager(registry, told.append).execute(wire.LoadAdapter("z", "one"))
     assert "--lora-root" in without.message
 
 
@@ -212,7 +212,7 @@ def test_the_directory_is_watched(adapter: Path, registry: AdapterRegistry, base
     def names() -> list[str]:
         return [each.name for each in registry.description.adapters]
 
-    manager = AdapterManager(registry, lambda _: None, watched=adapter.parent)
+    manager = LoraManager(registry, lambda _: None, watched=adapter.parent)
     manager.look(settled=True)
     assert names() == ["one"]
     two = write_adapter(adapter.parent / "two", base[1], seed=2)

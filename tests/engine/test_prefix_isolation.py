@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from engine import wire
-from engine.core import Request
+from engine.requests.core import Request
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.integrity import SlotContents, check
 from tests.engine.test_scheduler import drain, generate, make, score, settle

@@ -8,9 +8,7 @@ import torch
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import Request, ScoreRequest
 from engine.device.transfer import Download, Upload
-from engine.generation import GenerateRequest
 from engine.models.loader import load_model
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.draws import DrawReadout
@@ -19,6 +17,8 @@ from engine.readouts.likelihoods import LikelihoodReadout
 from engine.readouts.logits import LabelLogitsReadout
 from engine.readouts.plan import OutputPlan
 from engine.readouts.prompts import PromptLogprobsReadout
+from engine.requests.core import Request, ScoringRequest
+from engine.requests.generation import GenerateRequest
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 
@@ -65,7 +65,7 @@ def kinds(readouts: list[Readout]) -> list[type[Readout]]:
 
 
 def test_each_request_has_its_readouts(context: ReadoutContext) -> None:
-    score = ScoreRequest.of(wire.Score("s", [1, 2], [[3], [4, 5]], wire.Labels([7, 8, 9])), 0.0)
+    score = ScoringRequest.of(wire.Score("s", [1, 2], [[3], [4, 5]], wire.Labels([7, 8, 9])), 0.0)
     drawn = GenerateRequest.of(wire.Generate("g", [1, 2, 3], wire.Sampling(n=2)), 0.0)
     echo = GenerateRequest.of(wire.Generate("e", [1, 2, 3], wire.Sampling(max_tokens=0), prompt_logprobs=1), 0.0)
     batch = batch_of(score, drawn, echo)
@@ -84,7 +84,7 @@ def test_each_request_has_its_readouts(context: ReadoutContext) -> None:
 
 
 def test_a_segment_that_does_not_complete_its_branch_has_no_output(context: ReadoutContext) -> None:
-    score = ScoreRequest.of(wire.Score("s", [], [[3, 4, 5]], wire.Labels([7])), 0.0)
+    score = ScoringRequest.of(wire.Score("s", [], [[3, 4, 5]], wire.Labels([7])), 0.0)
     batch = Batch()
     batch.add(ExtendSegment(score, score.branches[0], np.array([3, 4], np.int32), np.arange(2, dtype=np.int32)))
     batch.add(ExtendSegment(score, None, np.array([3, 4], np.int32), np.arange(2, dtype=np.int32)))
@@ -93,9 +93,9 @@ def test_a_segment_that_does_not_complete_its_branch_has_no_output(context: Read
 
 
 def test_a_step_mixes_readouts_of_scores(context: ReadoutContext) -> None:
-    plain = ScoreRequest.of(wire.Score("p", [1, 2], [[3], [4, 5]], wire.Labels([7, 8, 9])), 0.0)
-    raw = ScoreRequest.of(wire.Score("r", [1, 2], [[3], [4, 5]], wire.Labels([7], raw=True)), 0.0)
-    likely = ScoreRequest.of(wire.Score("l", [1, 2], [[3], [4, 5]], wire.Likelihood()), 0.0)
+    plain = ScoringRequest.of(wire.Score("p", [1, 2], [[3], [4, 5]], wire.Labels([7, 8, 9])), 0.0)
+    raw = ScoringRequest.of(wire.Score("r", [1, 2], [[3], [4, 5]], wire.Labels([7], raw=True)), 0.0)
+    likely = ScoringRequest.of(wire.Score("l", [1, 2], [[3], [4, 5]], wire.Likelihood()), 0.0)
     batch = batch_of(plain, raw, likely)
     plan = OutputPlan(batch, context)
     assert kinds(plan.main) == [LabelReadout, LabelLogitsReadout, LikelihoodReadout]
@@ -109,7 +109,7 @@ def test_a_step_mixes_readouts_of_scores(context: ReadoutContext) -> None:
 
 
 def test_a_likelihood_computes_the_rows_that_predict_its_tokens() -> None:
-    request = ScoreRequest.of(wire.Score("l", [1, 2], [[3], [4, 5, 6]], wire.Likelihood()), 0.0)
+    request = ScoringRequest.of(wire.Score("l", [1, 2], [[3], [4, 5, 6]], wire.Likelihood()), 0.0)
     assert request.prefix.tolist() == [1]
     assert [branch.tokens.view.tolist() for branch in request.branches] == [[2], [2, 4, 5]]
     assert [targets.tolist() for targets in request.targets] == [[3], [4, 5, 6]]
@@ -118,7 +118,7 @@ def test_a_likelihood_computes_the_rows_that_predict_its_tokens() -> None:
 
 def test_a_mean_has_the_whole_prompt_in_each_branch() -> None:
     message = wire.Score("e", [1, 2], [[3], [4, 5]], wire.Embedding())
-    last, mean = ScoreRequest.of(message, 0.0), ScoreRequest.of(message, 0.0, mean_pooling=True)
+    last, mean = ScoringRequest.of(message, 0.0), ScoringRequest.of(message, 0.0, mean_pooling=True)
     assert (last.prefix.tolist(), last.size) == ([1, 2], 5)
     assert (mean.prefix.tolist(), mean.size) == ([], 7)
     assert [branch.tokens.view.tolist() for branch in mean.branches] == [[1, 2, 3], [1, 2, 4, 5]]
@@ -126,7 +126,7 @@ def test_a_mean_has_the_whole_prompt_in_each_branch() -> None:
 
 def test_parts_of_a_likelihood_are_joined_and_replaced(context: ReadoutContext) -> None:
     """A branch computed in parts, then preempted and computed again in others."""
-    request = ScoreRequest.of(wire.Score("l", [1], [[3, 4, 5, 6, 7]], wire.Likelihood()), 0.0)
+    request = ScoringRequest.of(wire.Score("l", [1], [[3, 4, 5, 6, 7]], wire.Likelihood()), 0.0)
     (branch,) = request.branches
     rows = []
     for start, end in ((0, 2), (2, 4), (0, 3), (3, 5)):
@@ -142,7 +142,7 @@ def test_parts_of_a_likelihood_are_joined_and_replaced(context: ReadoutContext) 
 
 
 def test_values_are_read_from_the_length_models_segments(context: ReadoutContext) -> None:
-    request = ScoreRequest.of(wire.Score("v", [1], [[2], [3, 4]], wire.LengthValue()), 0.0)
+    request = ScoringRequest.of(wire.Score("v", [1], [[2], [3, 4]], wire.LengthValue()), 0.0)
     batch = batch_of(request)
     assert (len(batch.lenvm_segments), batch.segments) == (2, [])
     plan = OutputPlan(batch, context)

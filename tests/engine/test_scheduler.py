@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from engine import wire
-from engine.core import NOBODY, Branch, ScoreRequest
-from engine.counters import Counters
-from engine.generation import GenerateRequest
-from engine.item_group import ItemGroup
-from engine.item_results import ItemResults
 from engine.kvcache.slots import SlotPool
+from engine.replies.counters import Counters
+from engine.replies.item_results import ItemResults
+from engine.requests.core import NOBODY, Branch, ScoringRequest
+from engine.requests.generation import GenerateRequest
+from engine.requests.item_group import ItemGroup
 from engine.scheduling.scheduler import PREFILL_SHARE, Budget, Scheduler
 from tests.engine.integrity import SlotContents, check
 
@@ -34,8 +34,8 @@ def make(slots: int = 256, tokens: int = 32, running: int = 8, clock: Clock | No
     return Scheduler(SlotPool(slots), Budget(tokens, running), clock or Clock(), lenvm_pool=lenvm_pool)
 
 
-def score(name: str, prefix: list[int], *branches: list[int], **extra) -> ScoreRequest:
-    return ScoreRequest.of(wire.Score(name, prefix, list(branches), wire.Labels([1, 2]), **extra), 0.0)
+def score(name: str, prefix: list[int], *branches: list[int], **extra) -> ScoringRequest:
+    return ScoringRequest.of(wire.Score(name, prefix, list(branches), wire.Labels([1, 2]), **extra), 0.0)
 
 
 def generate(name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, **extra) -> GenerateRequest:
@@ -45,7 +45,7 @@ def generate(name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, **ex
 def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
     """What the loop does with a step's results."""
     done = []
-    items: dict[ItemGroup, list[tuple[ScoreRequest, list[float]]]] = {}
+    items: dict[ItemGroup, list[tuple[ScoringRequest, list[float]]]] = {}
     for segment in (*batch.segments, *batch.lenvm_segments):
         if segment.request.group is not None and segment.branch is not None and segment.completes:
             items.setdefault(segment.request.group, []).append((segment.request, [0.0]))
@@ -62,7 +62,7 @@ def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
         scheduler.finish(segment.branch)
     for segment in batch.lenvm_segments:
         request = segment.request
-        if isinstance(request, ScoreRequest) and request.group is None and segment.branch is not None and segment.completes:
+        if isinstance(request, ScoringRequest) and request.group is None and segment.branch is not None and segment.completes:
             done.append(segment.branch)
             scheduler.finish(segment.branch)
     return done
@@ -241,9 +241,9 @@ def random_request(rng: random.Random, name: str, *, guided: bool = False, calle
     kind = rng.random()
     if kind < 0.5:
         branches, priority = [some(1, 20) for _ in range(rng.randint(1, 12))], rng.choice([0, 0, 1])
-        return ScoreRequest.of(wire.Score(name, some(0, 30), branches, wire.Labels([1, 2]), priority, caller=caller), now)
+        return ScoringRequest.of(wire.Score(name, some(0, 30), branches, wire.Labels([1, 2]), priority, caller=caller), now)
     if guided and kind < 0.6:
-        return ScoreRequest.of(
+        return ScoringRequest.of(
             wire.Score(name, some(0, 30), [some(1, 20) for _ in range(rng.randint(1, 6))], wire.LengthValue(), caller=caller), now
         )
     extra: dict = {"caller": caller}

@@ -190,7 +190,7 @@ def test_a_generation_is_not_changed_by_scores_beside_it(build: Build, reference
 
 @pytest.mark.parametrize("model", [("qwen3", "causal mean")], ids="-".join, indirect=True, scope="module")
 @pytest.mark.parametrize("readout", [wire.Likelihood(), wire.Embedding()], ids=["likelihood", "mean"])
-def test_a_preempted_branch_begins_again(build: Build, reference: Reference, readout: wire.Readout) -> None:
+def test_a_preempted_branch_begins_again(build: Build, reference: Reference, readout: wire.ScoreReadout) -> None:
     """Generations grow until they take the slots of branches that were computed in part."""
     rng = random.Random(5)
     sampling = wire.Sampling(max_tokens=50, ignore_eos=True, seed=1, n=2)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine import wire
-from engine.core import ScoreRequest
+from engine.requests.core import ScoringRequest
 from tests.engine.test_scheduler import Clock, generate, make, score, settle
 
 
@@ -81,8 +81,8 @@ def test_lower_priorities_are_not_in_the_way() -> None:
     clock = Clock()
     scheduler = make(clock=clock)
 
-    def request(place: int, priority: int) -> ScoreRequest:
-        return ScoreRequest.of(wire.Score(str(place), [place], [[2] * 31], wire.Labels([1]), priority=priority), 0.0)
+    def request(place: int, priority: int) -> ScoringRequest:
+        return ScoringRequest.of(wire.Score(str(place), [place], [[2] * 31], wire.Labels([1]), priority=priority), 0.0)
 
     for place in range(10):
         scheduler.add(request(place, priority=5))

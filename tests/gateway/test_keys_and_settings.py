@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.keyring import KeyRing
+from gateway.auth.keyring import KeyRing
+from gateway.composition.load_settings import load_settings
 from gateway.settings import Settings, SettingsError
-from gateway.settings_loading import load_settings
 from tests.fakes import FakeEngine, served
 from tests.gateway.conftest import Start
 from tests.processes import wait_until

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from gateway.app import create_app
-from gateway.openapi import as_openapi_3_0
+from gateway.handling.openapi import as_openapi_3_0
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, ids
 from tests.gateway.conftest import Start, metric

@@ -17,7 +17,7 @@ from engine import wire
 from engine.options import options_of, parser
 from engine.serving import metrics
 from engine.settings import EngineSettings, ServerSettings
-from gateway.auth import ApiKey
+from gateway.keys import ApiKey
 from gateway.metrics.collectors import KeySample, ModelSample, ReplicaSample
 from gateway.metrics.telemetry import Telemetry
 from gateway.settings import PREFIX, Settings

@@ -19,7 +19,7 @@ from gateway.commands.offline.journal import Journal
 from gateway.commands.offline.parquet import import_parquet
 from gateway.commands.offline.progress import Report
 from gateway.commands.offline.rows import Row, Source, open_source
-from gateway.commands.offline.run import Limits, Runner
+from gateway.commands.offline.run import Limits, RowRunner
 from gateway.commands.offline.sender import Server
 from gateway.commands.offline.server import Running, own_server
 from gateway.commands.offline.state import Finished, State, check_same, read_state, state_of, write_state
@@ -109,7 +109,7 @@ def _run(options: OfflineOptions, task: Task, source: Source, journal: Journal) 
     with _server(options) as running, Report(f"yardstick {task.command}", source.total) as report:
         if done:
             report.say(f"continuing after row {done}")
-        asyncio.run(Runner(task, journal, report, limits, running.check).run(running.server, rows))
+        asyncio.run(RowRunner(task, journal, report, limits, running.check).run(running.server, rows))
 
 
 @contextmanager

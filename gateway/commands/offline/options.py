@@ -29,7 +29,7 @@ class Format(StrEnum):
     CSV = "csv"
 
 
-class Readout(StrEnum):
+class ReadoutOption(StrEnum):
     """Readouts of ``yardstick score``."""
 
     LABELS = "labels"
@@ -151,8 +151,8 @@ def score(
     api_key: ApiKey = None,
     model: Model = None,
     readout: Annotated[
-        Readout, typer.Option(help="With --input: probabilities of labels, or the log-probability of each item's own tokens.")
-    ] = Readout.LABELS,
+        ReadoutOption, typer.Option(help="With --input: probabilities of labels, or the log-probability of each item's own tokens.")
+    ] = ReadoutOption.LABELS,
     apply_softmax: Annotated[bool, typer.Option("--apply-softmax", help="Scale the scores of an item to a sum of 1.")] = False,
     item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
     suffix: Annotated[str, typer.Option(help="Text added to each item, such as the question to answer about it.")] = "",
@@ -173,7 +173,7 @@ def score(
 
     An item's prompt is query, item and suffix, joined without separators.
     """
-    if (labels is None) == (readout is Readout.LABELS):
+    if (labels is None) == (readout is ReadoutOption.LABELS):
         raise WrongUsage("--readout likelihood goes without --labels" if labels is not None else "give --labels, such as Yes,No")
     named = () if labels is None else tuple(labels.split(","))
     if (items is None) == (input is None):
@@ -204,7 +204,7 @@ def score(
         apply_softmax=apply_softmax,
         item_first=item_first,
         suffix=suffix,
-        likelihood=readout is Readout.LIKELIHOOD,
+        likelihood=readout is ReadoutOption.LIKELIHOOD,
         keep=tuple(keep or ()),
         batch=batch or _ROWS_A_REQUEST,
     )

@@ -102,7 +102,7 @@ def _fits(unit: Unit, item: Item, task: Task) -> bool:
     return aligned and item.group == first.group and unit.size + row.size <= _MAX_REQUEST_BYTES
 
 
-class Runner:
+class RowRunner:
     """Runs a task over the rest of an input."""
 
     def __init__(self, task: Task, journal: Journal, report: Report, limits: Limits, check: Callable[[], None]) -> None:

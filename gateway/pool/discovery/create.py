@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.pool.discovery.address import DnsAddress, ServiceAddress, parse_address
+from gateway.configuration.address import DnsAddress, ServiceAddress, parse_address
 from gateway.pool.discovery.base import Discovery
 from gateway.pool.discovery.dns import Dns
 from gateway.pool.discovery.static import Static

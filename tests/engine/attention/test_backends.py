@@ -15,10 +15,10 @@ from engine.attention.flashinfer import FlashInferAttention, send
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
 from engine.batch import ExtendSegment
-from engine.core import Request
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
+from engine.requests.core import Request
 from kernels.attention_spec import AttentionSpec
 from kernels.qk_norm_rope import qk_norm_rope_write_reference
 from tests.engine.device import no_waiting, skip_without_flashinfer

@@ -10,10 +10,10 @@ from engine.attention.base import AttentionBackend
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton import TritonAttention
 from engine.batch import ExtendSegment
-from engine.core import Request
 from engine.ints import EMPTY
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
+from engine.requests.core import Request
 
 LAYERS, KV_HEADS = 2, 2
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from engine.attention import reference
 from engine.attention.reference import ReferenceAttention, Tile, tiles
 from engine.batch import ExtendSegment
-from engine.core import Request
 from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.decoder import Heads
+from engine.requests.core import Request
 
 HEADS, KV_HEADS, HEAD_DIM, SLOTS = 6, 2, 16, 400
 

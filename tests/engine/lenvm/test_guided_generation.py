@@ -15,9 +15,9 @@ import torch
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
-from engine.core import PENDING
 from engine.lenvm import guided_draws
 from engine.loop import Loop
+from engine.requests.core import PENDING
 from engine.runner.runner import PendingStep
 from kernels.candidates import candidates_triton
 from kernels.length_tilt import length_tilt_triton

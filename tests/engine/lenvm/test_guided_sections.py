@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from engine import wire
-from engine.length_guidance import GuidedSection
 from engine.loop import Loop
+from engine.requests.length_guidance import GuidedSection
 from tests.checkpoints import END_OF_TURN
 from tests.engine.lenvm.plain import Draw, Plain
 from tests.engine.lenvm.writing import build_guided, guidance, make_pair, run, some_tokens, tokens_of

@@ -70,7 +70,7 @@ def at(scale: float) -> wire.LengthGuidance:
     return wire.LengthGuidance(scale=scale)
 
 
-def aimed(constraint: wire.Constraint, target: int) -> list[int]:
+def aimed(constraint: wire.LengthConstraint, target: int) -> list[int]:
     """Lengths of 64 texts."""
     guidance = wire.LengthGuidance(constraint=constraint, target_length=target)
     return [length(text) for text in written(guidance, 64, MIN_P)]

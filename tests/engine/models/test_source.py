@@ -163,7 +163,7 @@ def test_what_is_no_hub_id_is_looked_for_here_only(name: str) -> None:
 
 
 def download(endpoint: str, cache: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "engine.download", *arguments]
+    command = [sys.executable, "-m", "engine.models.download", *arguments]
     return subprocess.Popen(command, env=environment(endpoint, cache), stderr=subprocess.PIPE, text=True)
 
 
@@ -180,7 +180,7 @@ def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: P
             with download(endpoint, tmp_path, "me/value@v1") as done:
                 assert (done.wait(60), waits.wait(60)) == (0, 0)
         with download(endpoint, tmp_path, "me/nothing") as missing:
-            assert "engine.download: There is no directory and no hub model me/nothing" in missing.communicate(timeout=60)[1]
+            assert "engine.models.download: There is no directory and no hub model me/nothing" in missing.communicate(timeout=60)[1]
         assert missing.returncode == 1
     offline = located("me/value", "http://127.0.0.1:1", tmp_path, "v1")
     assert Path(offline.stdout.splitlines()[-1]).name == OLD_COMMIT

@@ -17,7 +17,7 @@ from engine.runner.graphs import StepGraphs
 from engine.runner.runner import PendingStep
 from engine.scheduling.scheduler import Budget
 from engine.settings import EngineSettings
-from engine.warm_up import requests
+from engine.startup.warm_up import requests
 from tests.engine.lenvm.writing import run
 from tests.engine.test_graphs import Replanned, Rerun
 from tests.engine.vision.models import Reference, make_vision_checkpoint, shown, some_image, some_text
@@ -129,7 +129,7 @@ def test_likelihoods_of_branches_with_images(checkpoint: Path, reference: Refere
 
 
 @pytest.mark.parametrize("readout", [wire.Labels(LABELS), wire.Likelihood()], ids=["labels", "likelihood"])
-def test_items_first(readout: wire.Readout, checkpoint: Path, reference: Reference) -> None:
+def test_items_first(readout: wire.ScoreReadout, checkpoint: Path, reference: Reference) -> None:
     rng, images = random.Random(5), [some_image(50, 4, 6), some_image(51, 6, 2), some_image(52, 2, 8)]
     items = [
         shown(0, images[0]) + some_text(rng, 3, 5),

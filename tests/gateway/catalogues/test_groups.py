@@ -171,7 +171,7 @@ def test_engines_learn_no_ids(served: tuple[FakeEngine, httpx.Client]) -> None:
 
 
 def test_the_key_file_has_the_permission(tmp_path: Path) -> None:
-    from gateway.auth import parse_keys
+    from gateway.keys import parse_keys
 
     def keys(value: str) -> bytes:
         return json.dumps({"keys": [{"name": "a", "sha256": "ab" * 32, "catalogues": value}]}).encode()

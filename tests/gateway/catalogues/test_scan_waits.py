@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine import wire
-from gateway.routes.patience import MOST_LOSSES
+from gateway.handling.retry_deadline import MOST_LOSSES
 from tests.fakes import FakeEngine
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until

@@ -16,17 +16,8 @@ from gateway.catalogues.copies import Copies
 from gateway.catalogues.memory import MemoryCatalogues
 from gateway.catalogues.record import packed, row_of
 from gateway.catalogues.shared import RedisCatalogues
-from gateway.catalogues.store import (
-    CATALOGUE_BYTES,
-    ITEM_BYTES,
-    CatalogueStore,
-    Full,
-    Missing,
-    Spec,
-    StoreBounds,
-    TooLarge,
-    Unavailable,
-)
+from gateway.catalogues.store import CATALOGUE_BYTES, ITEM_BYTES, CatalogueStore, Full, Missing, Spec, TooLarge, Unavailable
+from gateway.configuration.bounds import CatalogueBounds
 from gateway.metrics.telemetry import Telemetry
 from gateway.redis.link import Link
 from gateway.text.catalogue import Template
@@ -34,7 +25,7 @@ from tests.gateway.conftest import closed
 from tests.redis import RedisServer
 
 SPEC = Spec(model="m", text="t", template=Template())
-WIDE = StoreBounds(1 << 30, 1 << 30)
+WIDE = CatalogueBounds(1 << 30, 1 << 30)
 KINDS = ["memory", pytest.param("redis", marks=pytest.mark.redis)]
 
 
@@ -53,7 +44,7 @@ def redis() -> Iterator[RedisServer]:
 
 @asynccontextmanager
 async def store(
-    request: pytest.FixtureRequest, kind: str, bounds: StoreBounds = WIDE, *, gateways: int = 1, copies: int = 1 << 20
+    request: pytest.FixtureRequest, kind: str, bounds: CatalogueBounds = WIDE, *, gateways: int = 1, copies: int = 1 << 20
 ) -> AsyncIterator[tuple[Now, list[CatalogueStore]]]:
     """A store, as several gateways see it."""
     now = Now()
@@ -138,7 +129,7 @@ async def test_items_expire(request: pytest.FixtureRequest, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_full_store_refuses_and_keeps_what_it_has(request: pytest.FixtureRequest, kind: str) -> None:
     size = ITEM_BYTES + 2 + len(items(1)[0][1])
-    bounds = StoreBounds(CATALOGUE_BYTES + 5 * size, 2 * CATALOGUE_BYTES + 8 * size)
+    bounds = CatalogueBounds(CATALOGUE_BYTES + 5 * size, 2 * CATALOGUE_BYTES + 8 * size)
     async with store(request, kind, bounds) as (_, (one,)):
         epoch = (await one.create("a", "c", SPEC)).epoch
         with pytest.raises(Full) as full:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gateway import cli
+from gateway.auth.keyring import KeyRing
 from gateway.commands.launch import become
 from gateway.commands.serve import ServeOptions, _engine_arguments, _Models
-from gateway.keyring import KeyRing
 
 HEAVY = ("torch", "litestar", "httpx", "tokenizers", "engine", "numpy")
 

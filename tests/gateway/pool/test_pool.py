@@ -17,7 +17,7 @@ from gateway.pool.discovery.base import Endpoint
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica, ServedModel
-from gateway.text.workers import Capacity, Workers
+from gateway.workers.workers import Capacity, Workers
 from tests.fakes import FakeEngine, served
 from tests.processes import until
 

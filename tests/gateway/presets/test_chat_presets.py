@@ -15,6 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.wire import TokenizerFiles
 from gateway.presets.select import builtin_presets
+from gateway.reading.endpoint import Model, TextSide
+from gateway.reading.rerank import RERANK
+from gateway.reading.texts import CLASSIFY
 from gateway.schemas.classify import ClassifyRequest
 from gateway.schemas.rerank import RerankRequest
 from gateway.text.bounds import UNBOUND
@@ -22,9 +25,6 @@ from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
 from gateway.text.prepared import Prepared
 from gateway.text.preset_template import PresetTemplate
-from gateway.text.reading.endpoint import Model, TextSide
-from gateway.text.reading.rerank import RERANK
-from gateway.text.reading.texts import CLASSIFY
 from gateway.text.tokenizer import Tokenizer
 
 PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

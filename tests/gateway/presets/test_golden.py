@@ -15,6 +15,8 @@ import pytest
 
 from engine.wire import TokenizerFiles
 from gateway.presets.select import builtin_presets
+from gateway.reading.endpoint import Model, TextSide
+from gateway.reading.pairs import Pairs
 from gateway.schemas.truncation import Truncation
 from gateway.text.bounds import UNBOUND
 from gateway.text.catalogue import Frame, TemplateError
@@ -23,8 +25,6 @@ from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
 from gateway.text.preset_template import PresetTemplate
 from gateway.text.prompts import PrefixAndBranches
-from gateway.text.reading.endpoint import Model, TextSide
-from gateway.text.reading.pairs import Pairs
 from gateway.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent / "golden"

@@ -11,11 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.configuration.bounds import ResponseBounds
 from gateway.metrics.telemetry import Telemetry
 from gateway.redis.connect import open_client
 from gateway.redis.link import Link
 from gateway.responses.shared import RedisStore
-from gateway.responses.store import ENTRY_BYTES, Bounds, MemoryStore, Stored, Unavailable
+from gateway.responses.store import ENTRY_BYTES, MemoryStore, Stored, Unavailable
 from gateway.settings import Settings
 from gateway.text.prepared import Items
 from tests.fakes import FakeEngine, ids
@@ -23,7 +24,7 @@ from tests.gateway.conftest import Clock, Start, closed, metric
 from tests.processes import wait_until
 from tests.redis import RedisServer, cluster
 
-SMALL = Bounds(8, 8 * ENTRY_BYTES, 60.0)
+SMALL = ResponseBounds(8, 8 * ENTRY_BYTES, 60.0)
 
 
 def entry(size: int = 0, item: bytes = b"") -> Stored:
@@ -84,7 +85,7 @@ def server() -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def redis_store(url: str, bounds: Bounds = SMALL, prefix: str = "test") -> AsyncIterator[RedisStore]:
+async def redis_store(url: str, bounds: ResponseBounds = SMALL, prefix: str = "test") -> AsyncIterator[RedisStore]:
     link = Link(open_client(Settings(engines=("http://x",), redis_url=url)), Telemetry(), seconds=2)
     await closed(link)
     yield RedisStore(link, bounds, prefix=prefix)
@@ -122,7 +123,7 @@ def test_both_stores_keep_the_same_responses(server: RedisServer, seed: int) -> 
 @pytest.mark.redis
 def test_expired_responses_leave_redis(server: RedisServer) -> None:
     async def check() -> None:
-        async with redis_store(server.url, Bounds(8, 1 << 20, 0.2), "expiry") as store:
+        async with redis_store(server.url, ResponseBounds(8, 1 << 20, 0.2), "expiry") as store:
             assert await store.put("a", id_of(1), entry(item=b'{"role":"user"}'))
             found = await store.get("a", id_of(1))
             assert found is not None

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.routes import scoring
-from gateway.text.reading import likelihood
+from gateway.handling import scoring
+from gateway.reading import likelihood
 from tests.fakes import FakeEngine, ids, library, logprobs_after
 
 QUERY = "Is it relevant?"

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from tokenizers import Tokenizer as Library
 
+from gateway.reading.endpoint import Model, TextSide
+from gateway.reading.tokenize import TOKENIZE
 from gateway.schemas.chat import ChatMessage
 from gateway.schemas.tokenize import TokenizeRequest, TokenizeResponse
 from gateway.text.bounds import Bounds
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.facts import Facts
-from gateway.text.reading.endpoint import Model, TextSide
-from gateway.text.reading.tokenize import TOKENIZE
 from gateway.text.tokenizer import Tokenizer
-from tests.gateway.text.test_special import KINDS, Chat
+from tests.gateway.reading.test_special import KINDS, Chat
 from tests.gateway.text.test_tokenizer import TEXT
 
 MESSAGES = [ChatMessage("system", "Be brief."), ChatMessage("user", "naïve 😀")]

@@ -1,0 +1,1 @@
+"""Vision towers, and the decoder that takes their embeddings."""

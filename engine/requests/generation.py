@@ -1,0 +1,170 @@
+"""Requests for generations: the request of a caller, and with length guidance the same request on the length model.
+
+A generation gives each of its ``n`` sequences a branch, which starts with the prompt's last token and grows by the drawn tokens.
+
+A guided generation has an :class:`AuxRequest`: the same tokens on the length model, in slots of that model. Each of its branches
+has an aux branch there. The length model computes a drawn token before it is drawn, as one of the candidates, so an aux branch
+that keeps up has a slot for one token more than is known. An aux branch that was skipped, or lost its slots, has pending tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from engine import wire
+from engine.ints import EMPTY, IntBuffer, Ints, ints
+from engine.lora.adapter import LoadedAdapter
+from engine.requests.core import Branch, Request
+from engine.requests.length_guidance import GuidedSection, closing, effective, section_of, top_k
+from engine.structured.bits import Bits, bits_of, words_of
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class AuxRequest(Request):
+    """The length model's side of a guided generation."""
+
+    owner: GenerateRequest
+    on_lenvm: bool = True
+
+    @property
+    def main_request(self) -> Request:
+        return self.owner
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class GenerateRequest(Request):
+    """``n`` continuations of one prompt."""
+
+    message: wire.Generate
+    prompt: Ints
+    length_guidance: wire.LengthGuidance | None = None
+    """None also where the message's guidance has no effect."""
+    packed_guidance: bytes = b""
+    """:func:`engine.lenvm.guided_rows.pack` of it; empty before the first guided draw."""
+    section_ends: tuple[int, ...] = ()
+    """Tokens, beside the end of sequence, that end the guided section."""
+    candidates: int = 0
+    """Largest number of tokens that the length model evaluates for a draw."""
+    aux_request: AuxRequest | None = None
+    allowed: Bits | None = None
+    """``Sampling.allowed_token_ids``."""
+    depends_on_output: bool = False
+    """Whether penalties or ``bad_words`` make a draw depend on the tokens drawn before it other than through the model."""
+
+    @classmethod
+    def of(cls, message: wire.Generate, received: float, adapter: LoadedAdapter | None = None) -> GenerateRequest:
+        """A prompt whose own log-probabilities are asked for is computed by its first branch, the others share a prefix."""
+        prompt = ints(message.prompt)
+        whole = message.prompt_logprobs is not None
+        prefix, start = (EMPTY, prompt) if whole else (prompt[:-1], prompt[-1:])
+        request = cls(
+            id=message.id,
+            prefix=prefix,
+            caller=message.caller,
+            adapter=adapter,
+            size=len(prefix) + message.sampling.n * len(start),
+            received=received,
+            priority=message.priority,
+            expires=None if message.deadline is None else received + message.deadline,
+            message=message,
+            prompt=prompt,
+            length_guidance=effective(message),
+            allowed=_allowed(message.sampling),
+            depends_on_output=_depends_on_output(message.sampling),
+        )
+        request.branches = [Branch(request, i, IntBuffer(start)) for i in range(message.sampling.n)]
+        if message.thinking_limit is not None:
+            for branch in request.branches:
+                branch.thinking = GuidedSection(message.thinking_limit.thinking, "thinking")
+        if request.length_guidance is not None:
+            request.candidates = top_k(message)
+            request.section_ends = (*message.sampling.stop_token_ids, *closing(request.length_guidance))
+            request.aux_request = AuxRequest(id=message.id, prefix=request.prefix, caller=message.caller, owner=request)
+            for branch in request.branches:
+                branch.section = section_of(request.length_guidance)
+                branch.aux_branch = Branch(request.aux_request, branch.index, branch.tokens, main_branch=branch)
+                request.aux_request.branches.append(branch.aux_branch)
+        return request
+
+    @property
+    def kind(self) -> type[msgspec.Struct]:
+        return wire.Generate
+
+    @property
+    def with_aux(self) -> tuple[Request, ...]:
+        return (self,) if self.aux_request is None else (self, self.aux_request)
+
+    @property
+    def reserve(self) -> int:
+        aux = self.aux_request
+        if self.prefix.size != self.prefix_slots.size or (aux is not None and aux.prefix.size != aux.prefix_slots.size):
+            return 0
+        return len(self.branches) * (1 + self.candidates)
+
+    def draws(self, branch: Branch) -> bool:
+        """Whether a token is drawn behind the newest of ``branch``."""
+        return self.offset(branch) < self.message.sampling.max_tokens
+
+    def may_run_ahead(self, branch: Branch) -> bool:
+        if self.depends_on_output or branch.constraint is not None or branch.draft.size:
+            return False
+        if branch.section is not None:
+            self.guided_from(branch)  # reads the known tokens
+            if not branch.section.settled:
+                return False
+        if branch.thinking is not None and self._may_be_forced(branch, self.offset(branch) + 1):
+            self.forced_token(branch)  # reads the known tokens
+            if not branch.thinking.settled:
+                return False
+        return self.offset(branch) + 1 < self.message.sampling.max_tokens
+
+    def guided_from(self, branch: Branch) -> int | None:
+        """Return the number of output tokens before the section that is guided; None if the next draw of ``branch`` is not guided.
+        The newest token must be known, unless the section is settled."""
+        if self.length_guidance is None or (branch.thinking is not None and self.forced_token(branch) is not None):
+            return None
+        if branch.section is None:
+            return 0
+        if not branch.section.settled:
+            branch.section.read(self.output(branch))
+        return branch.section.begin
+
+    def forced_token(self, branch: Branch) -> int | None:
+        """Return the token that ends the thinking section, if the next draw of ``branch`` must be it. A branch that runs ahead
+        is below the limit."""
+        if branch.thinking is None or branch.pending or not self._may_be_forced(branch, self.offset(branch)):
+            return None
+        branch.thinking.read(self.output(branch))
+        limit = self.message.thinking_limit
+        assert limit is not None
+        return None if branch.thinking.begin is None else limit.thinking.close
+
+    def _may_be_forced(self, branch: Branch, position: int) -> bool:
+        """Whether the limit of thinking is reached at an output position, if the section is still open there."""
+        limit = self.message.thinking_limit
+        if limit is None or branch.thinking is None or branch.thinking.settled:
+            return False
+        return position - (limit.thinking.open is not None) >= limit.tokens
+
+    def offset(self, branch: Branch) -> int:
+        """Output tokens of ``branch`` so far, those of an earlier attempt included."""
+        return self.message.resume_offset + branch.tokens.size - branch.given
+
+    def output(self, branch: Branch) -> Ints:
+        """Output tokens of ``branch`` so far, those of an earlier attempt included."""
+        earlier = self.prompt[len(self.prompt) - self.message.resume_offset :]
+        return np.concatenate([earlier, branch.outputs])
+
+
+def _depends_on_output(sampling: wire.Sampling) -> bool:
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    return penalties != (0.0, 0.0, 1.0) or any(len(word) > 1 for word in sampling.bad_words)
+
+
+def _allowed(sampling: wire.Sampling) -> Bits | None:
+    if sampling.allowed_token_ids is None:
+        return None
+    return bits_of(sampling.allowed_token_ids, words_of(max(sampling.allowed_token_ids) + 1))

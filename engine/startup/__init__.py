@@ -1,0 +1,1 @@
+"""What is done once, before an engine is ready."""

@@ -1,0 +1,1 @@
+"""Who may use the gateway: keys that are valid now, and the tenants behind them."""

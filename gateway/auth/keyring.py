@@ -1,0 +1,224 @@
+"""The currently valid keys: reads the key file again, in its own thread, whenever it changes.
+
+======================================  ==================================================================================
+state of the file at a check            valid keys
+======================================  ==================================================================================
+valid                                   those of the file, possibly none
+missing or empty at two checks in turn  none: deleting the file revokes every key
+unreadable or invalid                   those of the last valid version for ``stale_seconds``; then requests get status 503
+======================================  ==================================================================================
+
+A single check without a file is no proof of deletion, because a mounted volume may be replaced in several steps. An unreadable file
+says nothing about the keys, so the status is 503 and not 401, after which clients would discard a valid key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import msgspec
+
+from gateway.errors import KeysUnavailable
+from gateway.keys import SHARED_GROUP, ApiKey, parse_keys
+from gateway.metrics.collectors import KeySample
+from gateway.metrics.telemetry import Telemetry
+from gateway.settings import CacheIsolation, SettingsError
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""Interval between two checks of the file."""
+LOOKS_TO_REVOKE = 2
+"""Consecutive checks that must find a missing or empty file before all keys are revoked."""
+HANG_SECONDS = 10.0
+"""A check that takes longer, as on a network file system that hangs, counts as failed."""
+MAX_FILE_BYTES = 2 << 20
+"""Largest key file, about 20,000 keys. Kubernetes Secrets have at most 1 MiB. Splitting a file of this size into entries holds the
+interpreter's lock for 4 ms."""
+RETRY_SECONDS = 5.0
+"""Retry-After of requests that are refused because the file cannot be read."""
+
+
+class Version(NamedTuple):
+    """Identity of the file's content; it changes whenever the file, or the link to it, changes."""
+
+    device: int
+    inode: int
+    mode: int
+    """Mode bits, because permissions may make the file unreadable or writable by others."""
+    modified: int
+    changed: int
+    size: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """Return the version of a file with ``status``."""
+        return cls(status.st_dev, status.st_ino, status.st_mode, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+
+
+class _Missing(Enum):
+    """The file does not exist, or is empty."""
+
+    FILE = auto()
+    CONTENT = auto()
+
+
+class KeyRing:
+    """Keeps the valid keys. :meth:`look` runs in one thread at a time, :meth:`find` in the event loop's thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        stale_seconds: float = 300.0,
+        isolation: CacheIsolation = "key",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read the file. Raises :class:`SettingsError` for an unusable file."""
+        self._path = path
+        self._stale_seconds = stale_seconds
+        self._isolation = isolation
+        self._clock = clock
+        self._stop = threading.Event()
+        self._missed = 0
+        self._problem: str | None = None
+        self._refusing = False
+        try:
+            self._version, content = _read(path)
+            if isinstance(content, _Missing):
+                raise ValueError("the file is empty" if content is _Missing.CONTENT else "No such file or directory")
+            self._keys = self._parsed(content)
+        except (OSError, ValueError) as error:
+            raise SettingsError(_complaint(path, error)) from None
+        self._confirm()
+        self._warn_of_writers()
+        if not self._keys:
+            logger.warning("%s lists no API key: every request to /v1 is refused", path)
+
+    def find(self, key: str) -> ApiKey | None:
+        """Return the entry of ``key``, expired or not. Raises :class:`KeysUnavailable`."""
+        self.check_usable()
+        return self._keys.get(hashlib.sha256(key.encode()).digest())
+
+    def check_usable(self) -> None:
+        """Raise :class:`KeysUnavailable` if no key is accepted because the file cannot be read."""
+        if self._clock() > self._good_until:
+            message = "The server cannot read its API keys, so it accepts none at the moment; your key may be valid. Try again."
+            raise KeysUnavailable(message, retry_after=RETRY_SECONDS)
+
+    def sample(self) -> KeySample:
+        """Return the state of the key file for the metrics."""
+        age = self._clock() - self._confirmed
+        return KeySample(len(self._keys), age, stale=self._problem is not None or age > HANG_SECONDS)
+
+    def start(self, telemetry: Telemetry) -> None:
+        """Check the file once a second until :meth:`stop`. The thread is not joined, because a check may hang."""
+        telemetry.watch_keys(self.sample)
+        threading.Thread(target=self._follow, args=[telemetry], name="api-keys", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop checking the file."""
+        self._stop.set()
+
+    def look(self, telemetry: Telemetry) -> None:
+        """Check the file once; read it if it has changed or was unusable before."""
+        try:
+            if self._problem is None and Version.of(self._path.stat()) == self._version:
+                self._confirm()
+                return
+            version, content = _read(self._path)
+            if isinstance(content, _Missing):
+                self._miss(content, telemetry)
+                return
+            keys = self._parsed(content)
+        except FileNotFoundError:
+            self._miss(_Missing.FILE, telemetry)
+        except (OSError, ValueError) as error:
+            self._fail(_complaint(self._path, error), telemetry)
+        else:
+            self._take(version, keys, telemetry)
+
+    def _follow(self, telemetry: Telemetry) -> None:
+        while not self._stop.wait(LOOK_SECONDS):
+            try:
+                self.look(telemetry)
+            except Exception as error:  # any error must not prevent the next check
+                self._fail(f"{self._path}: {type(error).__name__}", telemetry)
+
+    def _parsed(self, content: bytes) -> dict[bytes, ApiKey]:
+        """Parse the file into keys by digest. Raises :class:`ValueError`."""
+        keys = parse_keys(content)
+        if self._isolation == "none":
+            keys = [msgspec.structs.replace(key, group=SHARED_GROUP) for key in keys]
+        return {bytes.fromhex(key.sha256): key for key in keys}
+
+    def _confirm(self) -> None:
+        """Record that the keys are those of the file."""
+        self._confirmed = self._clock()
+        self._good_until = self._confirmed + self._stale_seconds + HANG_SECONDS
+        self._problem, self._missed, self._refusing = None, 0, False
+
+    def _take(self, version: Version | None, keys: dict[bytes, ApiKey], telemetry: Telemetry) -> None:
+        if not keys and self._keys:
+            logger.error("%s lists no API key: all keys are revoked", self._path)
+        else:
+            logger.info("%s: %d API keys", self._path, len(keys))
+        self._keys, self._version = keys, version
+        self._confirm()
+        self._warn_of_writers()
+        telemetry.keys_reloaded("loaded" if keys else "revoked")
+
+    def _warn_of_writers(self) -> None:
+        if self._version is not None and self._version.mode & stat.S_IWOTH:
+            logger.warning("%s can be written by every user of this machine; remove this permission (chmod o-w)", self._path)
+
+    def _miss(self, what: _Missing, telemetry: Telemetry) -> None:
+        self._missed += 1
+        if self._missed < LOOKS_TO_REVOKE:
+            return
+        if self._missed == LOOKS_TO_REVOKE:
+            reason = "does not exist any more" if what is _Missing.FILE else "is empty"
+            logger.error("%s %s: all API keys are revoked", self._path, reason)
+            telemetry.keys_reloaded("revoked")
+        missed, self._keys, self._version = self._missed, {}, None
+        self._confirm()
+        self._missed = missed
+
+    def _fail(self, problem: str, telemetry: Telemetry) -> None:
+        """Keep the last valid version until it is too old."""
+        self._missed = 0
+        if problem != self._problem:
+            self._problem = problem
+            self._good_until = self._confirmed + self._stale_seconds
+            telemetry.keys_reloaded("broken")
+            logger.error("%s; the %d keys read before stay valid for %g s", problem, len(self._keys), self._stale_seconds)
+        if not self._refusing and self._clock() > self._good_until:
+            self._refusing = True
+            logger.error("%s; requests are answered 503 from now on", problem)
+
+
+def _read(path: Path) -> tuple[Version | None, bytes | _Missing]:
+    """Return the content, and its version unless the file changed meanwhile. Raises :class:`OSError`, :class:`ValueError`."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("not a regular file")
+    with path.open("rb") as stream:
+        before = Version.of(os.fstat(stream.fileno()))
+        content = stream.read(MAX_FILE_BYTES + 1)
+        after = Version.of(os.fstat(stream.fileno()))
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
+    return before if before == after else None, content if content.strip() else _Missing.CONTENT
+
+
+def _complaint(path: Path, error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f'{path}: not a file of API keys ({reason}); write {{"keys": [{{"name": …, "sha256": …}}]}}'

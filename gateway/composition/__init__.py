@@ -1,0 +1,1 @@
+"""What the composition root needs: the settings, and parts that it creates together."""

@@ -1,0 +1,64 @@
+"""The answer to a request for a whole catalogue: the best items, all results as they become known, or both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+from litestar import Response
+
+from gateway.cache.base import Row
+from gateway.handling.catalogue_scan import Best, Result, Scan, Scanner
+from gateway.handling.large import with_rows
+from gateway.handling.scoring import RESULTS_PER_EVENT
+from gateway.handling.streams import DONE, sse
+from gateway.pool.split import cut
+
+
+class CatalogueForm(Protocol):
+    """Makes the response of an endpoint from the results of one scan."""
+
+    field: ClassVar[str]
+    """Field of the answer that holds the results."""
+    large: ClassVar[int]
+    """Number of results above which the answer is built in slices."""
+
+    @property
+    def scan(self) -> Scan:
+        """The scan."""
+
+    def rank(self, row: Row) -> float:
+        """Return the rank of an item; the best one has the highest."""
+
+    def rows(self, results: list[Result]) -> Iterator[object]:
+        """Yield the results of the answer."""
+
+    def chunk(self, results: list[Result]) -> msgspec.Struct:
+        """Return an event with some results."""
+
+    def closing(self, best: list[Result]) -> msgspec.Struct:
+        """Return the answer without results, when the scan has ended."""
+
+
+async def answer_catalogue(scanner: Scanner, form: CatalogueForm, *, stream: bool, top_n: int | None) -> Response[Any]:
+    """Return the ``top_n`` best items, or with ``stream`` the results as they become known. Raises :class:`GatewayError`."""
+    scan = form.scan
+    if stream:
+        return scanner.scoring.streams.response(_events(scanner, form, top_n), scan.request)
+    best = await scanner.best(scan, form.rank, top_n or 0)
+    headers = {"x-yardstick-cache": f"{scan.hits}/{scan.items}"}
+    return await with_rows(form.closing(best), form.field, form.rows(best), large=len(best) > form.large, headers=headers)
+
+
+async def _events(scanner: Scanner, form: CatalogueForm, top_n: int | None) -> AsyncGenerator[bytes, None]:
+    """Yield results, those that may be among the best if there is a ``top_n``, and the best at the end."""
+    best = Best(form.rank, top_n or 0)
+    async with aclosing(scanner.parts(form.scan)) as parts:
+        async for part in parts:
+            for few in cut(best.add(part) if top_n else part, RESULTS_PER_EVENT):
+                yield sse(form.chunk(few))
+    kept = best.results
+    yield sse(msgspec.structs.replace(form.closing(kept), **{form.field: list(form.rows(kept))}))
+    yield DONE

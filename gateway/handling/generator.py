@@ -1,0 +1,276 @@
+"""The common part of both generating endpoints: runs planned prompts and responds with a whole answer or a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+
+from gateway.admission.quotas import Quotas
+from gateway.context import RequestContext
+from gateway.generation.generation import Direct, Generation, run_all
+from gateway.generation.prompt_output import check_size, prompt_output
+from gateway.generation.sequence import Piece, Token
+from gateway.handling.answer import Answer
+from gateway.handling.large import JsonResponse
+from gateway.handling.streams import DONE, Outlet, Streams, sse, while_connected
+from gateway.limits.base import NOTHING, Cost, Lease
+from gateway.logs.account import Account
+from gateway.metrics.telemetry import Telemetry
+from gateway.pool.dispatch import Dispatcher
+from gateway.pool.replica import ServedModel
+from gateway.process.breathing import Breath
+from gateway.schemas.generation import GenerationRequest
+from gateway.schemas.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from gateway.tracing import finished
+
+_encoder = msgspec.json.Encoder()
+
+FEW_PIECES = 64
+"""Pieces of a whole answer up to which the event loop gets no pause between the steps of building it."""
+TOKENS_AT_ONCE = 32
+"""Tokens whose log-probabilities are converted to JSON at a time; with twenty for each token, this takes less than 2 ms."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Runs generations on engines and builds responses."""
+
+    dispatcher: Dispatcher
+    quotas: Quotas
+    telemetry: Telemetry
+    streams: Streams
+
+    async def respond(
+        self, request: Request[Any, Any, Any], generations: list[Generation], answer: Answer, fields: GenerationRequest
+    ) -> Response[Any]:
+        """Charge the quota, run ``generations`` and respond as ``fields`` request: with a stream or a whole answer, and with or
+        without token counts. Raises :class:`GatewayError` for failures before the first event."""
+        account = RequestContext.of(request).account
+        account.prompt_tokens = sum(len(generation.request.prompt) for generation in generations)
+        check_size(fields, account.prompt_tokens)
+        lease = await self.quotas.charge(request, tokens=sum(generation.expected_tokens for generation in generations))
+        if fields.stream:
+            outlet = Outlet()
+            events = self._events(generations, answer, lease, account, fields, outlet)
+            return self.streams.response(events, request, outlet=outlet)
+        async with while_connected(request.scope):
+            with self.counted(generations, lease, account):
+                async with aclosing(run_all(generations, self.dispatcher)) as batches:
+                    pieces = [piece async for batch in batches for piece in batch]
+                many = len(pieces) > FEW_PIECES
+                if many:  # here and below: each of these steps takes milliseconds for a thousand prompts
+                    await asyncio.sleep(0)
+            if many:
+                await asyncio.sleep(0)
+            choices = joined(pieces)
+            choices.sort(key=lambda piece: piece.index)
+            choices = answer.chosen(choices, generations)
+            if many:
+                await asyncio.sleep(0)
+            logprobs, breath = [], Breath()
+            for choice in choices:
+                logprobs.append(await _encoded(answer, choice.tokens))
+                if breath.due:
+                    await breath.take()
+            prompts = []
+            for generation in generations:
+                prompts.append(await prompt_output(generation, fields))
+                if breath.due:
+                    await breath.take()
+            if many:
+                await asyncio.sleep(0)
+            usage = usage_of(generations)
+            if many:
+                await asyncio.sleep(0)
+        return JsonResponse(answer.whole(choices, logprobs, usage, prompts))
+
+    async def _events(
+        self,
+        generations: list[Generation],
+        answer: Answer,
+        lease: Lease | None,
+        account: Account,
+        fields: GenerationRequest,
+        outlet: Outlet,
+    ) -> AsyncGenerator[bytes, None]:
+        opened = False
+        choices = {sequence.index: generation for generation in generations for sequence in generation.sequences}
+        continuous = fields.continuous_usage
+
+        def usage_so_far(index: int, completion_tokens: int = 0) -> Usage | None:
+            if not continuous:
+                return None
+            prompt = len(choices[index].request.prompt)
+            return Usage(prompt, prompt + completion_tokens, completion_tokens)
+
+        direct = _Direct(answer, usage_so_far if continuous else None, outlet)
+        with self.counted(generations, lease, account):
+            async with aclosing(run_all(generations, self.dispatcher, direct)) as batches:
+                async for batch in batches:
+                    if opened and len(batch) == 1 and _is_small(piece := batch[0]):  # nearly every token
+                        if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
+                            yield event
+                        continue
+                    breath = Breath()
+                    chunks: list[bytes] = []
+                    if not opened:
+                        opened = direct.opened = True
+                        chunks = [sse(opening) for index in choices if (opening := answer.opening(index, usage_so_far(index)))]
+                    for piece in small(joined(batch)):
+                        if (event := answer.event(piece, usage_so_far(piece.index, piece.completion_tokens))) is not None:
+                            chunks.append(event)
+                        if breath.due:
+                            yield b"".join(chunks)
+                            chunks.clear()
+                            await breath.take()
+                    if chunks:
+                        yield b"".join(chunks)
+        if fields.includes_usage:
+            yield sse(answer.closing(usage_of(generations)))
+        yield DONE
+
+    @contextmanager
+    def counted(self, generations: list[Generation], lease: Lease | None, account: Account) -> Iterator[None]:
+        """Run ``generations`` inside the block. The tokens are counted however the block ends."""
+        try:
+            yield
+        finally:
+            for generation in generations:
+                account.cached_tokens += generation.cached_tokens
+                account.completion_tokens += generation.completion_tokens
+                account.queue_seconds = max(account.queue_seconds, generation.queue_seconds)
+            finished(sequence.finish for generation in generations for sequence in generation.sequences)
+            self.telemetry.generated(account)
+            for generation in generations:
+                if calls := generation.tool_calls:
+                    self.telemetry.tools_called(calls.family, calls.calls, calls.malformed)
+            if lease is not None:
+                lease.used_tokens = sum(generation.used_tokens for generation in generations)
+                lease.begun = NOTHING if lease.used_tokens == 0 else Cost(1, lease.used_tokens, 0)
+            if generations[0].request.grammar:
+                self.telemetry.structured(generations[0].model.base.name, len(generations))
+            if guidance := generations[0].request.length_guidance:
+                self.telemetry.guided(generations[0].model.base.name, guidance.constraint or guidance.mode, len(generations))
+
+
+class _Direct(Direct):
+    """Writes pieces to the response as events."""
+
+    def __init__(self, answer: Answer, usage: Callable[[int, int], Usage | None] | None, outlet: Outlet) -> None:
+        """``usage``: returns the token counts of a choice so far; None: chunks have none."""
+        self._answer = answer
+        self._usage = usage
+        self._outlet = outlet
+        self.opened = False
+        """Whether the events that introduce the choices have been made."""
+
+    def is_open(self) -> bool:
+        line = self._outlet.line
+        return line is not None and self.opened and line.writable
+
+    def send(self, piece: Piece) -> None:
+        line = self._outlet.line
+        assert line is not None
+        for part in [piece] if len(piece.tokens) <= TOKENS_AT_ONCE else small([piece]):
+            usage = None if self._usage is None else self._usage(part.index, part.completion_tokens)
+            if (event := self._answer.event(part, usage)) is not None:
+                line.write(event, now=True)
+
+
+def system_fingerprint(model: ServedModel) -> str:
+    """Return the engine's fingerprint in the format of OpenAI's ``system_fingerprint``."""
+    return f"fp_{model.info.fingerprint[:16]}"
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return one piece for each choice, in the order in which choices first appear."""
+    parts: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        parts.setdefault(piece.index, []).append(piece)
+    return [
+        Piece(
+            index,
+            "".join(part.text for part in of_one),
+            [token for part in of_one for token in part.tokens],
+            of_one[-1].finish,
+            of_one[-1].completion_tokens,
+            None if of_one[-1].parts is None else [part for piece in of_one for part in piece.parts or ()],
+            of_one[-1].calls,
+            [id for part in of_one for id in part.token_ids],
+        )
+        for index, of_one in parts.items()
+    ]
+
+
+def _is_small(piece: Piece) -> bool:
+    """Whether ``piece`` is one chunk. The end of an answer with tool calls is a chunk of its own: OpenAI's SDK takes a call to be
+    complete when the chunk with the finish reason comes, and misses one that begins in it."""
+    return len(piece.tokens) <= TOKENS_AT_ONCE and not (piece.calls and piece.finish)
+
+
+def small(pieces: list[Piece]) -> Iterator[Piece]:
+    """Divide ``pieces`` into chunks of at most ``TOKENS_AT_ONCE`` tokens with log-probabilities."""
+    for piece in pieces:
+        tokens = piece.tokens
+        if _is_small(piece):
+            yield piece
+            continue
+        if piece.calls and piece.finish:
+            yield from small([msgspec.structs.replace(piece, finish=None)])
+            yield Piece(piece.index, "", [], piece.finish, piece.completion_tokens, [], piece.calls)
+            continue
+        last = len(tokens) - TOKENS_AT_ONCE
+        for begin in range(0, len(tokens), TOKENS_AT_ONCE):
+            text = piece.text if begin == 0 else ""
+            finish = piece.finish if begin >= last else None
+            parts = piece.parts if begin == 0 else None if piece.parts is None else []
+            ids = piece.token_ids if begin == 0 else []
+            some = tokens[begin : begin + TOKENS_AT_ONCE]
+            yield Piece(piece.index, text, some, finish, piece.completion_tokens, parts, piece.calls, ids)
+
+
+async def _encoded(answer: Answer, tokens: list[Token]) -> msgspec.Struct | None:
+    """Return ``answer.logprobs(tokens)``. For many tokens its lists are JSON-encoded in parts, so that neither building nor
+    encoding them blocks the event loop."""
+    if len(tokens) <= TOKENS_AT_ONCE:
+        return answer.logprobs(tokens)
+    breath = Breath()
+    kind: type[msgspec.Struct] | None = None
+    parts: dict[str, list[bytes]] = {}
+    for begin in range(0, len(tokens), TOKENS_AT_ONCE):
+        if (told := answer.logprobs(tokens[begin : begin + TOKENS_AT_ONCE])) is None:
+            return None
+        kind = type(told)
+        for name in told.__struct_fields__:
+            if (entries := getattr(told, name)) is not msgspec.UNSET:
+                parts.setdefault(name, []).append(_encoder.encode(entries)[1:-1])
+        if breath.due:
+            await breath.take()
+    assert kind is not None
+    return kind(**{name: msgspec.Raw(b"[%b]" % b",".join(lists)) for name, lists in parts.items()})
+
+
+def usage_of(generations: list[Generation]) -> Usage:
+    """Return the token counts of a whole answer. A prompt counts once, however many completions it has."""
+    prompt = completion = cached = 0
+    for generation in generations:
+        prompt += len(generation.request.prompt)
+        completion += generation.completion_tokens
+        cached += generation.cached_tokens
+    return Usage(prompt, prompt + completion, completion, PromptTokensDetails(cached), _completion_details(generations))
+
+
+def _completion_details(generations: list[Generation]) -> CompletionTokensDetails | None:
+    reasoning = generations[0].reasoning_tokens
+    sequences = [sequence for generation in generations for sequence in generation.sequences]
+    drafted = sum(sequence.draft_tokens for sequence in sequences)
+    if not drafted:
+        return None if reasoning is None else CompletionTokensDetails(reasoning)
+    accepted = sum(sequence.accepted_draft_tokens for sequence in sequences)
+    return CompletionTokensDetails(reasoning or 0, accepted, drafted - accepted)

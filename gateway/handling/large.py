@@ -1,0 +1,113 @@
+"""JSON responses. Those with long lists are built and encoded in slices, so that the event loop serves others in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import Response
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Scope, Send
+
+from gateway.process.breathing import Breath
+
+T = TypeVar("T", bound=msgspec.Struct)
+C = TypeVar("C")
+
+PART_BYTES = 1 << 16
+"""Bytes of a large response after which a new part begins; each part is sent separately."""
+
+_encoder = msgspec.json.Encoder()
+
+
+class JsonResponse(Response[C]):
+    """A response with ``content`` as JSON. It takes a fifth of the function calls of the framework's own."""
+
+    def __init__(self, content: C, headers: Mapping[str, str] | None = None, *, status: int = 200) -> None:
+        self.content = content
+        self.headers = dict(headers or {})
+        self._status = status
+
+    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
+        """Return the ASGI response that the framework sends."""
+        return _ASGIJson(_encoder.encode(self.content), self.headers, self._status)
+
+
+class _ASGIJson(ASGIResponse):
+    def __init__(self, body: bytes, headers: Mapping[str, str], status: int) -> None:
+        self.body = body
+        self._status = status
+        self._fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self._fields += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        """Send the response."""
+        await send({"type": "http.response.start", "status": self._status, "headers": self._fields})
+        await send({"type": "http.response.body", "body": self.body, "more_body": False})
+
+
+async def with_rows(
+    answer: T, name: str, rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None
+) -> Response[Any]:
+    """Return a response with ``rows`` in place of the empty list in the field ``name`` of ``answer``. ``large``: building and
+    encoding the rows takes more than a millisecond."""
+    if not large:
+        return JsonResponse(msgspec.structs.replace(answer, **{name: list(rows)}), headers)
+    before, after = _encoder.encode(answer).split(b'"%b":[]' % name.encode(), 1)
+    return _InParts(await _parts(before + b'"%b":[' % name.encode(), rows, b"]" + after), headers)
+
+
+async def listed(rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None) -> Response[Any]:
+    """Return a response that is a list of ``rows``; see :func:`with_rows`."""
+    if not large:
+        return JsonResponse(list(rows), headers)
+    return _InParts(await _parts(b"[", rows, b"]"), headers)
+
+
+async def _parts(before: bytes, rows: Iterable[object], after: bytes) -> list[bytes]:
+    """Encode ``rows`` in slices."""
+    parts, part, breath = [], bytearray(before), Breath()
+    separator = b""
+    for row in rows:
+        part += separator + _encoder.encode(row)
+        separator = b","
+        if len(part) > PART_BYTES:
+            parts.append(bytes(part))
+            part.clear()
+        if breath.due:
+            await breath.take()
+    return [*parts, bytes(part) + after]
+
+
+def encoded(body: bytes | memoryview) -> Response[Any]:
+    """Return a response with ``body``, which is JSON already. Its parts are views, because copying megabytes takes milliseconds."""
+    view = memoryview(body)
+    return _InParts([view[start : start + PART_BYTES] for start in range(0, len(view), PART_BYTES)], None)
+
+
+class _InParts(Response[Any]):
+    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str] | None) -> None:
+        super().__init__(None, media_type="application/json", headers=headers)
+        self._parts = parts
+
+    def to_asgi_response(self, *_: Any, **__: Any) -> ASGIResponse:
+        """Return the ASGI response that the framework sends."""
+        return _ASGIParts(self._parts, headers=self.headers)
+
+
+class _ASGIParts(ASGIResponse):
+    _should_set_content_length = False
+
+    def __init__(self, parts: Sequence[bytes | memoryview], *, headers: dict[str, Any]) -> None:
+        length = str(sum(map(len, parts)))
+        super().__init__(media_type="application/json", headers=headers | {"content-length": length})
+        self._parts = parts
+
+    async def send_body(self, send: Send, receive: Receive) -> None:  # noqa: ARG002 - the framework's signature
+        """Send all parts."""
+        for place, part in enumerate(self._parts):
+            more = place + 1 < len(self._parts)
+            await send({"type": "http.response.body", "body": bytes(part), "more_body": more})
+            await asyncio.sleep(0)  # the transport joins writes of one event loop iteration

@@ -1,0 +1,284 @@
+"""Converts request bodies to token ids, on the event loop or in a worker process.
+
+The event loop reads requests that take it less than about a millisecond: short bodies whose prompts are token ids. Worker processes
+read texts, chat templates and long bodies (``gateway/workers/workers.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from litestar import Request
+
+from gateway.context import RequestContext
+from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
+from gateway.handling.body import Body
+from gateway.handling.streams import while_connected
+from gateway.images.errors import InvalidImage
+from gateway.images.fetch import ImageFetcher
+from gateway.images.room import ImageRoom
+from gateway.metrics.telemetry import Telemetry
+from gateway.pool.replica import ServedModel
+from gateway.reading.endpoint import Endpoint, Model
+from gateway.reading.endpoints import ENDPOINTS, NAMES
+from gateway.schemas.parameters import Parameters
+from gateway.structure.compile import COMPILE_SECONDS
+from gateway.text.bounds import Bounds
+from gateway.text.prepared import Packed, Prepared, unpack, unpack_large
+from gateway.tools.formats import Formats
+from gateway.tracing import stage
+from gateway.workers.channel import Channel, Loss, WorkerLostError
+from gateway.workers.messages import Broken, Decode, Decoded, Fetched, Job, Read, Refused, Wanted, Whole
+from gateway.workers.workers import BULK, Workers
+
+INLINE_BYTES = 32 << 10
+"""Largest body that is decoded on the event loop, which takes at most 0.3 ms."""
+PART_BYTES = 1 << 16
+"""Bytes of a stored conversation that are sent to a worker at a time."""
+LARGE_ANSWER = 1 << 18
+"""Size of a worker's answer, in bytes, above which the event loop serves others before and after unpacking it."""
+
+T = TypeVar("T", bound=Parameters)
+
+
+class Reading(ABC, Generic[T]):
+    """A decoded request."""
+
+    fields: T
+    """The request. If a worker decoded it, the fields in the endpoint's ``bulk`` hold stand-ins."""
+
+    @abstractmethod
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
+        """Return the prompts as token ids. ``earlier``: what the request needs besides its body, see :class:`Model`. Raises
+        :class:`GatewayError`."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Decodes requests and converts their prompts to token ids."""
+
+    workers: Workers
+    bounds: Bounds
+    telemetry: Telemetry
+    text_seconds: float
+    """Longest time of one step in a worker; the worker is killed after it."""
+    job_mib: int
+    """Memory limit of one job in a worker, in MiB."""
+    fetcher: ImageFetcher
+    image_room: ImageRoom
+    formats: Mapping[str, Formats] = field(default_factory=dict)
+    """Formats of answers that the settings choose, by model."""
+
+    def open(self, request: Request[Any, Any, Any], kind: type[T], body: Body[T]) -> AbstractAsyncContextManager[Reading[T]]:
+        """Decode the request in ``body``. The block may hold a worker; leave it once the prompts are read.
+
+        Raises :class:`GatewayError`, such as :class:`InvalidRequest` and :class:`ClientGone`.
+        """
+        if len(body.content) > INLINE_BYTES:
+            return self._open_long(request, NAMES[kind], body)
+        endpoint: Endpoint[T] = ENDPOINTS[NAMES[kind]]
+        fields, ignored = endpoint.decode(body.content)
+        context = RequestContext.of(request)
+        if ignored:
+            context.name_ignored(ignored)
+        if fields.timeout is not None:
+            context.limits.end_within(fields.timeout)
+        return _Short(self, request, endpoint, fields, body.content)
+
+    @asynccontextmanager
+    async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
+        async with while_connected(request.scope), AsyncExitStack() as held:
+            long = _Long(self, request, name, body, held)
+            with stage("gateway.decode"):
+                await long.decode()
+            yield long
+
+    async def read_whole(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared:
+        """Decode and read in a worker, and fetch the images that the request names. Raises :class:`GatewayError`."""
+        async with while_connected(request.scope):
+            read = await self._in_worker(request, body, size, job)
+            if isinstance(read, Wanted):
+                return await self.read_fetched(request, body, size, job, read)
+            return self.held(request, read)
+
+    def held(self, request: Request[Any, Any, Any], prepared: Prepared) -> Prepared:
+        """Return ``prepared`` with room for its images until the end of the request. Raises :class:`Overloaded`."""
+        self.image_room.hold(RequestContext.of(request), sum(len(image.pixels) for image in prepared.images))
+        return prepared
+
+    async def read_fetched(
+        self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, wanted: Wanted
+    ) -> Prepared:
+        """Fetch images, without a worker, and read the request with them. Raises :class:`GatewayError`."""
+        with stage("gateway.fetch"):
+            contents = await self.fetcher.fetch_all(wanted.urls)
+        fetched = [Fetched(url, len(content)) for url, content in contents.items()]
+        whole = msgspec.structs.replace(job, read=msgspec.structs.replace(job.read, fetched=fetched))
+        parts = [part for content in contents.values() for part in _sliced(content)]
+        read = await self._in_worker(request, [*body, *parts], size + sum(map(len, parts)), whole)
+        assert isinstance(read, Prepared)
+        return self.held(request, read)
+
+    async def _in_worker(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared | Wanted:
+        """Read in a worker. If it ends unexpectedly, another one tries once."""
+        try:
+            async with self.worker(request, size) as channel:
+                return await self.prepared(channel, job, body)
+        except NotReady:
+            async with self.worker(request, size) as channel:
+                return await self.prepared(channel, job, body)
+
+    async def prepared(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> Prepared | Wanted:
+        """Have a worker read the prompts, and unpack them. Raises :class:`GatewayError`."""
+        packed = await self.ask(channel, job, body)
+        if isinstance(packed, Wanted):
+            return packed
+        assert isinstance(packed, Packed)
+        self.telemetry.images.read(packed.images)
+        pixels = sum(len(image.pixels) for image in packed.images)
+        if len(packed.ids) + len(packed.response) + 64 * len(packed.lengths) + pixels <= LARGE_ANSWER:
+            return unpack(packed)
+        await asyncio.sleep(0)
+        return await unpack_large(packed)
+
+    def order(self, served: ServedModel, earlier: bytes) -> Read:
+        """Return the message that asks a worker to read a request for ``served``."""
+        return Read(served.text, served.facts, self.bounds, self.formats.get(served.base.name, Formats()), len(earlier))
+
+    def worker(self, request: Request[Any, Any, Any], size: int) -> AbstractAsyncContextManager[Channel]:
+        """Return a worker for a request of ``size`` bytes. Raises :class:`Overloaded`."""
+        tenant, weight = _tenant(request)
+        return self.workers.job(tenant=tenant, weight=weight, size=size, bulk=size > BULK)
+
+    async def ask(self, channel: Channel, job: Job, body: Sequence[bytes] = ()) -> msgspec.Struct:
+        """Return the worker's answer to ``job``. Raises :class:`GatewayError`; :class:`NotReady` if another worker may succeed."""
+        began = time.perf_counter()
+        try:
+            answer = await channel.ask(job, body, seconds=self.text_seconds)
+        except WorkerLostError as error:
+            self.telemetry.text.worker_ended(error.loss)
+            raise self._lost(error.loss) from None
+        self.telemetry.text.read(time.perf_counter() - began)
+        if isinstance(answer, Refused):
+            if answer.image_reason is not None:
+                self.telemetry.images.refused(answer.image_reason)
+                raise InvalidImage(answer.message, param=answer.param, reason=answer.image_reason)
+            refusal = ContextExceeded if answer.code == ContextExceeded.code else InvalidRequest
+            raise refusal(answer.message, param=answer.param)
+        if isinstance(answer, Broken):
+            raise self._broken(answer)
+        return answer
+
+    def _broken(self, broken: Broken) -> GatewayError:
+        if broken.reason == "memory":
+            return self._lost("memory")
+        if broken.reason == "unknown_text":
+            return self._lost("crash")
+        return InternalError("An internal error occurred while the server read the request.")
+
+    def _lost(self, loss: Loss) -> GatewayError:
+        """Return the client's error for a worker that ended."""
+        if loss == "slow":
+            return InvalidRequest(f"Reading this request took longer than {self.text_seconds:g} s; send less text at once.")
+        if loss == "template":
+            limit = f"{self.bounds.template_seconds:g} s"
+            return InvalidRequest(f"The chat template took longer than {limit} with these messages; send fewer.", param="messages")
+        if loss == "grammar":
+            return InvalidRequest(f"Compiling the constraint of the output takes longer than {COMPILE_SECONDS:g} s; simplify it.")
+        if loss == "memory":
+            return InvalidRequest(f"Reading this request needs more than {self.job_mib} MiB of memory; send less at once.")
+        return NotReady("The process that read the request has ended; try again.", retry_after=1)
+
+
+@dataclass(slots=True)
+class _Short(Reading[T], AbstractAsyncContextManager[Reading[T]]):
+    """A request that was decoded on the event loop. It holds no worker."""
+
+    reader: Reader
+    request: Request[Any, Any, Any]
+    endpoint: Endpoint[T]
+    fields: T
+    body: bytes
+
+    async def __aenter__(self) -> Reading[T]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
+        with stage("gateway.read"):
+            if self.endpoint.is_light(self.fields):
+                return self.endpoint.read(self.fields, Model(served.facts, served.tokenizer, self.reader.bounds))
+            characters = self.endpoint.characters(self.fields, served.tokenizer.table.cuttable)
+            job = Whole(NAMES[self.endpoint.kind], self.reader.order(served, earlier))
+            size = max(len(self.body), characters) + len(earlier)
+            return await self.reader.read_whole(self.request, [self.body, *_sliced(earlier)], size, job)
+
+
+@dataclass(slots=True)
+class _Long(Reading[T]):
+    """A request that a worker has decoded and keeps. If that worker ends unexpectedly, another one starts again, once for each
+    step."""
+
+    reader: Reader
+    request: Request[Any, Any, Any]
+    name: str
+    body: Body[T]
+    held: AsyncExitStack
+    """Exit stack that holds the worker."""
+    channel: Channel = field(init=False)
+    fields: T = field(init=False)
+
+    async def decode(self) -> None:
+        """Decode the body in a worker and set ``fields``. Raises :class:`GatewayError`."""
+        job = Decode(self.name)
+        try:
+            decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
+        except NotReady:
+            decoded = await self.reader.ask(await self._new_worker(), job, [self.body.content])
+        assert isinstance(decoded, Decoded)
+        context = RequestContext.of(self.request)
+        context.name_ignored(decoded.ignored)
+        self.fields = ENDPOINTS[self.name].unpack_fields(decoded.fields)
+        if self.fields.timeout is not None:
+            context.limits.end_within(self.fields.timeout)
+
+    async def read(self, served: ServedModel, earlier: bytes = b"") -> Prepared:
+        order = self.reader.order(served, earlier)
+        body, whole = [self.body.content, *_sliced(earlier)], Whole(self.name, order)
+        with stage("gateway.read"):
+            try:
+                read = await self.reader.prepared(self.channel, order, body[1:])
+            except NotReady:
+                read = await self.reader.prepared(await self._new_worker(), whole, body)
+            if isinstance(read, Prepared):
+                return self.reader.held(self.request, read)
+            await self.held.aclose()
+            return await self.reader.read_fetched(self.request, body, len(self.body.content) + len(earlier), whole, read)
+
+    async def _new_worker(self) -> Channel:
+        """Replace the worker by a new one."""
+        await self.held.aclose()
+        self.channel = await self.held.enter_async_context(self.reader.worker(self.request, len(self.body.content)))
+        return self.channel
+
+
+def _sliced(data: bytes) -> list[bytes]:
+    """Cut ``data`` into parts that are sent one by one."""
+    return [data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
+
+
+def _tenant(request: Request[Any, Any, Any]) -> tuple[str, float]:
+    """Return the tenant in the fair queue and its weight: the API key, or the client's address on a server without keys."""
+    key = RequestContext.of(request).key
+    if key is not None:
+        return key.id, key.weight
+    return str(request.scope.get("client")), 1.0

@@ -1,0 +1,173 @@
+"""The common part of the endpoints that score prompts without decoding."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from litestar import Request
+
+from engine import wire
+from gateway.admission.quotas import Quotas
+from gateway.auth.tenancy import caller_of
+from gateway.cache.base import Row
+from gateway.cache.policy import CachePolicy
+from gateway.context import RequestContext
+from gateway.errors import InvalidRequest
+from gateway.handling.streams import DONE, EventStream, Streams, sse, while_connected
+from gateway.metrics.telemetry import Telemetry
+from gateway.pool.prompts import Prompts
+from gateway.pool.replica import ServedModel
+from gateway.pool.split import cut
+from gateway.presets.fitted import Fitted
+from gateway.presets.preset import Task
+from gateway.schemas.truncation import ItemError
+from gateway.schemas.usage import ItemUsage
+from gateway.scoring.scorer import Arrived, Scorer, Scores
+from gateway.text.prepared import Prepared
+
+RESULTS_PER_EVENT = 200
+NUMBERS_PER_EVENT = 1 << 14
+"""Most results of one event, and most numbers of several; building it takes about a millisecond."""
+ENDPOINTS: dict[str, str] = {
+    "score": "/v1/score",
+    "generate": "/v1/chat/completions",
+    "classify": "/v1/classify",
+    "embed": "/v1/embeddings",
+    "length_guidance": "/v1/length",
+}
+"""The main endpoint of each capability, for error messages."""
+NEEDS: dict[str, str] = {"rerank": "a reranker", "classify": "a classifier", "embed": "an embedding model"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringJob:
+    """A request whose prompts are ready to be scored."""
+
+    request: Request[Any, Any, Any]
+    model: ServedModel
+    prepared: Prepared
+    readout: wire.ScoreReadout
+    priority: int
+    cache_salt: str | None
+    partial: bool = False
+    """Whether items without a result are accepted."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Charges a request, scores its prompts, and accounts for it."""
+
+    scorer: Scorer
+    quotas: Quotas
+    telemetry: Telemetry
+    streams: Streams
+
+    async def score(self, job: ScoringJob) -> Scores:
+        """Return the rows of the job's readout. Raises :class:`GatewayError`."""
+        async with while_connected(job.request.scope):
+            return await self._score(job)
+
+    async def stream(
+        self,
+        job: ScoringJob,
+        chunk: Callable[[list[tuple[int, Row]]], msgspec.Struct],
+        closing: Callable[[Scores], msgspec.Struct],
+    ) -> EventStream:
+        """Return a response that sends each result as soon as it is known. ``chunk`` builds an event from the indices of items and
+        their rows, ``closing`` the last event before ``[DONE]``. Raises :class:`GatewayError` for failures before the first one."""
+        queue: asyncio.Queue[list[tuple[int, Row]] | None] = asyncio.Queue()
+        places = job.prepared.places
+
+        def arrived(results: list[tuple[int, Row]]) -> None:
+            queue.put_nowait([(places[index], row) for index, row in results])
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            work = asyncio.create_task(self._score(job, arrived))
+            work.add_done_callback(lambda _: queue.put_nowait(None))
+            try:
+                while (results := await queue.get()) is not None:
+                    longest = max(len(row) for _, row in results)
+                    for few in cut(results, max(1, min(RESULTS_PER_EVENT, NUMBERS_PER_EVENT // max(1, longest)))):
+                        yield sse(chunk(few))
+                yield sse(closing(await work))
+                yield DONE
+            finally:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+
+        return self.streams.response(events(), job.request)
+
+    async def _score(self, job: ScoringJob, arrived: Arrived | None = None) -> Scores:
+        prepared = job.prepared
+        caller = caller_of(job.request, cache_salt=job.cache_salt)
+        prompts = Prompts(
+            prepared.prefix, prepared.rows, job.readout, job.priority, caller, prepared.suffix, images=prepared.images
+        )
+        account = RequestContext.of(job.request).account
+        account.prompt_tokens, account.items = prepared.tokens, len(prepared.rows)
+        lease = await self.quotas.charge(job.request, tokens=account.prompt_tokens, items=account.items)
+        policy = CachePolicy.of(job.request)
+        scores = await self.scorer.score(job.model, prompts, policy, lease, arrived=arrived, partial=job.partial)
+        account.cache_hits, account.cached_tokens, account.queue_seconds = scores.hits, scores.cached_tokens, scores.queue_seconds
+        if isinstance(job.readout, wire.LengthValue):
+            self.telemetry.valued(account)
+        else:
+            self.telemetry.scored(account)
+        return scores
+
+
+def headers_of(prepared: Prepared, scores: Scores) -> dict[str, str]:
+    """Return the response headers that tell how many results were reused, and how many texts were cut."""
+    headers = {"x-yardstick-cache": f"{scores.hits}/{len(scores.rows)}"}
+    if prepared.truncated or prepared.query_truncated:
+        query = ", query" if prepared.query_truncated else ""
+        headers["x-yardstick-truncated"] = f"{len(prepared.truncated)}{query}"
+    return headers
+
+
+def item_usage_of(prepared: Prepared, scores: Scores, *, asked: bool | None) -> ItemUsage | msgspec.UnsetType:
+    """Return the usage of each item that has a result, if it is ``asked`` for. Takes some milliseconds for the most items."""
+    if not asked:
+        return msgspec.UNSET
+    known = [place for place, row in enumerate(scores.rows) if row]
+    items, lengths, free = prepared.places, [*map(len, prepared.rows)], scores.repeated
+    shared = len(prepared.prefix)
+    return ItemUsage(
+        index=[items[place] for place in known],
+        prompt_tokens=[shared + lengths[place] for place in known],
+        computed_tokens=[0 if scores.reused[place] or place in free else lengths[place] for place in known],
+        reused=[scores.reused[place] for place in known],
+    )
+
+
+def errors_of(prepared: Prepared, scores: Scores) -> list[ItemError]:
+    """Return the errors of a request's items: those that were not sent to engines, and those that engines could not compute."""
+    refused = [
+        ItemError(index=each.index, message=each.message, type=InvalidRequest.type, code=each.code) for each in prepared.refused
+    ]
+    places = prepared.places
+    failed = [
+        ItemError(index=places[row], message=error.message, type=error.type, code=error.code)
+        for row, error in scores.errors.items()
+    ]
+    return sorted([*refused, *failed], key=lambda error: error.index)
+
+
+def fitted_of(model: ServedModel, task: Task) -> Fitted:
+    """Return the preset of ``model`` for ``task``. Raises :class:`InvalidRequest` that says what the model can do."""
+    fitted = model.tokenizer.table.fitted
+    if fitted is not None and fitted.preset.task == task:
+        capability = "classify" if isinstance(fitted.readout, wire.Classes) else "embed" if task == "embed" else "score"
+        if task == "rerank" and capability == "classify" and len(model.info.classes) > 1:
+            message = f"The model {model.name!r} has {len(model.info.classes)} classes, not one score; use /v1/classify."
+            raise InvalidRequest(message, param="model")
+        if capability in model.info.capabilities:
+            return fitted
+    usable = [ENDPOINTS[capability] for capability in model.info.capabilities if capability in ENDPOINTS]
+    if fitted is not None and fitted.preset.task == "rerank":
+        usable.insert(0, "/v1/rerank")
+    raise InvalidRequest(f"The model {model.name!r} is not {NEEDS[task]}; it serves {', '.join(usable)}.", param="model")

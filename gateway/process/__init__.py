@@ -1,0 +1,1 @@
+"""The gateway as a process: event loop, memory, shutdown."""

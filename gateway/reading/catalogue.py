@@ -1,0 +1,177 @@
+"""``/v1/catalogues``, and the queries of requests that name items of a catalogue.
+
+What such a request needs besides its body, an :class:`Opened`, comes with the message to the worker.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import msgspec
+
+from gateway.catalogues.record import packed
+from gateway.errors import InvalidRequest
+from gateway.presets.preset import Preset
+from gateway.reading.endpoint import Endpoint, Model
+from gateway.reading.pairs import preset_of
+from gateway.schemas.catalogue import CatalogueItem, CatalogueRequest, ItemsRequest, WarmRequest
+from gateway.text.bounds import TooManyTokens
+from gateway.text.catalogue import ITEM, QUERY, Frame, ItemTooLong, Template, TemplateError, template_of
+from gateway.text.prepared import Prepared
+from gateway.text.tokenizer import Tokenizer
+
+MAX_TEMPLATE = 8192
+"""Most characters of a template."""
+MAX_LABEL = 64
+DEFAULT_TEMPLATE = ITEM + QUERY
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True):
+    """A catalogue, as far as workers need it."""
+
+    template: Template
+    tails: list[bytes] = []
+    """Distinct tails of the request's items, as UTF-8."""
+
+
+class Records(msgspec.Struct, frozen=True, array_like=True):
+    """Items to register: the answer of a worker, in :attr:`Prepared.response`."""
+
+    items: list[tuple[str, bytes]]
+    """Ids, without repetitions, and records (``gateway/catalogues/record.py``)."""
+    tokens: int
+
+
+def opened(model: Model) -> Opened:
+    """Return what came with the message."""
+    return msgspec.msgpack.decode(model.earlier, type=Opened)
+
+
+def query_prompts(query: str | list[int], labels: list[int], model: Model) -> Prepared:
+    """Return the tokens behind each distinct tail as rows, and those that all prompts share as suffix."""
+    if isinstance(query, list):
+        model.facts.check_ids(query, "query")
+        model.facts.check_prompt(len(query), "query")
+    catalogue = opened(model)
+    tails = [tail.decode() for tail in catalogue.tails]
+    try:
+        frame = _frame(catalogue.template, model.texts.tokenizer)
+        rows, suffix, cut = frame.seams(tails, query, model.facts.context, model.bounds)
+    except TooManyTokens as error:
+        raise model.facts.too_long(error, "query") from None
+    return Prepared(rows, (), suffix, labels, query_truncated=cut)
+
+
+def _frame(template: Template, tokenizer: Tokenizer) -> Frame:
+    try:
+        return Frame(template, tokenizer)
+    except TemplateError as error:
+        raise InvalidRequest(f"`template`: {error}.", param="template") from None
+
+
+def requested_template(request: CatalogueRequest, preset: Preset | None) -> Template:
+    """Return the template of a new catalogue. ``preset``: the model's, if the request asks for it. Raises
+    :class:`InvalidRequest`."""
+    if preset is None:
+        given = DEFAULT_TEMPLATE if request.template is None else request.template
+        return Template((given,) if isinstance(given, str) else tuple(given), request.add_special_tokens is not False)
+    wrong = next((name for name in ("template", "labels", "add_special_tokens") if getattr(request, name) is not None), None)
+    if wrong is not None:
+        raise InvalidRequest(f"`{wrong}` does not go with `preset`.", param=wrong)
+    try:
+        return template_of(preset)
+    except TemplateError as error:
+        raise InvalidRequest(f"`preset`: {error}.", param="preset") from None
+
+
+def _create(request: CatalogueRequest, model: Model) -> Prepared:
+    """Check the template; return the ids of the labels."""
+    tokenizer, preset = model.texts.tokenizer, preset_of(model, "rerank") if request.preset else None
+    template = requested_template(request, None if preset is None else preset.preset)
+    param = "template" if preset is None else "preset"
+    if sum(map(len, template.pieces)) > MAX_TEMPLATE:
+        raise InvalidRequest(f"`{param}`: the template has more than {MAX_TEMPLATE} characters.", param=param)
+    try:
+        if preset is not None and tokenizer.controls.divide(preset.preset.instruction) != [preset.preset.instruction]:
+            raise TemplateError("the instruction contains a control token")
+        Frame(template, tokenizer).check(template)
+    except TemplateError as error:
+        raise InvalidRequest(f"`{param}`: {error}.", param=param) from None
+    return Prepared([], labels=_labels(request, model) if preset is None else list(chain.from_iterable(preset.fitted.labels)))
+
+
+def _labels(request: CatalogueRequest, model: Model) -> list[int]:
+    labels = []
+    for index, text in enumerate(request.labels or []):
+        ids = model.texts.tokenizer.encode(text[: MAX_LABEL + 1], add_special_tokens=False)
+        if len(ids) != 1 or len(text) > MAX_LABEL:
+            message = f"`labels[{index}]`: {text[:100]!r} is not one token of {model.facts.name!r}."
+            raise InvalidRequest(message, param=f"labels[{index}]")
+        labels += ids
+    if len(labels) > model.facts.max_labels:
+        raise InvalidRequest(f"`labels` has {len(labels)} labels; at most {model.facts.max_labels} are allowed.", param="labels")
+    return labels
+
+
+def _register(request: ItemsRequest, model: Model) -> Prepared:
+    """Tokenise items. Of items with equal ids the last one counts."""
+    items = {item.id: (index, item) for index, item in enumerate(request.items)}
+    texts: list[str | list[int]] = []
+    for index, item in items.values():
+        if (item.text is None) == (item.token_ids is None):
+            raise InvalidRequest(f"`items[{index}]`: give either `text` or `token_ids`.", param=f"items[{index}]")
+        if item.token_ids is not None:
+            model.facts.check_ids(item.token_ids, f"items[{index}].token_ids")
+        texts.append(item.text if item.text is not None else item.token_ids or [])
+    characters = sum(len(text) for text in texts if isinstance(text, str))
+    model.bounds.check("max_request_characters", characters, "characters that must be tokenised", "items")
+    places = [index for index, _ in items.values()]
+    frame = _frame(opened(model).template, model.texts.tokenizer)
+    room = model.facts.context - frame.around_query - 1  # for a query of one token
+    try:
+        stored = frame.store(texts, room)
+    except ItemTooLong as error:
+        remedy = "Shorten it: a query must fit behind it."
+        raise model.facts.too_long(error.tokens, f"items[{places[error.index]}]", remedy=remedy) from None
+    tokens = sum(len(each.ids) for each in stored)
+    model.bounds.check("max_request_tokens", tokens, "tokens", "items")
+    records = Records([(id, packed(each.ids, each.tail)) for id, each in zip(items, stored, strict=True)], tokens)
+    return Prepared([], response=msgspec.msgpack.encode(records))
+
+
+class _ItemsEndpoint(Endpoint[ItemsRequest]):
+    """Reads a JSON array or JSON lines in place of an object."""
+
+    def decode(self, body: bytes) -> tuple[ItemsRequest, list[str]]:
+        """See :class:`Endpoint`."""
+        text = bytes(body).strip()
+        if text and not text.startswith(b"["):  # a text in JSON contains no line break
+            text = b"[" + b",".join(line for line in text.splitlines() if line.strip()) + b"]"
+        return super().decode(text and b'{"items":' + text + b"}")
+
+
+def _warm(_: WarmRequest, model: Model) -> Prepared:
+    return query_prompts([], [], model)
+
+
+CATALOGUE = Endpoint(
+    kind=CatalogueRequest,
+    bulk={},
+    read=_create,
+    is_light=lambda _: False,
+    characters=lambda request, _: sum(map(len, request.template or ())) + sum(map(len, request.labels or ())),
+)
+CATALOGUE_ITEMS = _ItemsEndpoint(
+    kind=ItemsRequest,
+    bulk={"items": [CatalogueItem("0", text="")]},
+    read=_register,
+    is_light=lambda _: False,
+    characters=lambda request, _: sum(len(item.text or "") for item in request.items),
+)
+CATALOGUE_WARM = Endpoint(
+    kind=WarmRequest,
+    bulk={},
+    read=_warm,
+    is_light=lambda _: False,
+    characters=lambda *_: 0,
+)

@@ -1,0 +1,34 @@
+"""All endpoints whose bodies are read, by their names in messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.reading.catalogue import CATALOGUE, CATALOGUE_ITEMS, CATALOGUE_WARM
+from gateway.reading.chat import CHAT
+from gateway.reading.completions import COMPLETIONS
+from gateway.reading.detokenize import DETOKENIZE
+from gateway.reading.endpoint import Endpoint
+from gateway.reading.length import LENGTH
+from gateway.reading.rerank import RERANK
+from gateway.reading.responses import RESPONSES
+from gateway.reading.score import SCORE
+from gateway.reading.texts import CLASSIFY, EMBEDDINGS
+from gateway.reading.tokenize import TOKENIZE
+
+ENDPOINTS: dict[str, Endpoint[Any]] = {
+    "score": SCORE,
+    "rerank": RERANK,
+    "classify": CLASSIFY,
+    "embeddings": EMBEDDINGS,
+    "completions": COMPLETIONS,
+    "chat": CHAT,
+    "responses": RESPONSES,
+    "length": LENGTH,
+    "tokenize": TOKENIZE,
+    "detokenize": DETOKENIZE,
+    "catalogue": CATALOGUE,
+    "catalogue_items": CATALOGUE_ITEMS,
+    "catalogue_warm": CATALOGUE_WARM,
+}
+NAMES = {endpoint.kind: name for name, endpoint in ENDPOINTS.items()}

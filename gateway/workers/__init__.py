@@ -1,0 +1,1 @@
+"""The worker processes that read request bodies, and the queue before them."""

@@ -1,0 +1,368 @@
+"""The final charge of a request: nothing for refusals and failures, what was used for an answer, what was begun where the client
+left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import wire
+from gateway.error_sources import from_engine
+from gateway.limits.base import NOTHING, Cost, Lease, Limits, used
+from gateway.limits.local import LocalLimiter
+from tests.fakes import LIMITS, FakeEngine
+from tests.gateway.admission.test_key_limits import by, entry, write
+from tests.gateway.conftest import Start, metric
+from tests.gateway.limits.test_shared_limits import limiter
+from tests.processes import wait_until
+from tests.redis import RedisServer
+
+LIMITED = {"requests_per_minute": 30, "tokens_per_minute": 3000, "items_per_minute": 60}
+"""Half a request, 50 tokens and one item come back in a second."""
+SCORE = {"query": list(range(1, 101)), "items": [[1] * 100] * 3, "label_token_ids": [1]}
+"""600 tokens, 3 items."""
+PROMPT = list(range(1, 201))
+
+Begin = Callable[..., httpx.Client]
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer.start() as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+def begin(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Begin:
+    """Starts a gateway whose limits of the key ``a`` are kept in memory, or in Redis."""
+
+    def begin_with(*engines: FakeEngine, **settings: Any) -> httpx.Client:
+        if request.param == "redis":
+            server = request.getfixturevalue("redis")
+            settings |= {"redis_url": server.url, "redis_seconds": 2.0, "redis_prefix": f"r{random.getrandbits(60)}"}
+        client = start(*engines, api_keys_file=write(tmp_path / "keys.json", entry("a", **LIMITED)), **settings)
+        if request.param == "redis":
+            wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+        return client
+
+    return begin_with
+
+
+def charged(client: httpx.Client) -> Cost:
+    """Charged so far, by asking for as little as possible. What came back since is not counted."""
+    body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
+    answer = client.post("/v1/score", json=body, headers=by("a"))
+    assert answer.status_code in (200, 503, 502, 429), answer.text
+    left = [int(answer.headers[f"x-ratelimit-remaining-{name}"]) for name in ("requests", "tokens", "items")]
+    requests, tokens, items = (limit - rest for limit, rest in zip(LIMITED.values(), left, strict=True))
+    return Cost(requests - 1, tokens - 2, items - 1)
+
+
+class About:
+    """A cost, less what has come back since the test began."""
+
+    def __init__(self, *cost: int, began: float | None = None) -> None:
+        self.cost = cost
+        self.began = time.monotonic() if began is None else began
+
+    @property
+    def slack(self) -> list[float]:
+        """Tokens that came back, of each rate."""
+        return [1 + limit * (time.monotonic() - self.began) / 60 for limit in LIMITED.values()]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, tuple)
+        return all(most - back <= found <= most for found, most, back in zip(other, self.cost, self.slack, strict=True))
+
+    def __repr__(self) -> str:
+        return f"{self.cost}, less what came back in {time.monotonic() - self.began:.1f} s"
+
+
+def send(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    return client.post(f"/v1/{path}", json=body, headers=by("a"))
+
+
+def send_refunded(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Send a request, again while refunds of the ones before, which Redis is told in the background, have not arrived."""
+    end = time.monotonic() + 10
+    while (answer := send(client, path, body)).status_code == 429 and time.monotonic() < end:
+        if answer.json()["error"]["code"] == "overloaded":
+            break
+        time.sleep(0.05)
+    return answer
+
+
+BODIES = {
+    "score": SCORE,
+    "completions": {"prompt": PROMPT, "max_tokens": 1000},
+    "chat/completions": {"messages": [{"role": "user", "content": "a" * 500}], "max_tokens": 1000},
+    "length": {"input": [[1] * 300, [2] * 300]},
+}
+
+
+def test_what_an_engine_refuses_costs_nothing(begin: Begin) -> None:
+    engine = FakeEngine()
+    client, expected = begin(engine), About(0, 0, 0)
+    codes: dict[wire.ErrorCode, int] = {"overloaded": 429, "internal": 500, "out_of_memory": 503, "deadline": 504, "invalid": 400}
+    for code, status in codes.items():
+        engine.faults.fail = wire.Failed("", code, "as told")
+        for path, body in BODIES.items():
+            assert send_refunded(client, path, body).status_code == status, (path, code)
+            if path.endswith("completions"):
+                assert send_refunded(client, path, body | {"stream": True}).status_code == status
+        engine.faults.fail = None
+        time.sleep(0.05)  # Redis is told in the background
+        assert charged(client) == expected, code
+        expected = About(*(before + probe for before, probe in zip(expected.cost, (1, 2, 1), strict=True)), began=expected.began)
+
+
+def test_an_engine_that_breaks_or_is_away_costs_nothing(begin: Begin) -> None:
+    engine = FakeEngine()
+    client, expected = begin(engine, wait_seconds=0.05), About(0, 0, 0)
+    engine.faults.break_after = 0
+    assert send(client, "score", SCORE).status_code == 502
+    assert send(client, "completions", BODIES["completions"]).status_code == 502
+    engine.faults.break_after = None
+    engine.ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
+    assert send(client, "score", SCORE).status_code == 503
+    engine.ready = True
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
+    assert charged(client) == expected
+
+
+def test_answers_are_charged(begin: Begin) -> None:
+    engine = FakeEngine(says=[5, 6])
+    client, expected = begin(engine), About(4, 600 + 600 + 203 + 600, 3 + 3 + 2)
+    assert send(client, "score", SCORE).status_code == 200
+    assert send(client, "score", SCORE).status_code == 200, "also from the cache"
+    assert send(client, "completions", BODIES["completions"]).status_code == 200
+    assert send(client, "length", BODIES["length"]).status_code == 200
+    assert charged(client) == expected
+
+
+def leave(client: httpx.Client, path: str, body: dict[str, Any], when: Callable[[], bool]) -> None:
+    """Send a request, and close the connection once ``when`` holds."""
+    over = threading.Event()
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=client.base_url, headers=by("a"), timeout=20) as other:
+            sending = asyncio.create_task(other.post(f"/v1/{path}", json=body))
+            while not over.is_set():  # noqa: ASYNC110  another thread sets it
+                await asyncio.sleep(0.01)
+            sending.cancel()
+            with suppress(asyncio.CancelledError):
+                await sending
+
+    thread = threading.Thread(target=lambda: asyncio.run(ask()))
+    thread.start()
+    try:
+        wait_until(when)
+    finally:
+        over.set()
+        thread.join()
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    time.sleep(0.2)  # Redis is told in the background
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_client_that_leaves_before_an_engine_has_its_request_pays_nothing(begin: Begin, path: str) -> None:
+    engine = FakeEngine()
+    client, expected = begin(engine, wait_seconds=20), About(0, 0, 0)
+    engine.ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
+    leave(client, path, BODIES[path], lambda: metric(client, "yardstick_requests_waiting") == 1)
+    engine.ready = True
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
+    assert charged(client) == expected
+    assert not engine.generates
+    assert not engine.values
+
+
+def test_a_client_that_leaves_pays_for_what_was_sent_to_engines(begin: Begin) -> None:
+    engine = FakeEngine(limits=msgspec.structs.replace(LIMITS, max_branches=8))
+    client, expected = begin(engine), About(1, 16 * 12, 16)
+    engine.faults.delay = 5
+    body = {"query": [1] * 10, "items": [[2, place] for place in range(1, 41)], "label_token_ids": [1]}
+    leave(client, "score", body, lambda: len(engine.running) == 2)
+    assert len(engine.scores) == 2, "two of five messages at a time"
+    engine.faults.delay = 0
+    assert charged(client) == expected
+
+
+def test_a_client_that_leaves_before_the_first_token_pays_for_its_prompt(begin: Begin) -> None:
+    engine = FakeEngine()
+    client, expected = begin(engine), About(1, 200, 0)
+    engine.faults.delay = 5
+    body = {"prompt": PROMPT, "max_tokens": 1000}
+    leave(client, "completions", body, lambda: len(engine.running) == 1)
+    engine.faults.delay = 0
+    assert charged(client) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["engine", "client"])
+def test_a_stream_that_breaks_is_charged_what_was_used(begin: Begin, who: str) -> None:
+    engine = FakeEngine(says=[5] * 1000)
+    client, came_back = begin(engine), About(0, 0, 0)
+    body = {"prompt": [1] * 1000, "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    if who == "engine":
+        engine.faults.fail_after = 100
+        assert "error" in send(client, "completions", body).text
+    else:
+        engine.faults.delay = 0.01
+        with client.stream("POST", "/v1/completions", json=body, headers=by("a")) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            for _ in range(100):
+                next(lines)
+        engine.faults.delay = 0
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    time.sleep(0.1)
+    found, slack = charged(client), came_back.slack
+    assert found.requests == 1
+    assert 1100 - slack[1] <= found.tokens <= 1100 + 50, "some tokens more may have been on their way to a client that left"
+
+
+def lease(id: str, limits: Limits, cost: Cost) -> Lease:
+    return Lease("a", id, limits, cost)
+
+
+def test_a_message_that_is_sent_twice_counts_once() -> None:
+    taken = lease("1", Limits(), Cost(1, 100, 10))
+    for message in "aab":
+        taken.begin(message, tokens=20, items=2)
+    assert used(taken, 499) == Cost(1, 40, 4)
+    assert used(taken, 200) == taken.cost
+    for status in (400, 404, 429, 500, 502, 503, 504):
+        assert used(taken, status) == NOTHING
+    taken.used_tokens = 30
+    assert used(taken, 200) == Cost(1, 30, 10)
+
+
+def test_every_error_of_an_engine_is_refunded() -> None:
+    taken = lease("1", Limits(), Cost(1, 100, 10))
+    for code in wire.STATUS_OF_CODE:
+        error = from_engine(wire.Failed("", code, ""))  # type: ignore[arg-type]
+        assert used(taken, error.status) == NOTHING, code
+
+
+ENDINGS = st.tuples(st.sampled_from([200, 429, 499, 503]), st.floats(0, 1), st.booleans())
+"""Status, share of the expected cost that was used, and whether to end the oldest or the newest."""
+COSTS = st.builds(Cost, st.just(1), st.integers(0, 500), st.integers(0, 20))
+RATES = Limits((50, 1000, 40))
+
+
+def settle(taken: Lease, ending: tuple[int, float, bool]) -> Cost:
+    """As :class:`Quotas` does it."""
+    status, share, _ = ending
+    taken.used_tokens = int(share * taken.cost.tokens)
+    taken.begun = Cost(1, taken.used_tokens, int(share * taken.cost.items))
+    taken.charged = used(taken, status)
+    return taken.charged
+
+
+@given(steps=st.lists(st.one_of(COSTS, ENDINGS), max_size=60))
+async def test_nothing_is_lost_or_made(steps: list[Any]) -> None:
+    """With no time passing, what is left is always the limit less what ended requests are charged and open ones expected."""
+    local, open_, total = LocalLimiter(), [], list(NOTHING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.limits.local.time.monotonic", lambda: 1000.0)
+        for place, step in enumerate(steps):
+            if isinstance(step, Cost):
+                taken = lease(str(place), RATES, step)
+                if (await local.take(taken)).denied is None:
+                    open_.append(taken)
+            elif open_:
+                taken = open_.pop(0 if step[2] else -1)
+                total = [one + other for one, other in zip(total, settle(taken, step), strict=True)]
+                local.end(taken)
+            expected = [sum(amounts) for amounts in zip(total, *(taken.cost for taken in open_), strict=True)]
+            levels = (await local.take(lease("probe", RATES, Cost(0, 10**6, 0)))).levels
+            left = [level.remaining for level in levels if level]
+            assert left == [limit - amount for limit, amount in zip(RATES.rates, expected, strict=True) if limit is not None]
+
+
+@given(steps=st.lists(st.tuples(st.floats(0, 40), st.one_of(COSTS, ENDINGS)), max_size=60))
+async def test_over_all_time_no_more_is_used_than_the_limit_allows(steps: list[tuple[float, Any]]) -> None:
+    """However long requests run and whatever is refunded when they end; and a full refund makes the allowance whole."""
+    local, open_, total, now = LocalLimiter(), [], list(NOTHING), 1000.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.limits.local.time.monotonic", lambda: now)
+        for place, (pause, step) in enumerate(steps):
+            now += pause
+            if isinstance(step, Cost):
+                taken = lease(str(place), RATES, step)
+                if (await local.take(taken)).denied is None:
+                    open_.append(taken)
+            elif open_:
+                taken = open_.pop(0 if step[2] else -1)
+                total = [one + other for one, other in zip(total, settle(taken, step), strict=True)]
+                local.end(taken)
+            held = [sum(amounts) for amounts in zip(total, *(taken.cost for taken in open_), strict=True)]
+            for limit, amount in zip(RATES.rates, held, strict=True):
+                assert limit is not None
+                assert amount <= limit * (1 + (now - 1000) / 60) + 1e-3
+
+
+@given(steps=st.lists(st.tuples(st.floats(0, 40), st.one_of(COSTS, st.booleans())), max_size=60))
+async def test_the_allowance_is_whole_when_everything_is_refunded(steps: list[tuple[float, Any]]) -> None:
+    local, open_, now = LocalLimiter(), [], 1000.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.limits.local.time.monotonic", lambda: now)
+        for place, (pause, step) in enumerate([*steps, *[(0.0, True)] * len(steps)]):
+            now += pause
+            if isinstance(step, Cost):
+                taken = lease(str(place), RATES, step)
+                if (await local.take(taken)).denied is None:
+                    open_.append(taken)
+            elif open_:
+                taken = open_.pop(0 if step else -1)
+                settle(taken, (429, 1.0, step))
+                local.end(taken)
+        assert not open_
+        assert (await local.take(lease("all", RATES, Cost(50, 1000, 40)))).denied is None
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("seed", range(3))
+async def test_redis_settles_as_this_process_does(redis: RedisServer, seed: int) -> None:
+    noise, local, open_ = random.Random(seed), LocalLimiter(), []
+    limits = Limits((600, 6000, 600), concurrency=20)
+    owner = f"settle{random.getrandbits(60)}"
+    async with limiter(redis.url) as shared:
+        for place in range(150):
+            if noise.random() < 0.5 or not open_:
+                cost = Cost(1, noise.randrange(300), noise.randrange(10))
+                pair = [Lease(owner, str(place), limits, cost) for _ in range(2)]
+                denials = [(await one.take(taken)).denied for one, taken in zip((shared, local), pair, strict=True)]
+                if denials == [None, None]:
+                    open_.append(pair)
+                elif None in denials:  # the two clocks differ a little
+                    one, taken = (shared, pair[0]) if denials[0] is None else (local, pair[1])
+                    taken.charged = NOTHING
+                    one.end(taken)
+            else:
+                pair = open_.pop(noise.randrange(len(open_)))
+                ending = (noise.choice([200, 429, 499, 503]), noise.random(), True)
+                for one, taken in zip((shared, local), pair, strict=True):
+                    settle(taken, ending)
+                    one.end(taken)
+                await asyncio.sleep(0.006)
+        await asyncio.sleep(0.1)
+        ours, theirs = [(await one.take(Lease(owner, "probe", limits, NOTHING))).levels for one in (shared, local)]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one is not None
+            assert other is not None
+            assert one.remaining == pytest.approx(other.remaining, abs=0.02 * other.limit)

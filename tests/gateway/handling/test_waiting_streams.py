@@ -1,0 +1,164 @@
+"""Streams that wait: comments keep them open, and errors still reach their clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from engine import wire
+from gateway.handling.streams import KEEP_ALIVE, _Line
+from tests.fakes import FakeEngine, ids
+from tests.gateway.conftest import Start, metric
+from tests.gateway.routes.test_sdk import SDK_2
+from tests.processes import wait_until
+
+COMMENT = KEEP_ALIVE.decode().strip()
+READ_WITH_SDK = """
+import sys, openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
+stream = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}], stream=True)
+print("".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices), end="")
+"""
+
+
+def lines_of(client: httpx.Client, **body: Any) -> list[str]:
+    """Everything in a stream but empty lines."""
+    answer = client.post("/v1/completions", json={"prompt": "x", "stream": True} | body)
+    assert answer.status_code == 200
+    return [line for line in answer.text.splitlines() if line]
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_comments_while_nothing_comes(start: Start, after: int) -> None:
+    engine = FakeEngine(says=ids("red shoes, blue table"))
+    engine.faults.pause_after, engine.faults.pause = after, 2.5
+    lines = lines_of(start(engine, keepalive_seconds=0.6))
+    places = [place for place, line in enumerate(lines) if line == COMMENT]
+    assert 3 <= len(places) <= 10
+    assert places == list(range(places[0], places[0] + len(places))), "at one place"
+    assert (places[0] == 0) == (after == 0)
+    events = [line.removeprefix("data: ") for line in lines if line != COMMENT]
+    assert events.pop() == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "red shoes, blue table"
+
+
+@pytest.mark.slow
+def test_no_comments_while_tokens_come(start: Start) -> None:
+    engine = FakeEngine(says=ids("red shoes, blue table, red shoes"))
+    engine.faults.delay = 0.2
+    began = time.monotonic()
+    assert COMMENT not in lines_of(start(engine, keepalive_seconds=1.5))
+    assert time.monotonic() - began > 1.5
+
+
+@pytest.mark.slow
+def test_an_error_has_its_own_status_until_the_first_comment(start: Start) -> None:
+    engine = FakeEngine()
+    client = start(engine, keepalive_seconds=1.5)
+    engine.faults.fail = wire.Failed("", "internal", "broken")
+    engine.faults.delay = 0.1
+    assert client.post("/v1/completions", json={"prompt": "x", "stream": True}).status_code == 500
+    assert metric(client, 'yardstick_broken_streams_total{code="internal_error",model="fake"}') == 0
+    engine.faults.delay = 2.5
+    *comments, last = lines_of(client)
+    assert set(comments) == {COMMENT}
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert metric(client, 'yardstick_broken_streams_total{code="internal_error",model="fake"}') == 1
+    assert metric(client, 'yardstick_requests_total{model="fake",route="/v1/completions",status="500"}') == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [2, 3])
+def test_the_sdk_ignores_comments(start: Start, version: int) -> None:
+    engine = FakeEngine(says=ids("red shoes"))
+    engine.faults.delay = 0.4
+    client = start(engine, keepalive_seconds=0.1)
+    environment = {**os.environ, **({"PYTHONPATH": str(SDK_2)} if version == 2 else {})}
+    command = [sys.executable, "-W", "ignore", "-c", READ_WITH_SDK, f"{client.base_url}/v1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (run.stdout, run.stderr) == ("red shoes", "")
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_client_that_leaves_while_it_waits(start: Start, after: int) -> None:
+    engine = FakeEngine(says=ids("red shoes, blue table"))
+    engine.faults.pause_after, engine.faults.pause = after, 30
+    client = start(engine, keepalive_seconds=0.1)
+    body = json.dumps({"prompt": "x", "stream": True}).encode()
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        received = b""
+        while received.count(KEEP_ALIVE) < 2:
+            chunk = connection.recv(1000)
+            assert chunk, received
+            received += chunk
+    wait_until(lambda: len(engine.left) == 1, seconds=10)
+    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 1)
+    assert "yardstick_broken_streams_total{" not in client.get("/metrics").text
+
+
+HEAD = b"the response's head"
+
+
+class Client:
+    """A client that reads only when it is allowed to."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.waiting = 0
+        self.got: list[bytes] = []
+
+    async def send(self, message: Any) -> None:
+        self.waiting += 1
+        await self.reads.wait()
+        self.waiting -= 1
+        self.got.append(message.get("body", HEAD))
+
+
+async def test_comments_do_not_pile_up_before_a_client_that_does_not_read() -> None:
+    client = Client()
+    line = _Line(client.send, 0.02)
+    await line.send(b"first")
+    client.reads.clear()
+    await asyncio.sleep(0.3)
+    assert client.waiting == 1, "one comment waits"
+    sending = asyncio.create_task(line.send(b"second"))
+    await asyncio.sleep(0.1)
+    client.reads.set()
+    await sending
+    assert client.got == [HEAD, b"first", KEEP_ALIVE, b"second"]
+    client.reads.clear()
+    client.got.clear()
+    sending = asyncio.create_task(line.send(b"third"))
+    await asyncio.sleep(0.1)
+    assert client.waiting == 1, "no comment while an event waits"
+    line.stop()
+    client.reads.set()
+    await sending
+    await asyncio.sleep(0.05)
+    assert client.got == [b"third"]
+
+
+async def test_a_response_begins_once() -> None:
+    client = Client()
+    client.reads.clear()
+    line = _Line(client.send, 0.02)
+    assert not line.begun
+    await asyncio.sleep(0.1)
+    assert line.begun, "with a comment, for which the client is not ready"
+    sending = asyncio.create_task(line.send(b"first"))
+    await asyncio.sleep(0.05)
+    client.reads.set()
+    await sending
+    line.stop()
+    assert client.got == [HEAD, KEEP_ALIVE, b"first"]

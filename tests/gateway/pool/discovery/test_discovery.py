@@ -1,0 +1,104 @@
+"""Where engines are found: entries and DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from gateway.configuration.address import Address, DnsAddress, ServiceAddress, StaticAddress, parse_address
+from gateway.pool.discovery.base import Backoff, Discovery, Endpoint
+from gateway.pool.discovery.dns import Dns
+from tests.processes import until
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("http://127.0.0.1:8100", StaticAddress("http://127.0.0.1:8100")),
+        ("https://engines.example/", StaticAddress("https://engines.example")),
+        ("dns://engines.default.svc:8100", DnsAddress("engines.default.svc", 8100)),
+        ("kubernetes://engines:http", ServiceAddress("engines", "http")),
+        ("kubernetes://models/engines:8100", ServiceAddress("engines", 8100, "models")),
+    ],
+)
+def test_entries(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "engines:8100",
+        "http://",
+        "http://x:port",
+        "dns://engines",
+        "dns://x:1/y",
+        "kubernetes://engines",
+        "kubernetes://a/b/c:1",
+        "kubernetes://Engines:1",
+        "kubernetes://engines:70000",
+        "ftp://x",
+        "",
+    ],
+)
+def test_what_is_no_entry(text: str) -> None:
+    with pytest.raises(ValueError, match=r"write it like|a port is"):
+        parse_address(text)
+
+
+def test_waits_grow_to_a_limit() -> None:
+    backoff = Backoff(1, 8)
+    waits = [backoff.wait() for _ in range(20)]
+    assert all(nominal / 2 <= wait <= nominal * 1.5 for nominal, wait in zip([1, 2, 4, *[8] * 17], waits, strict=True))
+    backoff.reset()
+    assert backoff.wait() <= 1.5
+
+
+async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[str] | None] = [None, ["10.0.0.2", "10.0.0.1", "fd00::1"], ["10.0.0.2"], None, ["10.0.0.2"], ["10.0.0.3"]]
+
+    async def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        addresses = answers.pop(0) if len(answers) > 1 else answers[0]
+        if addresses is None:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
+    async with following(Dns("engines", 8100, resolve_seconds=0.01)) as seen:
+        await until(lambda: len(seen) == 3)
+    assert [[endpoint.url for endpoint in found] for found in seen] == [
+        ["http://10.0.0.1:8100", "http://10.0.0.2:8100", "http://[fd00::1]:8100"],
+        ["http://10.0.0.2:8100"],
+        ["http://10.0.0.3:8100"],
+    ]
+
+
+async def test_a_real_name() -> None:
+    async with following(Dns("localhost", 8100, resolve_seconds=1)) as seen:
+        await until(lambda: bool(seen))
+    assert Endpoint("http://127.0.0.1:8100") in seen[0]
+
+
+@asynccontextmanager
+async def following(source: Discovery) -> AsyncIterator[list[Sequence[Endpoint]]]:
+    """What ``source`` brings, in a list that grows."""
+    seen: list[Sequence[Endpoint]] = []
+
+    async def follow() -> None:
+        async with aclosing(source.follow()) as answers:
+            async for found in answers:
+                seen.append(found)
+
+    task = asyncio.create_task(follow())
+    try:
+        yield seen
+        assert not task.done(), "it gave up"
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,74 @@
+"""The measure of an event loop that is kept from serving what is due."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from gateway.metrics.telemetry import Telemetry
+from gateway.process.watchdog import BUSY_SECONDS, CALM_SECONDS, IDLE_SECONDS, Watchdog
+
+
+def longest(telemetry: Telemetry) -> float:
+    lines = b"".join(telemetry.exposition()).decode().splitlines()
+    line = next(line for line in lines if line.startswith("yardstick_event_loop_blocked_max"))
+    return float(line.split()[-1])
+
+
+def spin(seconds: float) -> None:
+    """Use so much CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("seconds", "work", "error"), [(0.02, 0.001, BUSY_SECONDS), (0.1, 0.001, BUSY_SECONDS), (0.1, 0, CALM_SECONDS)]
+)
+async def test_a_callback_that_runs_too_long_is_measured(seconds: float, work: float, error: float) -> None:
+    """A loop with work is measured more exactly than a calm one."""
+    telemetry = Telemetry()
+    telemetry.in_flight += 1
+    watchdog = Watchdog(telemetry)
+    watchdog.start()
+    for _ in range(30):
+        spin(work)
+        await asyncio.sleep(0.001)
+    spin(seconds)
+    await asyncio.sleep(CALM_SECONDS)
+    watchdog.stop()
+    assert seconds - 2 * error < longest(telemetry) < seconds + 2 * error
+
+
+async def test_the_interval_follows_the_load() -> None:
+    telemetry = Telemetry()
+    now, used = 0.0, 0.0
+    watchdog = Watchdog(telemetry, wall=lambda: now, cpu=lambda: used)
+
+    def interval() -> float:
+        watchdog.tick()
+        watchdog.stop()
+        return watchdog._due - now
+
+    assert interval() == pytest.approx(IDLE_SECONDS)
+    telemetry.in_flight += 1
+    now, used = 1.0, 0.1
+    assert interval() == pytest.approx(CALM_SECONDS)
+    now, used = 1.025, 0.11
+    assert interval() == pytest.approx(BUSY_SECONDS)
+    now, used = 1.03, 0.1105
+    assert interval() == pytest.approx(CALM_SECONDS)
+
+
+async def test_time_in_which_others_had_the_processor_does_not_count() -> None:
+    telemetry = Telemetry()
+    watchdog = Watchdog(telemetry)
+    watchdog.start()
+    await asyncio.sleep(0.02)
+    time.sleep(2 * IDLE_SECONDS)  # noqa: ASYNC251 - stands for a process that is not scheduled
+    await asyncio.sleep(0.1)
+    watchdog.stop()
+    assert longest(telemetry) < 0.01

@@ -19,7 +19,8 @@ from engine.serving.app import create_app, create_health_app
 from engine.serving.bearer import BearerTokenError, BearerTokens
 from engine.serving.loop_client import LoopClient
 from engine.settings import ServerSettings
-from tracing.export import Exporter, TracingError, check_endpoint, open_exporter
+from tracing.export import Exporter, TracingError
+from tracing.setup import check_endpoint, open_exporter
 
 FLUSH_SECONDS = 2
 """Time for the last bytes to be sent, once every request has its last word."""

@@ -11,6 +11,8 @@ Ints = npt.NDArray[np.int32]
 """Token ids or slot numbers, one dimension."""
 
 EMPTY: Ints = np.empty(0, np.int32)
+MASK_64 = (1 << 64) - 1
+"""The bits of an unsigned 64-bit integer, to which hashes are reduced."""
 
 
 def ints(values: Collection[int]) -> Ints:

@@ -37,6 +37,19 @@ _OTHER_FILES = 2048
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit status: 1, after one line on stderr, if the gateway cannot start."""
+    try:
+        settings = load_settings(os.environ, vars(_parser().parse_args(arguments)))
+        with LineWriter(sys.stderr.fileno()) as log:
+            format = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+            logging.basicConfig(level=logging.INFO, format=format, handlers=[LogHandler(log)], force=True)
+            return serve(settings, log)
+    except SettingsError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, which has the settings that are named most often."""
     parser = argparse.ArgumentParser(prog="gateway", description="Serve the OpenAI-compatible API in front of engines.")
     parser.add_argument(
         "--engine",
@@ -87,15 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a host that images may be fetched from; repeat for more",
     )
     parser.add_argument("--redis-url", metavar="URL", help="Redis for results and limits, such as redis://127.0.0.1:6379/0")
-    try:
-        settings = load_settings(os.environ, vars(parser.parse_args(arguments)))
-        with LineWriter(sys.stderr.fileno()) as log:
-            format = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-            logging.basicConfig(level=logging.INFO, format=format, handlers=[LogHandler(log)], force=True)
-            return serve(settings, log)
-    except SettingsError as error:
-        print(f"gateway: {error}", file=sys.stderr)
-        return 1
+    return parser
 
 
 def serve(settings: Settings, log: LineWriter) -> int:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-from litestar import Litestar, Router
+from litestar import Router
 from litestar.exceptions import HTTPException
 
 from gateway.adapters.manager import AdapterManager
@@ -23,6 +19,7 @@ from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
 from gateway.catalogues.catalogues import Catalogues
 from gateway.catalogues.store import CatalogueStore
+from gateway.composition.background import Background
 from gateway.composition.parts import (
     access_log_of,
     catalogues_in_memory,
@@ -85,11 +82,6 @@ from gateway.tracing import Tracer
 from gateway.workers.workers import Workers
 from tracing.sampling import sampler_of
 
-logger = logging.getLogger(__name__)
-
-START_SECONDS = 1.0
-"""Time after the start from which the watchdog measures delays of the event loop."""
-
 
 def create_app(
     settings: Settings,
@@ -105,7 +97,6 @@ def create_app(
     telemetry = Telemetry()
     connections = Connections()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
-    watchdog = Watchdog(telemetry)
     workers = Workers(text_capacity(settings), telemetry)
     reader = Reader(
         workers,
@@ -148,42 +139,24 @@ def create_app(
     prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
     scanner = Scanner(prompts, scoring, RetryDeadline(telemetry, settings.scan_wait_seconds))
     adapters = AdapterManager(pool, share.adapters if share else MemoryLoaded(), telemetry)
-    restorer = Restorer(pool, adapters, telemetry, interval=settings.probe_seconds)
     kept = Kept(responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
     keys = key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
     origins = Origins(settings.cors_origins)
-
     access_log = access_log_of(settings, log, telemetry)
     exporter = exporter_of(settings, telemetry)
 
-    @asynccontextmanager
-    async def lifespan(_: Litestar) -> AsyncIterator[None]:
-        watchdog.start(after=START_SECONDS)
-        workers.start()
-        pool.start()
-        restorer.start()
-        if exporter:
-            exporter.start()
-        if keys:
-            keys.start(telemetry)
-        if share:
-            share.start()
-        try:
-            yield
-        finally:
-            if keys:
-                keys.stop()
-            await restorer.stop()
-            await pool.stop()
-            await handover.stop()
-            await workers.stop()
-            watchdog.stop()
-            if share:
-                await share.stop()
-            await connections.close()
-            if exporter:
-                await asyncio.to_thread(exporter.close)
-
+    background = Background(
+        watchdog=Watchdog(telemetry),
+        workers=workers,
+        pool=pool,
+        restorer=Restorer(pool, adapters, telemetry, interval=settings.probe_seconds),
+        handover=handover,
+        connections=connections,
+        keys=keys,
+        share=share,
+        exporter=exporter,
+        telemetry=telemetry,
+    )
     v1 = Router(
         path="",
         route_handlers=[
@@ -217,7 +190,7 @@ def create_app(
             asset_route(),
             *(console_routes() if settings.console else []),
         ],
-        lifespan=[lifespan],
+        lifespan=[background.running],
         request_max_body_size=settings.max_body_bytes,
         exception_handlers={GatewayError: answer_error, HTTPException: answer_refusal, Exception: answer_fault},
         cors_config=origins.config(),

@@ -107,9 +107,23 @@ def serve(
     options override them."""
     from gateway.commands.serve import ServeOptions, serve
 
-    formats = (dtype.value if dtype else None, quantize.value if quantize else None, kv_dtype.value if kv_dtype else None)
-    read = (preset, tool_parser, reasoning_parser)
-    serve(ServeOptions(model, lenvm_model, lenvm_gamma, host, port, *formats, max_total_tokens, api_keys_file, *read, lora or ()))
+    options = ServeOptions(
+        model=model,
+        lenvm_model=lenvm_model,
+        lenvm_gamma=lenvm_gamma,
+        host=host,
+        port=port,
+        dtype=dtype,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
+        max_total_tokens=max_total_tokens,
+        api_keys_file=api_keys_file,
+        preset=preset,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        lora=lora or (),
+    )
+    serve(options)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.quantize import MIN_PEAK
+
 MAX_CODE = 127.0
 ZERO = 128
 """Code of zero in activations, which are unsigned, as the instructions want them."""
@@ -21,9 +23,6 @@ to bytes sixteen at a time and floats one by one: quantising [1920, 512] took 0.
 
 MOST_COLUMNS = 65_536
 """Longest rows whose sums of products of codes, 255 · 127 each, fit 32 bits."""
-
-MIN_PEAK = 1e-10
-"""A row of zeros counts as one with a peak of this: a scale is never zero."""
 
 INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni")
 """Any of these multiplies unsigned by signed bytes and sums in 32 bits; the fastest first."""

@@ -41,7 +41,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Share of a request's items that an earlier request of the run had, with the same query."""
     cached: bool = False
     """Whether the gateway may answer from its result cache."""
-    patience: float = 120.0
+    timeout_seconds: float = 120.0
     """Seconds after which a request counts as failed."""
     api_key: str | None = None
 
@@ -99,7 +99,7 @@ async def drive(job: Job) -> list[Sample]:
     bodies = [body(message) for message in requests(job)]
     headers = {"content-type": "application/json"} | ({} if job.cached else {"cache-control": "no-cache"})
     headers |= {"authorization": f"Bearer {job.api_key}"} if job.api_key else {}
-    timeout = aiohttp.ClientTimeout(total=job.patience)
+    timeout = aiohttp.ClientTimeout(total=job.timeout_seconds)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
         clock = time.perf_counter  # uvloop's clock has a resolution of milliseconds

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.device.logit_edits import SamplingRow, changes_logits
+from engine.ints import MASK_64
 from engine.wire import Sampling
 from kernels.candidates import SMALLEST_TEMPERATURE
 from kernels.seeded_sampling import GOLDEN, MIX_1, MIX_2
@@ -21,7 +22,6 @@ PACKED = np.dtype([("key", np.uint64), ("top_k", np.int64), ("temperature", "f4"
 """Numbers of a sequence that its draws need on the device. key: the mixed seed and index (:func:`noise_keys`); floor: the logarithm
 of min-p."""
 
-_MASK = (1 << 64) - 1
 _INCREMENT = np.uint64(GOLDEN)
 _ROUNDS = ((np.uint64(30), np.uint64(MIX_1)), (np.uint64(27), np.uint64(MIX_2)))
 _LAST_SHIFT = np.uint64(31)
@@ -83,7 +83,7 @@ def noise_keys(seeds: Sequence[int], indices: Sequence[int], positions: Sequence
 
 
 def _sequence_keys(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.uint64]:
-    return mixed(_mix(np.array([seed & _MASK for seed in seeds], np.uint64)), indices)
+    return mixed(_mix(np.array([seed & MASK_64 for seed in seeds], np.uint64)), indices)
 
 
 def mixed(keys: npt.NDArray[np.uint64], numbers: Sequence[int]) -> npt.NDArray[np.uint64]:

@@ -17,12 +17,10 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-from engine.ints import EMPTY, Ints, as_ints, common_length
+from engine.ints import EMPTY, MASK_64, Ints, as_ints, common_length
 from engine.kvcache.eviction import Evictor, Queue
 from engine.kvcache.pins import Pins
 from engine.kvcache.slots import SlotPool
-
-_KEY_MASK = (1 << 64) - 1
 
 
 class Node:
@@ -45,7 +43,7 @@ class Node:
         """Set by :class:`engine.kvcache.eviction.Evictor`, like :attr:`queue`."""
         self.queue: Queue | None = None
         """The queue of eviction that it is in."""
-        self.key: int = hash((parent.key, self.tokens.tobytes())) & _KEY_MASK if item and parent is not None else 0
+        self.key: int = hash((parent.key, self.tokens.tobytes())) & MASK_64 if item and parent is not None else 0
         """On an item: a hash of the path, by which its uses are counted also while it is not cached."""
 
     @property
@@ -71,7 +69,7 @@ class Root(Node):
         """``salt`` None: the tree of one request, of which nothing is kept."""
         super().__init__(EMPTY, EMPTY, None, shared=salt is not None)
         self.salt = salt
-        self.key = hash(salt) & _KEY_MASK
+        self.key = hash(salt) & MASK_64
 
 
 class PrefixCache:

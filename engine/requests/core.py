@@ -65,7 +65,7 @@ class Branch:
     pending: bool = False
     """Whether a pending step draws the newest token, which is :data:`PENDING` until then."""
     done: bool = False
-    """Whether it has ended. With overlap a step may compute more of it than was needed, whose results are dropped."""
+    """Whether it has ended. With overlap a step may compute more of it, whose results are dropped."""
     constraint: Constraint | None = None
     """The state of the grammar that the output follows; None without a grammar."""
     section: GuidedSection | None = None
@@ -137,8 +137,7 @@ class Branch:
         """Return the values for the tokens before ``start``; None if ``start`` is 0, where a preempted branch begins again."""
         if start == 0:
             return None
-        assert self.partial is not None
-        assert self.partial.tokens == start
+        assert self.partial is not None and self.partial.tokens == start  # noqa: PT018
         return self.partial.values
 
 

@@ -15,7 +15,7 @@ from collections.abc import Container, Sequence
 
 import numpy as np
 
-from engine.ints import EMPTY, Ints
+from engine.ints import EMPTY, MASK_64, Ints
 
 MOST_INDEXED = 1 << 17
 """Tokens at the end of a prompt that are searched."""
@@ -30,7 +30,6 @@ WAIT_COST = 0.5
 """Credit for waiting for a draw, where the next step could start before it is known."""
 
 _FACTOR = 0x9E3779B97F4A7C15  # odd, 2^64 over the golden ratio
-_MASK = (1 << 64) - 1
 
 
 class NgramTable:
@@ -71,7 +70,7 @@ def key_of(ngram: Sequence[int]) -> int:
     """Return a hash of 64 bits, of which the upper ones are mixed best."""
     key = 0
     for token in ngram:
-        key = (key + token + 1) * _FACTOR & _MASK
+        key = (key + token + 1) * _FACTOR & MASK_64
     return key
 
 

@@ -10,7 +10,6 @@ from litestar import Request, Response, get, post
 from engine import wire
 from engine.serving.loop_client import LOADING, LoopClient
 
-MSGPACK = "application/msgpack"
 MAX_BODY = 1 << 16
 Incoming = Request[Any, Any, Any]
 _LOAD = msgspec.msgpack.Decoder(wire.LoadAdapter)
@@ -50,7 +49,7 @@ async def _change(request: Incoming, decoder: msgspec.msgpack.Decoder[Any], name
 
 def _answer(message: wire.Adapters | wire.Adapter | wire.Failed) -> Response[bytes]:
     status = wire.STATUS_OF_CODE[message.code] if isinstance(message, wire.Failed) else 200
-    return Response(wire.encode(message), status_code=status, media_type=MSGPACK)
+    return Response(wire.encode(message), status_code=status, media_type=wire.MEDIA_TYPE)
 
 
 adapter_routes = [adapters, load, unload]

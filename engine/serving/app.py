@@ -23,7 +23,6 @@ from engine.serving.tracing import Tracing
 from engine.settings import EngineSettings
 from tracing.export import Exporter
 
-MSGPACK = "application/msgpack"
 FRAMES = "application/x-msgpack-frames"
 
 T = TypeVar("T")
@@ -184,7 +183,7 @@ async def _read(request: Incoming, decoder: msgspec.msgpack.Decoder[M], name: st
 
 def _answer(message: msgspec.Struct) -> Response[bytes]:
     status = wire.STATUS_OF_CODE[message.code] if isinstance(message, wire.Failed) else 200
-    return Response(wire.encode(message), status_code=status, media_type=MSGPACK)
+    return Response(wire.encode(message), status_code=status, media_type=wire.MEDIA_TYPE)
 
 
 def _not_ready(request: Incoming) -> Response[bytes]:

@@ -28,9 +28,9 @@ Every accepted request ends with exactly one terminal message: ``Scored``, ``Fai
 
 from __future__ import annotations
 
-from engine.wire.adapters import Adapter, Adapters, LoadAdapter, UnloadAdapter
+from engine.wire.adapters import ADAPTER_NAME, Adapter, Adapters, LoadAdapter, UnloadAdapter
 from engine.wire.common import MODEL_HEADER, STATUS_OF_CODE, Abort, Caller, ErrorCode, Failed
-from engine.wire.frames import MAX_FRAME, FrameReader, Reply, Request, encode, pack_frame
+from engine.wire.frames import MAX_FRAME, MEDIA_TYPE, FrameReader, Reply, Request, encode, pack_frame
 from engine.wire.generation import (
     MAX_DRAFT_TOKENS,
     MAX_NGRAM,
@@ -75,6 +75,7 @@ from engine.wire.server import AttentionChoice, Info, Limits, Stats, TokenizerFi
 from engine.wire.vocabulary import GrammarVocabulary
 
 __all__ = [
+    "ADAPTER_NAME",
     "CONTROL_TOKEN",
     "GRAMMAR_LIMITS",
     "IMAGE_TOKENS",
@@ -84,6 +85,7 @@ __all__ = [
     "MAX_GRAMMAR_BYTES",
     "MAX_IMAGES",
     "MAX_NGRAM",
+    "MEDIA_TYPE",
     "MODEL_HEADER",
     "NEUTRAL_SCALE",
     "PROMPT_PART",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""Names of adapters. They have no colon, which separates base and adapter in ``base:adapter`` for clients."""
 
 
 class Adapter(msgspec.Struct, tag="adapter", frozen=True, omit_defaults=True):
     """An adapter that requests may name."""
 
     name: str
-    """Letters, digits, ``.``, ``_`` and ``-``, at most 128; not the name of the base model."""
+    """See :data:`ADAPTER_NAME`; not the name of the base model."""
     digest: str
     """Digest of weights and configuration, hexadecimal: what :attr:`engine.wire.Score.adapter` names."""
     rank: int

@@ -14,6 +14,8 @@ Request = Score | ScoreItems | Generate | Abort
 Reply = Scored | Delta | Failed
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 1 << 30
+MEDIA_TYPE = "application/msgpack"
+"""Type of every body of the contract."""
 _encoder = msgspec.msgpack.Encoder()
 _reply = msgspec.msgpack.Decoder(Reply)
 

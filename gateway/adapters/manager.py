@@ -16,7 +16,7 @@ from gateway.adapters.calls import Outcome, load_on, replicas_of, unload_on
 from gateway.adapters.store import MOST_KEPT, Full, Loaded, LoadedStore, Unavailable
 from gateway.errors import AdapterNotFound, Conflict, InvalidRequest, NotReady, Overloaded, StoreFull, StoreUnavailable
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.adapters import NAME, Reference
+from gateway.pool.adapters import Reference
 from gateway.pool.pool import Pool
 from gateway.pool.replica import Replica
 
@@ -101,7 +101,7 @@ class AdapterManager:
             self.busy.discard(reference)
 
     def _check_name(self, reference: Reference) -> None:
-        if not NAME.fullmatch(reference.name):
+        if not wire.ADAPTER_NAME.fullmatch(reference.name):
             message = "The name of an adapter has 1 to 128 letters, digits, and `._-`."
             raise InvalidRequest(message, param="lora_name")
         if reference.name in self._pool.names.aliases or self._pool.versions(reference.name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import signal
@@ -13,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from gateway.commands.errors import CommandError
+from gateway.process.parent import ending_with
 
-_PR_SET_PDEATHSIG = 1
 _CLIENT_VARIABLES = ("YARDSTICK_API_KEY",)
 """Variables for clients. A gateway treats every other ``YARDSTICK_`` variable as a setting."""
 _CLIENTS = ("loadgen", "benchmarks")
@@ -58,7 +57,7 @@ class Child:
             errors="replace",
             env=program_environment() | {"PYTHONUNBUFFERED": "1"},
             start_new_session=True,
-            preexec_fn=_death_signal(),
+            preexec_fn=ending_with(os.getpid(), signal.SIGTERM, 1),
         )
 
     def follow(self, on_line: Callable[[str], None]) -> None:
@@ -100,18 +99,3 @@ class Child:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             on_line(line.rstrip())
-
-
-def _death_signal() -> Callable[[], None] | None:
-    """Return the first call of a new process: it asks the kernel for SIGTERM when its parent dies. None if not on Linux."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-    parent = os.getpid()
-
-    def arm() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent died before the request to the kernel
-            os._exit(1)
-
-    return arm

@@ -29,20 +29,20 @@ _OF_THE_MODEL = {"presets": "preset", "tool_parsers": "tool_parser", "reasoning_
 """The gateway's settings with an entry ``MODEL=NAME`` for each model, and the options with the name for the one model."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Options of the command line; None means not given."""
 
     model: str | None
-    lenvm_model: str | None
-    lenvm_gamma: float | None
-    host: str | None
-    port: int | None
-    dtype: str | None
-    quantize: str | None
-    kv_dtype: str | None
-    max_total_tokens: int | None
-    api_keys_file: Path | None
+    lenvm_model: str | None = None
+    lenvm_gamma: float | None = None
+    host: str | None = None
+    port: int | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    kv_dtype: str | None = None
+    max_total_tokens: int | None = None
+    api_keys_file: Path | None = None
     preset: str | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None

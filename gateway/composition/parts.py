@@ -19,7 +19,8 @@ from gateway.settings import Settings, SettingsError
 from gateway.text.bounds import Bounds
 from gateway.workers.job_queue import Capacity
 from gateway.workers.workers import default_workers
-from tracing.export import Exporter, TracingError, open_exporter
+from tracing.export import Exporter, TracingError
+from tracing.setup import open_exporter
 
 
 def key_ring(settings: Settings, file: Path) -> KeyRing:

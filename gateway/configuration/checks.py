@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from gateway.configuration.address import parse_address
-from tracing.export import TracingError, check_endpoint
+from tracing.export import TracingError
+from tracing.setup import check_endpoint
 
 PREFIX = "YARDSTICK_"
 _IMAGE_HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:[0-9]{1,5})?")

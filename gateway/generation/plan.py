@@ -108,16 +108,10 @@ def plan(
     limit = room if max_tokens is None else min(max_tokens, room)
     if (fields.min_tokens or 0) > limit:
         raise InvalidRequest(f"`min_tokens` is more than the {limit} tokens that may be generated.", param="min_tokens")
-    seed = random.getrandbits(63) if fields.seed is None else fields.seed & (2**63 - 1)
-    sampling = fields.sampling(max_tokens=limit, seed=seed)
-    if bad_words:
-        sampling = msgspec.structs.replace(sampling, bad_words=tuple(map(tuple, bad_words)))
-    if fields.min_p is None and (min_p := default_min_p(guidance)) is not None:
-        sampling = msgspec.structs.replace(sampling, min_p=min_p)
     request = wire.Generate(
         id=new_id(),
         prompt=prompt,
-        sampling=sampling,
+        sampling=_sampling(fields, limit, guidance, bad_words),
         logprobs=logprobs,
         length_guidance=guidance,
         grammar=grammar,
@@ -131,24 +125,41 @@ def plan(
         adapter=model.adapter_digest,
         images=[*images],
     )
-    options = TextOptions(
-        logprobs=logprobs is not None,
-        stops=fields.stops,
-        min_tokens=fields.min_tokens or 0,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        keeps_stop=bool(fields.include_stop_str_in_output),
-        end_logprob=echo is not None,
-        format=format,
-        token_ids=bool(fields.return_token_ids),
-    )
     return Generation(
         model,
         request,
-        options,
+        _text_options(fields, format, logprobs=logprobs is not None, echoes=echo is not None),
         first_index=first_index,
         echo=echo,
         prompt_logprobs=fields.prompt_logprobs,
         most_expected=UNSTATED_TOKENS if max_tokens is None else limit,
+    )
+
+
+def _sampling(
+    fields: GenerationRequest, limit: int, guidance: wire.LengthGuidance | None, bad_words: Sequence[Sequence[int]]
+) -> wire.Sampling:
+    """Return how tokens are drawn, at most ``limit`` of them."""
+    seed = random.getrandbits(63) if fields.seed is None else fields.seed & (2**63 - 1)
+    sampling = fields.sampling(max_tokens=limit, seed=seed)
+    if bad_words:
+        sampling = msgspec.structs.replace(sampling, bad_words=tuple(map(tuple, bad_words)))
+    if fields.min_p is None and (min_p := default_min_p(guidance)) is not None:
+        sampling = msgspec.structs.replace(sampling, min_p=min_p)
+    return sampling
+
+
+def _text_options(fields: GenerationRequest, format: AnswerFormat | None, *, logprobs: bool, echoes: bool) -> TextOptions:
+    """Return how tokens become text."""
+    return TextOptions(
+        logprobs=logprobs,
+        stops=fields.stops,
+        min_tokens=fields.min_tokens or 0,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        keeps_stop=bool(fields.include_stop_str_in_output),
+        end_logprob=echoes,
+        format=format,
+        token_ids=bool(fields.return_token_ids),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as Run
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -32,7 +32,7 @@ class Token(msgspec.Struct, gc=False):
 
     id: int
     logprob: float | None
-    top: Run[tuple[int, float]]
+    top: abc.Sequence[tuple[int, float]]
     """Most probable tokens at this position, best first."""
     values: Mapping[int, float]
     """Length values of the tokens in ``top`` that the length model judged, by token id, if guided values were requested."""
@@ -64,7 +64,7 @@ class TextOptions:
     """Options for turning a sequence's tokens into text."""
 
     logprobs: bool = False
-    stops: Run[str] = ()
+    stops: abc.Sequence[str] = ()
     min_tokens: int = 0
     """Stop strings that are complete before this many tokens do not end the sequence."""
     skip_special_tokens: bool = True
@@ -82,7 +82,9 @@ class TextOptions:
 class Sequence:
     """Holds back incomplete characters and text that may become a stop string, with their tokens, until they are certain."""
 
-    def __init__(self, index: int, tokenizer: Vocabulary, prompt: Run[int], options: TextOptions, *, offset: int = 0) -> None:
+    def __init__(
+        self, index: int, tokenizer: Vocabulary, prompt: abc.Sequence[int], options: TextOptions, *, offset: int = 0
+    ) -> None:
         """``offset``: characters before the sequence in its text (an echoed prompt)."""
         self.index = index
         self.finish: Finish | None = None
@@ -234,7 +236,9 @@ def _token(id: int, place: int, logprobs: wire.Logprobs | None, offset: int) -> 
     chosen, ranked = logprobs.chosen[place], logprobs.top_tokens[place]
     least = LEAST_LOGPROB
     rank = zip(ranked, logprobs.top[place], strict=True)
-    top: Run[tuple[int, float]] = [(token, logprob if logprob > least else least) for token, logprob in rank] if ranked else ()
+    top: abc.Sequence[tuple[int, float]] = (
+        [(token, logprob if logprob > least else least) for token, logprob in rank] if ranked else ()
+    )
     judged: Mapping[int, float] = _NO_VALUES
     if logprobs.values:
         values = zip(ranked, logprobs.values[place], strict=True)
@@ -245,7 +249,7 @@ def _token(id: int, place: int, logprobs: wire.Logprobs | None, offset: int) -> 
 class PromptTokens:
     """Converts the log-probabilities of an echoed prompt, which arrive in parts, to tokens with offsets in the prompt's text."""
 
-    def __init__(self, tokenizer: Vocabulary, ids: Run[int], text: str) -> None:
+    def __init__(self, tokenizer: Vocabulary, ids: abc.Sequence[int], text: str) -> None:
         self._tokenizer = tokenizer
         self._ids = ids
         self.text = text

@@ -22,7 +22,8 @@ from gateway.pool.replica import ServedModel
 from gateway.process.breathing import Breath
 from gateway.reading.catalogue import Opened
 from gateway.text.bounds import Bounds
-from gateway.text.prepared import ID_BYTES, PlacedIds, Prepared
+from gateway.text.image_ids import ID_BYTES
+from gateway.text.prepared import PlacedIds, Prepared
 
 ROWS_AT_ONCE = 256
 """Rows that are built between two looks at the clock, in about 0.2 ms."""

@@ -72,7 +72,7 @@ class Scanner:
 
     prompts: CataloguePrompts
     scoring: Scoring
-    patience: RetryDeadline
+    retries: RetryDeadline
     """For parts after the first one; when that fails, nothing is lost."""
 
     async def open(
@@ -119,7 +119,7 @@ class Scanner:
                 readout = wire.Labels(prepared.labels, raw=raw) if scan.fitted is None else scan.fitted.readout
                 branches = Prompts((), prepared.rows, readout, scan.priority, caller, prepared.suffix)
                 part = partial(self.scoring.scorer.score, model, branches, policy, lease)
-                scores = await (self.patience.score(part, model.name) if scan.items else part())
+                scores = await (self.retries.score(part, model.name) if scan.items else part())
                 first = scan.items
                 scan.items += len(ids)
                 scan.hits += scores.hits

@@ -1,1 +1,1 @@
-"""Limits of API keys, and admission: the bounds on all work that the gateway accepts."""
+"""Limits of API keys: rates and concurrency, counted in this process or in Redis."""

@@ -23,8 +23,6 @@ from gateway.workers.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-"""Names of adapters. They have no colon, which separates base and adapter in ``base:adapter``."""
 DIGEST = re.compile(r"[0-9a-f]{16,128}")
 MOST_ADAPTERS = 1024
 """Adapters of one replica that the gateway knows; it ignores the others."""
@@ -72,7 +70,7 @@ class AdapterDirectory:
                 logger.info("engine %s: its adapters are unknown: %s", replica.client.url, error)
                 return
             replica.takes_adapters = found.max_adapters > 0 or bool(found.adapters)
-            known = [adapter for adapter in found.adapters[:MOST_ADAPTERS] if NAME.fullmatch(adapter.name)]
+            known = [adapter for adapter in found.adapters[:MOST_ADAPTERS] if wire.ADAPTER_NAME.fullmatch(adapter.name)]
             await self._update(replica, {adapter.name: adapter for adapter in known if DIGEST.fullmatch(adapter.digest)})
 
     async def joined(self, replica: Replica) -> None:
@@ -116,7 +114,7 @@ class AdapterDirectory:
         bases = [served for served in self._served() if not base or served.name == self._names.real(base)]
         if any(self.awaited(Reference(served.name, short)) for served in bases):
             return True
-        return bool(base and bases) and NAME.fullmatch(short) is not None and not any(served.ready for served in bases)
+        return bool(base and bases) and wire.ADAPTER_NAME.fullmatch(short) is not None and not any(served.ready for served in bases)
 
     def reference(self, name: str) -> Reference | None:
         """Return the adapter that ``name`` means; None if it means none, or is ambiguous, or is the name of a model."""

@@ -221,7 +221,7 @@ class EngineClient:
     def _post(self, target: Target, body: bytes, *, framed: bool = True) -> EngineCall:
         return self._connections.streams.post(
             target,
-            {**self._headers, "content-type": "application/msgpack"},
+            {**self._headers, "content-type": wire.MEDIA_TYPE},
             body,
             more=self._trace,
             connect_seconds=self._connect_seconds,

@@ -7,7 +7,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from gateway.text.prepared import Ids
 
@@ -66,10 +65,12 @@ class RecentItems:
     def take(self) -> list[RecentItem]:
         """Remove and return all items: pinned ones, those that were used more than once, and others; of each kind the last used one
         first."""
-        kinds: tuple[list[RecentItem], ...] = ([], [], [])
+        pinned: list[RecentItem] = []
+        repeated: list[RecentItem] = []
+        others: list[RecentItem] = []
         now = self._clock()
         for item in reversed(self._items.values()):
-            kinds[0 if item.pinned_until > now else 1 if item.uses > 1 else 2].append(item)
+            (pinned if item.pinned_until > now else repeated if item.uses > 1 else others).append(item)
         self._items.clear()
         self._tokens = 0
-        return [*chain.from_iterable(kinds)]
+        return pinned + repeated + others

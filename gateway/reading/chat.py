@@ -11,7 +11,7 @@ from gateway.process.deadline import TimeIsUp, at_most
 from gateway.reading.answer_format import answer_format
 from gateway.reading.chat_images import ChatImages, image_parts
 from gateway.reading.endpoint import Endpoint, Model
-from gateway.reading.images import urls_of
+from gateway.reading.images import IMAGE_CHARACTERS, urls_of
 from gateway.reading.structure import read_bad_words
 from gateway.reading.thinking import template_variables
 from gateway.reading.tools import offered_tools
@@ -23,9 +23,6 @@ from gateway.text.bounds import TooManyTokens
 from gateway.text.chat_template import ChatTemplateError
 from gateway.text.prepared import Prepared
 from gateway.text.special import ControlTokens, Marked, new_mark, texts_in, with_marks
-
-IMAGE_CHARACTERS = 1 << 17
-"""Characters that count for one image: a request with images is a bulk job."""
 
 
 def render(

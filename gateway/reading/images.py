@@ -16,6 +16,8 @@ from gateway.schemas.content import ImagePart, TextPart
 from gateway.text.bounds import Bounds
 from gateway.text.facts import Facts
 
+IMAGE_CHARACTERS = 1 << 17
+"""Characters that count for the images of a request, which is then a bulk job."""
 LOW_TOKENS = 256
 """Most tokens of an image whose ``detail`` is ``low``."""
 

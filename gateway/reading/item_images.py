@@ -19,7 +19,7 @@ from gateway.errors import ContextExceeded, InvalidRequest
 from gateway.images.data_url import is_data_url
 from gateway.images.errors import InvalidImage
 from gateway.reading.endpoint import Endpoint, Model
-from gateway.reading.images import ImageDecoder, check_images, check_length, tokens_of, urls_of
+from gateway.reading.images import IMAGE_CHARACTERS, ImageDecoder, check_images, check_length, tokens_of, urls_of
 from gateway.schemas.content import Content, ImagePart, TextPart
 from gateway.schemas.parameters import Parameters
 from gateway.schemas.score import Paired, Query
@@ -30,8 +30,6 @@ T = TypeVar("T", bound=Parameters)
 QUERY, ITEM = 0, 1
 QUERIES = ("query", "text_1", "queries")
 ITEMS = ("items", "text_2", "documents", "texts")
-IMAGE_CHARACTERS = 1 << 17
-"""Characters that count for the images of a request, which is then a bulk job."""
 FRAME = ("<|vision_start|>", "<|vision_end|>")
 """Tokens around the tokens of an image, in the models of Qwen."""
 

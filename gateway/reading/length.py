@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from gateway.errors import InvalidRequest
 from gateway.reading import chat
 from gateway.reading.endpoint import Endpoint, Model
-from gateway.reading.prompts import characters_of, is_text, read_prompts
+from gateway.reading.prompts import LIGHT_TEXTS, characters_of, is_text, read_prompts
 from gateway.schemas.length import MAX_TEXTS, LengthRequest, Texts
 from gateway.text.cuts import may_be_cut
 from gateway.text.prepared import Prepared
 from gateway.text.prompts import EmptyPromptError, PromptTooLongError, join_ids, share_prefix, tokenise_pairs
-
-LIGHT_TEXTS = 128
 
 
 def _read(request: LengthRequest, model: Model) -> Prepared:

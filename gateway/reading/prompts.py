@@ -11,6 +11,9 @@ from gateway.text.prepared import Prepared
 
 Given = str | list[str | int | list[int]]
 
+LIGHT_TEXTS = 128
+"""Most lists of token ids that the event loop reads by itself."""
+
 
 def read_prompts(
     model: Model,

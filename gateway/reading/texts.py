@@ -6,15 +6,13 @@ from gateway.errors import InvalidRequest
 from gateway.presets.preset import Task
 from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.pairs import Pairs, preset_of
-from gateway.reading.prompts import characters_of, is_text, read_prompts, sorted_out
+from gateway.reading.prompts import LIGHT_TEXTS, characters_of, is_text, read_prompts, sorted_out
 from gateway.schemas.classify import ClassifyRequest
 from gateway.schemas.embeddings import EmbeddingsRequest
 from gateway.schemas.length import MAX_TEXTS, Texts
 from gateway.schemas.truncation import Truncation
 from gateway.text.prepared import Prepared
 from gateway.text.prompts import share_prefix
-
-LIGHT_TEXTS = 128
 
 
 def _classify(request: ClassifyRequest, model: Model) -> Prepared:

@@ -23,6 +23,7 @@ import msgspec
 from gateway.errors import InvalidRequest
 from gateway.images.errors import InvalidImage
 from gateway.process.deadline import keep_alarm
+from gateway.process.parent import ending_with
 from gateway.reading.endpoint import Endpoint, Model, TextSide
 from gateway.reading.endpoints import ENDPOINTS
 from gateway.text.prepared import pack
@@ -42,7 +43,6 @@ MAX_MESSAGE = 2000
 """Most characters of an error message or parameter; some repeat a value of the request."""
 MAX_IGNORED = 64
 
-_PR_SET_PDEATHSIG = 1
 _job = msgspec.msgpack.Decoder(Job)
 
 
@@ -163,12 +163,9 @@ def receive(connection: socket.socket) -> tuple[bytes, bytearray] | None:
 
 def die_with_parent() -> None:
     """Ask the kernel to end this process with its parent. On other systems than Linux it ends with the socket."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call
-        os._exit(0)
+    arm = ending_with(os.getppid(), signal.SIGKILL, 0)
+    if arm is not None:
+        arm()
 
 
 def give_memory_back() -> None:

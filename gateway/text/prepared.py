@@ -13,10 +13,8 @@ import msgspec
 
 from engine import wire
 from gateway.process.breathing import Breath
-from gateway.text.image_ids import ImageIds, PackedImage, pack_images, spans_of, unpack_image, with_spans
+from gateway.text.image_ids import ID_BYTES, ImageIds, PackedImage, pack_images, spans_of, unpack_image, with_spans
 from gateway.tools.answer import AnswerFormat
-
-ID_BYTES = array("I").itemsize
 
 Ids = Sequence[int]
 """Token ids: a list, or an array of unsigned 32-bit integers."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.collector import Collector, collecting
 from tests.processes import free_port, wait_until
-from tracing.export import open_exporter
+from tracing.setup import open_exporter
 from tracing.spans import Span
 
 rotel = pytest.importorskip("rotel", reason="Rotel has wheels for some platforms only")

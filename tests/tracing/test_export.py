@@ -12,7 +12,8 @@ import pytest
 
 from tests.collector import Collector, collecting
 from tests.processes import free_port, wait_until
-from tracing.export import Exporter, TracingError, check_endpoint, open_exporter
+from tracing.export import Exporter, TracingError
+from tracing.setup import check_endpoint, open_exporter
 from tracing.spans import Span
 
 QUICK = {"OTEL_BSP_SCHEDULE_DELAY": "10"}

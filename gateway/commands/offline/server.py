@@ -25,7 +25,7 @@ def own_server(model: str | None, api_key: str | None) -> Iterator[Running]:
     Raises :class:`CommandError`.
     """
     require_engine()
-    options = ServeOptions(model, None, None, "127.0.0.1", 0, None, None, None, None, None)
+    options = ServeOptions(model=model, host="127.0.0.1", port=0)
     settings = gateway_settings(options, program_environment())
     with children(options, settings, models_of(options)) as supervisor:
         supervisor.wait_until_ready(options.title, talkative=False)

@@ -84,7 +84,7 @@ async def test_failures_are_counted_by_kind():
         return answer
 
     async with served(mixed) as url:
-        samples = await drive(job(url, [0.0, 0.1, 0.2, 0.3, 0.4], patience=0.5))
+        samples = await drive(job(url, [0.0, 0.1, 0.2, 0.3, 0.4], timeout_seconds=0.5))
     assert [sample.outcome for sample in samples] == ["ok", "http 429", "wrong", "lost", "timeout"]
     summary = summarise(samples)
     assert summary["failures"] == {"http 429": 1, "lost": 1, "timeout": 1, "wrong": 1}

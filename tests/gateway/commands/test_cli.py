@@ -117,7 +117,7 @@ def test_a_wrong_value_names_the_option(yardstick: Yardstick) -> None:
 
 
 def test_formats_reach_the_engine(yardstick: Yardstick) -> None:
-    options = ServeOptions("m", None, None, "127.0.0.1", 8000, "bfloat16", "fp8", None, None, None)
+    options = ServeOptions(model="m", dtype="bfloat16", quantize="fp8")
     arguments = " ".join(_engine_arguments(options, _Models("m", None), 8100))
     assert "--dtype bfloat16 --quantize fp8" in arguments
     refused = yardstick("serve", "--quantize", "int3")
@@ -128,7 +128,7 @@ def test_formats_reach_the_engine(yardstick: Yardstick) -> None:
 
 def test_adapters_reach_the_engine() -> None:
     lora = ("support=/adapters/support", "sql=org/sql")
-    options = ServeOptions("m", None, None, "127.0.0.1", 8000, None, None, None, None, None, lora=lora)
+    options = ServeOptions(model="m", lora=lora)
     arguments = _engine_arguments(options, _Models("m", None), 8100)
     assert arguments[-4:] == ["--lora", "support=/adapters/support", "--lora", "sql=org/sql"]
 

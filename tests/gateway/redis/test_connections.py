@@ -1,0 +1,154 @@
+"""Connections to Redis: TLS, users, clusters, and a Redis that goes away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fakes import FakeEngine
+from tests.gateway.cache.test_redis_cache import AVAILABLE, STORED, connected, hits, score
+from tests.gateway.conftest import Start, metric, metrics
+from tests.processes import wait_until
+from tests.redis import Certificates, RedisServer, cluster
+
+pytestmark = pytest.mark.redis
+
+
+def test_tls_with_an_authority_of_ones_own(start: Start, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    with RedisServer.start(tls=certificates) as server:
+        client = connected(start(FakeEngine(), redis_url=server.url, redis_ca_file=certificates.ca, redis_seconds=1.0))
+        score(client, [[5]])
+        wait_until(lambda: hits(score(client, [[5]])) == "1/1")
+        stranger = start(FakeEngine(), redis_url=server.url, redis_seconds=1.0)
+        assert hits(score(stranger, [[5]])) == "0/1"
+        assert metric(stranger, AVAILABLE) == 0, "a certificate that nobody vouches for"
+
+
+def test_a_user_of_redis_with_a_password_that_changes(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("one\n")
+    rules = "~ys:* +ping +mget +set +get +del +eval +evalsha +time +zadd +zrem +zcard +zremrangebyscore +pexpire"
+    with RedisServer.start() as server, server.client() as redis:
+        redis.execute_command("ACL", "SETUSER", "gateway", "on", ">one", *rules.split())
+        redis.execute_command("ACL", "SETUSER", "default", "on", "resetpass", ">admin")
+        url = server.url.replace("127", "gateway@127")
+        client = connected(start(FakeEngine(), redis_url=url, redis_password_file=file, redis_prefix="ys", redis_seconds=1.0))
+        score(client, [[5]])
+        wait_until(lambda: hits(score(client, [[5]])) == "1/1")
+        with server.client(password="admin") as admin:
+            admin.execute_command("ACL", "SETUSER", "gateway", "resetpass", ">two")
+            file.write_text("two\n")
+            admin.execute_command("CLIENT", "KILL", "USER", "gateway")
+        score(client, [[6]])
+        wait_until(lambda: hits(score(client, [[5]])) == "1/1")
+
+
+def test_a_wrong_password_is_no_reason_to_fail(start: Start) -> None:
+    with RedisServer.start("--requirepass", "right") as server:
+        client = start(FakeEngine(), redis_url=server.url.replace("127", ":wrong@127"))
+        score(client, [[5]])
+        assert metric(client, AVAILABLE) == 0
+
+
+@pytest.mark.slow
+def test_a_cluster(start: Start) -> None:
+    with cluster() as servers:
+        url = f"redis+cluster://127.0.0.1:{servers[0].port}"
+        client = connected(start(FakeEngine(), redis_url=url, redis_seconds=1.0))
+        items = [[item] for item in range(1, 31)]
+        score(client, items)
+        wait_until(lambda: metric(client, STORED) == 30)
+        assert hits(score(client, items)) == "30/30"
+        sizes = []
+        for server in servers:
+            with server.client() as redis:
+                sizes.append(redis.dbsize())
+        assert sum(sizes) == 30
+        assert min(sizes) > 0, "every node has its part"
+        servers[2].kill()
+        for _ in range(20):
+            score(client, items)
+
+
+@dataclass
+class Load:
+    """Scores over and over from several threads, each time something new."""
+
+    client: httpx.Client
+    answers: list[httpx.Response] = field(default_factory=list)
+
+    @contextmanager
+    def running(self, workers: int) -> Iterator[Load]:
+        over = threading.Event()
+
+        def work(worker: int) -> None:
+            place = 0
+            while not over.is_set():
+                place += 1
+                body = {"query": [1 + worker, 1 + place // 300], "items": [[1 + place % 300]], "label_token_ids": [3]}
+                self.answers.append(self.client.post("/v1/score", json=body))
+
+        threads = [threading.Thread(target=work, args=[worker]) for worker in range(workers)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+LIMIT = 0.2
+"""Seconds that lookups may take where the time lost is measured: more than the default, so that a busy machine is not taken for
+Redis."""
+
+
+def slow_lookups(client: httpx.Client) -> float:
+    """Those that took at least half of :data:`LIMIT`."""
+    name = "yardstick_cache_lookup_seconds"
+    count, quick = metrics(client, f"{name}_count", f'{name}_bucket{{le="0.1"}}')
+    return count - quick
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["stalled", "killed"])
+def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, how: str) -> None:
+    workers = 4
+    with RedisServer.start() as server:
+        client = connected(start(FakeEngine(), redis_url=server.url, redis_seconds=LIMIT))
+        load = Load(client)
+        with load.running(workers):
+            wait_until(lambda: len(load.answers) > 50)
+            before = slow_lookups(client)
+            server.pause() if how == "stalled" else server.kill()
+            wait_until(lambda: metric(client, AVAILABLE) == 0)
+            told = len(load.answers)
+            time.sleep(1.0)
+            lost = slow_lookups(client) - before
+            assert len(load.answers) - told > 10, "traffic goes on"
+            assert lost <= workers + 2, "those under way when it went, and with a busy machine another or two; not every one"
+            if how == "stalled":
+                server.resume()
+            else:
+                server.boot()
+            wait_until(lambda: metric(client, AVAILABLE) == 1, 20)
+            stored = metric(client, STORED)
+            wait_until(lambda: metric(client, STORED) > stored)
+        assert {answer.status_code for answer in load.answers} == {200}
+
+
+def test_a_redis_that_never_was_costs_nothing(start: Start) -> None:
+    client = start(FakeEngine(), redis_url="redis://127.0.0.1:9", redis_seconds=LIMIT)
+    for item in range(20):
+        score(client, [[1 + item]])
+    assert slow_lookups(client) == 0
+    assert metric(client, AVAILABLE) == 0

@@ -62,8 +62,7 @@ class Records:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return ``p50``, ``p90`` and ``p99`` of measured values, each one of the values (inverted distribution function); empty without
-    values."""
+    """Return ``p50``, ``p90`` and ``p99`` of measured values; each is one of the values (inverted distribution function)."""
     return {f"p{share}": float(np.percentile(values, share, method="inverted_cdf")) for share in PERCENTILES if values}
 
 

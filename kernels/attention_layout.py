@@ -76,7 +76,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Sizes of a layout's tables where they are the same for every step of so many queries, for launches that are captured."""
+    """Sizes of a layout's tables that fit every step of up to this number of queries, for captured launches."""
 
     queries: int
     narrow: int

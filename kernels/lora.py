@@ -61,7 +61,7 @@ class LoraMatrices(NamedTuple):
 
 
 class LoraProduct(NamedTuple):
-    """What the adapters on the device add to one product."""
+    """The additions of the adapters on the device to one product."""
 
     matrices: Sequence[LoraMatrices | None]
     """[slot], None where the adapter leaves this product alone. Views of ``weights``."""
@@ -70,7 +70,7 @@ class LoraProduct(NamedTuple):
     table: Tensor
     """[slots, 2, products] int64, on the device: where the matrices of each product begin in their slot, and their rank or 0."""
     number: int
-    """Of the product in ``table``."""
+    """Number of the product in ``table``."""
     inputs: int
     parts: tuple[int, ...]
     """Columns of each part of the output."""

@@ -1,7 +1,8 @@
-"""Triton where it can run: on a GPU, or in its interpreter (``TRITON_INTERPRET=1``, for tests without one).
+"""Triton where it can run: on a GPU, or in its interpreter (``TRITON_INTERPRET=1``, for tests without a GPU).
 
-Elsewhere stand-ins let the kernels' modules be imported, so that a CPU needs no Triton and starts without it.
-Here too is what every launcher asks before it launches: may a kernel take these tensors, and are they what it expects?
+Elsewhere stand-ins let the kernels' modules be imported, so that a CPU needs no Triton and starts without it. The module also has
+the checks that every launcher makes first: whether a kernel may take these tensors, and whether shapes and types are the expected
+ones.
 """
 
 from __future__ import annotations

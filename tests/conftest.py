@@ -105,7 +105,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """What the tests have in common is never garbage, and takes no time to look through."""
+    """Freeze the objects that all tests share, so that the garbage collector does not scan them."""
     gc.collect()
     gc.freeze()
 

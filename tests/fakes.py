@@ -417,7 +417,7 @@ def _unknown(engine: FakeEngine, request: wire.Score | wire.Generate) -> wire.Fa
 
 
 def _refusal(engine: FakeEngine, id: str, tokens: int, branches: int) -> wire.Failed | None:
-    """What a real engine would refuse: the gateway must not let it come so far."""
+    """Return the refusal of a real engine; the gateway must refuse such a request before."""
     if tokens > min(engine.max_context, engine.limits.max_slots) or branches > engine.limits.max_branches:
         return wire.Failed(id, "invalid", f"{tokens} tokens in {branches} branches are too many")
     return None
@@ -519,7 +519,7 @@ def guided(engine: FakeEngine, guidance: wire.LengthGuidance, before: list[int])
 
 
 def _logprobs(engine: FakeEngine, before: list[int], tokens: list[int], request: wire.Generate) -> wire.Logprobs | None:
-    """Of output; with guidance and unless ``says`` rules, of the candidates."""
+    """Return log-probabilities of the output; with guidance and without ``says``, those of the candidates."""
     if request.logprobs is None:
         return None
     if request.length_guidance is None or engine.says is not None:
@@ -556,7 +556,7 @@ def _prompt_logprobs(engine: FakeEngine, request: wire.Generate) -> wire.Logprob
 
 
 class _Server(uvicorn.Server):
-    """Ends as soon as it is told to, where uvicorn looks ten times a second."""
+    """Ends at once when it is asked to; uvicorn looks only ten times a second."""
 
     async def main_loop(self) -> None:
         self._loop, self._told = asyncio.get_running_loop(), asyncio.Event()

@@ -141,7 +141,7 @@ def _of_others(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
 
 _CHECKED = tl.core.builtin(lambda: None).__code__
-"""Of the function that :func:`triton.language.core.builtin` puts around another, to check that it is called with ``_semantic``."""
+"""Code of the function with which :func:`triton.language.core.builtin` wraps another: it checks the argument ``_semantic``."""
 
 
 def _call_directly(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:

@@ -73,7 +73,7 @@ class Service:
         return found
 
     def scores(self, query: str, ids: list[str]) -> list[list[float]]:
-        """Score some items, computed anew."""
+        """Score some items that are computed again."""
         body = {"query": query, "catalogue": "large", "ids": ids, "label_token_ids": LABELS}
         answer = self.gateway.client.post("/v1/score", json=body, headers={"cache-control": "no-cache"})
         return answer.raise_for_status().json()["scores"]

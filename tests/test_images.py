@@ -25,7 +25,7 @@ def test_they_stand_on_one_pinned_base_and_run_as_nobody(path: str) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES)
 def test_they_say_what_they_are(path: str) -> None:
-    """In the last step, because a label that changes would make every later layer anew."""
+    """The last step sets labels, because a changed label invalidates every later layer."""
     text = (ROOT / path).read_text()
     end = text[text.rindex("\nCMD ") :]
     assert set(re.findall(r"org\.opencontainers\.image\.(\w+)=", end)) == {
@@ -73,7 +73,7 @@ def test_the_cuda_image_compiles_launchers_and_no_kernels_of_flashinfer() -> Non
 
 
 def test_cuda_s_packages_are_pinned() -> None:
-    """Those that torch 2.13.0 asks for on Linux; it leaves the versions of some open."""
+    """The packages that torch 2.13.0 requires on Linux; it leaves the versions of some open."""
     pins = (ROOT / "constraints.txt").read_text()
     for name in ("cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"):
         assert re.search(rf"^{name}==\S+$", pins, flags=re.M), name

@@ -1,4 +1,4 @@
-"""Three times as much load as there is room for: the engine stays as useful as at its best, and everybody else is told at once."""
+"""Three times as much load as there is room for: goodput stays near its best, and all other requests are refused at once."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def choices(answer: Any) -> list[tuple[str, list[str]]]:
 
 
 def logprobs(answer: Any) -> list[float]:
-    """Of the tokens of all choices."""
+    """Return the log-probabilities of the tokens of all choices."""
     return [value for choice in by_index(answer) for value in choice["logprobs"]["token_logprobs"]]
 
 

@@ -20,7 +20,7 @@ BIAS = {"4": 5.0, "63": 5.0, "95": 5.0}
 
 
 class Shoe(pydantic.BaseModel):
-    """What the model fills in."""
+    """The fields that the model fills in."""
 
     name: str = pydantic.Field(max_length=12)
     size: int = pydantic.Field(ge=30, le=50)

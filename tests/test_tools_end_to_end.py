@@ -132,7 +132,7 @@ def test_a_strict_tool_that_is_called_freely_gets_valid_arguments(client: openai
 
 
 class Place(pydantic.BaseModel):
-    """What a response is parsed into."""
+    """The type that a response is parsed into."""
 
     city: Literal["Zürich", "Köln"]
     days: int

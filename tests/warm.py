@@ -146,7 +146,7 @@ def _start(arguments: Any, executables: Any, close: bool, keep: Any, directory: 
 
 
 def _module_and_arguments(command: Any) -> list[str]:
-    """What a warm process runs for ``command``; nothing where it cannot."""
+    """Return what a warm process runs for ``command``; an empty list if it cannot run it."""
     if command[:2] == [sys.executable, "-m"] and command[2] in IMPORTS:
         return list(map(os.fsdecode, command[2:]))
     other = _others.get(tuple(command))

@@ -48,7 +48,7 @@ LIMITS = {"score": 4.0, "catalogue": 12.0, "decode": 5.0, "guided": 8.0}
 COUNT_DOWN = bytes.fromhex("48ffcf 75fb c3")
 """x86-64: ``dec rdi; jnz -5; ret``, one cycle a round on every processor of the last ten years."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
-"""As the engine's server sets for the loop process."""
+"""The variables that the engine's server sets for the loop process."""
 HERE = Path(__file__).resolve().parents[2]
 
 

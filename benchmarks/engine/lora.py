@@ -37,7 +37,7 @@ ITEMS, ITEM_TOKENS, QUERY_TOKENS = 43, 180, 120
 VOCABULARY = 32_000
 """Vocabulary of the random model; a score multiplies only the rows of its labels."""
 MAX_WAIT_SECONDS = 3600.0
-"""So long that no request is refused, also on a slow machine."""
+"""Long enough that no request is refused, even on a slow machine."""
 
 
 def main() -> int:

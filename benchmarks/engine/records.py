@@ -62,8 +62,7 @@ class Records:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """``p50``, ``p90`` and ``p99`` of measured values; each is one of them, the smallest that so many per cent do not exceed.
-    None of no values."""
+    """Return ``p50``, ``p90`` and ``p99`` of measured values; each is one of the values (inverted distribution function)."""
     return {f"p{share}": float(np.percentile(values, share, method="inverted_cdf")) for share in PERCENTILES if values}
 
 

@@ -70,11 +70,11 @@ class Gpu:
         return {"name": torch.cuda.get_device_name(), "bandwidth": _bandwidth(), "flops": _flops()}
 
     def moved(self, name: str, shape: str, bytes_moved: float, run: Callable[[], Any]) -> Row:
-        """Time ``run``, which must read and write ``moved`` bytes of memory. Raises NoTimeError."""
+        """Time ``run``, which must read and write ``bytes_moved`` bytes of memory. Raises NoTimeError."""
         return self._row(name, shape, bytes_moved, "GB/s", self.bandwidth, run)
 
     def computed(self, name: str, shape: str, operations: float, run: Callable[[], Any]) -> Row:
-        """Time ``run``, which must compute so many floating-point operations. Raises NoTimeError."""
+        """Time ``run``, which must compute ``operations`` floating-point operations. Raises NoTimeError."""
         return self._row(name, shape, operations, "TFLOP/s", self.flops, run)
 
     def _row(self, name: str, shape: str, work: float, unit: str, peak: float, run: Callable[[], Any]) -> Row:

@@ -1,6 +1,6 @@
-"""Attention in plain PyTorch: the reference for other backends, and what serves on a CPU.
+"""Attention in plain PyTorch: the reference for other backends, and the backend of a CPU.
 
-Runs are cut into pieces of at most :data:`MAX_QUERIES` queries, each with the part of the context that its last query sees. Pieces
+Segments are cut into pieces of at most :data:`MAX_QUERIES` queries, each with the context that its last query sees. Pieces
 of similar shape are padded into one group, whose keys and values are gathered for a few pieces at a time, as many as fit a core's
 cache. ``scaled_dot_product_attention`` is called for a tile of at most :data:`TILE_QUERIES` queries of each piece with the
 keys that the tile sees, so that little above the causal diagonal is computed. The query heads that share a key head are folded into

@@ -90,7 +90,7 @@ class PrefixCache:
         self.item_tokens = 0
         """Tokens of items."""
         self.held_item_tokens = 0
-        """Those of them that a request or a pin holds."""
+        """Tokens of items that a request or a pin holds."""
         self.evicted_item_tokens = 0
         self.pins = Pins(self)
 

@@ -1,4 +1,4 @@
-"""Safetensors files of a model directory: what is in them, checked against what is wanted, and copied. No pickle."""
+"""Reads the safetensors files of a model directory, and checks their tensors against the expected ones. No pickle."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Keys:
         return [bool(item) for item in value]
 
     def numbers_like(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """As many finite numbers greater than 0 as ``default`` has."""
+        """Return a list of finite numbers greater than 0, of the length of ``default``."""
         value = self._get(key, list(default))
         right = isinstance(value, list) and len(value) == len(default)
         if not right or not all((_is_int(each) or isinstance(each, float)) and 0 < each < math.inf for each in value):

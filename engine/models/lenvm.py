@@ -1,4 +1,4 @@
-"""The length-value model: a decoder and a small head that tells how much of a text is still to come.
+"""The length-value model: a decoder and a small head that predicts how much of a text is still to come.
 
 Checkpoint and convention as published with "Length Value Model", arXiv 2604.27039: v = sigmoid(z) = 1 − γ^remaining in (0, 1),
 larger for longer. γ is not part of a checkpoint.

@@ -1,4 +1,4 @@
-"""The prompts that some readouts need in other parts than the message has them."""
+"""Divides the prompts of a message into other prefixes and branches, for readouts that need this."""
 
 from __future__ import annotations
 

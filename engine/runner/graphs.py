@@ -1,8 +1,8 @@
-"""Small steps without their launches: what the processor would queue kernel by kernel is captured once, at the start, and replayed.
+"""CUDA graphs of small steps: the launches of a step are captured once, at the start, and replayed together.
 
 A graph repeats the same launches on the same addresses, so each is captured for a *bucket*, a number of tokens, and smaller steps
-are padded to it. What a step reads lies in tensors that never move, and they are filled by copies in the same stream: a step may be
-queued while the one before still runs. Steps that fit no bucket are launched as ever.
+are padded to it. The inputs of a step lie in tensors that never move, filled by copies in the same stream, so a step may be
+queued while the one before still runs. Steps that fit no bucket are launched kernel by kernel.
 
 Attention inside graphs is always the Triton backend's. Its tables are plain tensors that can be padded. FlashInfer keeps the plan
 of a step in a pinned buffer of its own, which a second step in flight would overwrite, and fixes the rows as well as the tokens.

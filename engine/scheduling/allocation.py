@@ -44,7 +44,7 @@ class Allocator:
         self.running: dict[int, Request] = {}
         """Admitted requests by arrival, in order of admission."""
         self.items_running = 0
-        """Those of them that belong to an :class:`ItemGroup`, and take no running place."""
+        """Running requests of an :class:`ItemGroup`, which take no running place."""
         self.other_item_tokens = 0
         """Slots that items hold beside :attr:`PrefixCache.held_item_tokens`, in all pools: those of their branches, and all slots
         of items that keep nothing."""

@@ -131,7 +131,7 @@ async def livez(request: Incoming) -> Response[str]:
 
 @get("/readyz", media_type=MediaType.TEXT)
 async def readyz(request: Incoming) -> Response[str]:
-    """Ready from the time when the model is loaded to the time when the pod is told to end, while the loop makes progress."""
+    """Ready after the model is loaded and until the pod receives SIGTERM, while the loop makes progress."""
     client = _client(request)
     refusal = client.refusal
     return Response(refusal or "ok", status_code=503 if refusal else 200, headers={wire.MODEL_HEADER: quote(client.name)})

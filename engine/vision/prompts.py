@@ -37,7 +37,7 @@ class KnownImage:
     merge: int
     """Side of a merged patch, in patches."""
     pixels: bytes
-    """As in :class:`engine.wire.Image`."""
+    """See :class:`engine.wire.Image`."""
 
     @property
     def patches(self) -> int:

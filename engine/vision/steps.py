@@ -1,4 +1,4 @@
-"""The images of a step on the device: the tower's pass, and what it gives to the decoder's."""
+"""The images of a step on the device: the tower's pass, and its output for the decoder's pass."""
 
 from __future__ import annotations
 

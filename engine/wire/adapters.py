@@ -22,11 +22,11 @@ class Adapter(msgspec.Struct, tag="adapter", frozen=True, omit_defaults=True):
     bytes: int
     """Host memory that it takes."""
     capabilities: list[str]
-    """As :attr:`engine.wire.Info.capabilities`, of requests with this adapter."""
+    """Capabilities for requests with this adapter; see :attr:`engine.wire.Info.capabilities`."""
     classes: list[str] = []
-    """As :attr:`engine.wire.Info.classes`, of requests with this adapter."""
+    """Classes for requests with this adapter; see :attr:`engine.wire.Info.classes`."""
     multi_label: bool = False
-    """As :attr:`engine.wire.Info.multi_label`, of requests with this adapter."""
+    """For requests with this adapter; see :attr:`engine.wire.Info.multi_label`."""
 
 
 class Adapters(msgspec.Struct, tag="adapters", frozen=True, omit_defaults=True):

@@ -110,7 +110,7 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, omit_defaults=True):
     draft_tokens: int = 0
     """Tokens of drafts that were computed since the last message (:class:`DraftOptions`)."""
     accepted_draft_tokens: int = 0
-    """Those of them that were drawn."""
+    """Drafted tokens that were drawn."""
 
 
 PROMPT_PART = 256

@@ -28,7 +28,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VisionInfo(msgspec.Struct, frozen=True):
-    """What a gateway must know to prepare images of a model: constants of its ``preprocessor_config.json`` and ``config.json``."""
+    """Constants with which a gateway prepares images for a model, those of its ``preprocessor_config.json`` and ``config.json``."""
 
     patch_size: int
     """Height and width of a patch, in pixels."""

@@ -86,16 +86,16 @@ class ScoreItems(msgspec.Struct, tag="score_items", frozen=True, omit_defaults=T
     query: list[int]
     readout: ScoreReadout
     priority: int = 0
-    """As in :class:`Score`."""
+    """See :class:`Score`."""
     deadline: float | None = None
-    """As in :class:`Score`."""
+    """See :class:`Score`."""
     caller: Caller = Caller()
     pin_seconds: float | None = None
     """Pin each item for this time after it is scored: it is not evicted until then. A later message with a time replaces it, 0 ends
     it, None changes nothing. Items that find no room, or whose caller keeps nothing, are scored and not pinned. Pins give way only
     to a request that otherwise could not be computed at all, and end with the pod."""
     adapter: str = ""
-    """As in :class:`Score`."""
+    """See :class:`Score`."""
     images: list[Image] = []
     """Each image once, however often the prompts name it. Only where ``Info.vision`` is given."""
 

@@ -93,7 +93,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     scored_items: int = 0
     """Items of :class:`ScoreItems` that were scored."""
     cached_items: int = 0
-    """Those of them that were in the prefix cache whole."""
+    """Scored items that were in the prefix cache whole."""
     evicted_item_tokens: int = 0
     """Tokens of items that were evicted from the prefix cache."""
     replayed_steps: int = 0
@@ -103,7 +103,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     draft_tokens: int = 0
     """Tokens of drafts that steps computed (:class:`engine.wire.DraftOptions`)."""
     accepted_draft_tokens: int = 0
-    """Those of them that were drawn."""
+    """Drafted tokens that were drawn."""
     lenvm_tokens: int = 0
     """Tokens that the length model computed, candidates included."""
     guided_draws: int = 0

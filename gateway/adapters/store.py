@@ -26,7 +26,7 @@ class Loaded(msgspec.Struct, frozen=True):
     base: str
     name: str
     path: str
-    """As engines read it."""
+    """The path that engines read."""
     digest: str
     """Digest that the first engine reported."""
 

@@ -10,7 +10,7 @@ from gateway.metrics.base import Metrics
 
 
 class CatalogueMetrics(Metrics):
-    """What catalogues have, and what is done with their items."""
+    """Sizes of catalogues, and operations on their items."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)

@@ -1,4 +1,4 @@
-"""What surrounds the use of a replica by a request: its count, and a wait that others may end."""
+"""The use of a replica by a request: counted while it lasts, with a wait that others may end."""
 
 from __future__ import annotations
 

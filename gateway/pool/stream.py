@@ -22,7 +22,7 @@ SLICE = 8 * 1024
 """Bytes that are parsed per event loop iteration. In the densest messages, log-probabilities of a prompt without alternatives, they
 describe 750 tokens."""
 MAX_MESSAGE = 512 * 1024
-"""Most bytes of a message of a stream. It is decoded at once, which takes 4 ms for so many. An engine's largest message, the
+"""Most bytes of a message of a stream. It is decoded at once; a message of this size takes 4 ms. An engine's largest message, the
 log-probabilities of 256 tokens of a prompt with twenty for each, has 71 KB and takes 0.2 ms."""
 MAX_REFUSAL = 64 * 1024
 """Bytes that are kept of the body of a refusal."""

@@ -46,7 +46,7 @@ class UnloadAdapterRequest(Parameters, kw_only=True):
 
 
 class AdapterOperation(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done. The status is 200 if all engines succeeded, and 202 if some did and the others will be tried again."""
+    """Result of loading or unloading. The status is 200 if all engines succeeded, and 202 if the others will be tried again."""
 
     object: Literal["lora_adapter"] = "lora_adapter"
     id: str

@@ -66,7 +66,7 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function"):
     name: FunctionName
     """Up to 64 letters, digits, `_` and `-`."""
     description: str | None = None
-    """What the function does, for the model."""
+    """Purpose of the function, for the model."""
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, an object."""
     strict: bool | None = None
@@ -93,7 +93,7 @@ class CustomTool(msgspec.Struct, tag_field="type", tag="custom"):
     name: FunctionName
     """Up to 64 letters, digits, `_` and `-`."""
     description: str | None = None
-    """What the tool does, for the model."""
+    """Purpose of the tool, for the model."""
     format: InputFormat | None = None
     """Format of the text; any text by default."""
 

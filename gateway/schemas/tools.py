@@ -19,7 +19,7 @@ class FunctionDefinition(msgspec.Struct):
     name: FunctionName
     """Up to 64 letters, digits, `_` and `-`."""
     description: str | None = None
-    """What the function does, for the model."""
+    """Purpose of the function, for the model."""
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, an object; without it the function has no parameters."""
     strict: bool | None = None
@@ -52,7 +52,7 @@ class CustomDefinition(msgspec.Struct):
     name: FunctionName
     """Up to 64 letters, digits, `_` and `-`."""
     description: str | None = None
-    """What the tool does, for the model."""
+    """Purpose of the tool, for the model."""
     format: CustomFormat | None = None
     """Format of the text; any text by default."""
 

@@ -21,7 +21,7 @@ class Calls:
     family: str
     """Key of :data:`~gateway.tools.families.registry.FAMILIES`."""
     functions: Sequence[Function]
-    """Those that may be called; at least one."""
+    """Functions that may be called; at least one."""
     forced: bool
     """Whether the answer consists of calls, or may also be text, or text and then calls."""
     several: bool

@@ -24,7 +24,7 @@ SCORE = {"query": [1], "items": [[2]], "label_token_ids": [1]}
 HEAVY = json.dumps({"prompt": [1], "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
 PLACES = 8
 ONE_KEY = 7
-"""Of so many places, one busy key gets these: after k, it may hold k + 1 <= 4 * (PLACES - k)."""
+"""Places of ``PLACES`` that one busy key gets: after k, it may hold k + 1 <= 4 * (PLACES - k)."""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_a_flood_of_one_key_leaves_room_for_others(gateway: Program, engine: Fak
 
 
 def test_announced_bytes_are_reserved(gateway: Program) -> None:
-    """Of 4 MiB, one key gets at most four fifths, rounded up to its bodies."""
+    """One key gets at most four fifths of 4 MiB, rounded up to its bodies."""
     with uploads(gateway, "a", [head("a", MEBIBYTE // 2)] * 8) as connections:
         held = metric_of(gateway, "yardstick_bytes_in_flight")
         assert 2.5 * MEBIBYTE <= held <= 3.5 * MEBIBYTE

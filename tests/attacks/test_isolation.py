@@ -39,7 +39,7 @@ prompts = (random.Random(seed).choices(range(1, 300), k=TOKENS) for seed in coun
 
 
 class Seen(NamedTuple):
-    """What an answer reveals of caches."""
+    """The part of an answer that depends on caches."""
 
     cached_tokens: int
     hits: str | None
@@ -158,7 +158,7 @@ def test_time_tells_of_ones_own_group_only(server: Server, slow: FakeEngine, pat
 
 @pytest.mark.alone
 def test_a_flight_serves_its_own_group_only(server: Server, slow: FakeEngine) -> None:
-    """The same scores at the same time: one computation for each group."""
+    """Equal scores requested at the same time take one computation for each group."""
     body = BODIES["score"](next(prompts))
     before = len(slow.scores)
     with ThreadPoolExecutor(8) as pool:
@@ -271,7 +271,7 @@ ORACLES: dict[str, Callable[[list[int]], dict[str, Any]]] = {
 
 
 def attacked(server: Server, path: str, attacker: str, victim: str, known: list[int], secret: list[int]) -> list[int]:
-    """What ``attacker`` finds out about ``secret`` after ``victim`` has sent it."""
+    """Return the tokens of ``secret`` that ``attacker`` finds out after ``victim`` has sent them."""
     make = ORACLES[path]
     server.ask(victim, "completions", {"prompt": [*known, *secret, 9, 9], "max_tokens": 1})
     if path == "length":  # the length model has a prefix cache of its own

@@ -101,7 +101,7 @@ class Load:
         self.streamed = self.scored = 0
         self.longest_gap = 0.0
         self._tokens: dict[int, int] = {}
-        """Of the stream that each client reads now, by thread."""
+        """Tokens of the stream that each client reads now, by thread."""
 
     def __enter__(self) -> Load:
         self._threads = ThreadPoolExecutor(len(self._clients))

@@ -60,7 +60,7 @@ def run_shell(script: str, *arguments: str, environment: str, seconds: float = R
 
 
 def run(command: list[str], directory: Path, stdin: Path, seconds: float, variables: dict[str, str]) -> str:
-    """What ``command`` prints. The test fails if the command does, with its errors."""
+    """Return the output of ``command``. Fails the test with the command's errors if the command fails."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "YARDSTICK"))}
     with stdin.open() as source:
         ended = subprocess.run(

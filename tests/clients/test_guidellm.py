@@ -83,7 +83,7 @@ data = {{ file = "{prompts}", rows = {rows} }}
 
 @dataclass
 class Served:
-    """What the server has measured of its chats until now."""
+    """The server's own measurements of chats until now."""
 
     chats: float
     seconds: float

@@ -45,8 +45,8 @@ def _cells() -> Iterator[tuple[str, Endpoint, Cell]]:
 
 
 def table() -> dict[str, dict[Endpoint, Cell]]:
-    """What each endpoint does with each parameter, by its name. An endpoint is absent where the parameter has no meaning; there it
-    is ignored like every unknown field."""
+    """Return the effect of each parameter on each endpoint, by the parameter's name. An endpoint is absent where the parameter has
+    no meaning; there it is ignored like every unknown field."""
     found: dict[str, dict[Endpoint, Cell]] = {}
     for name, endpoint, cell in _cells():
         assert endpoint not in found.get(name, {}), f"{name} has one cell for {endpoint}"

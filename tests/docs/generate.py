@@ -74,7 +74,7 @@ def _engine_meaning(option: Option) -> str:
 
 
 def conformance() -> str:
-    """What each endpoint does with each parameter."""
+    """Return the table of parameters and endpoints."""
     rows = [(f"`{name}`", *(cells.get(endpoint, "–") for endpoint in ALL)) for name, cells in sorted(table().items())]
     return _table(("parameter", *ALL), rows)
 

@@ -208,7 +208,7 @@ def ignored(answer: httpx.Response) -> list[str]:
 
 
 def works(server: httpx.Client, name: str, endpoint: Endpoint) -> str:
-    """What is wrong with a cell that says so; empty if nothing is."""
+    """Return the error of a cell that claims support; empty if the claim is right."""
     given = INSTEAD.get((name, endpoint), BODIES[endpoint])
     if name in FORMS:
         answer = ask(server, name.partition(":")[0], endpoint, FORM_VALUES[name, endpoint])

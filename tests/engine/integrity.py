@@ -49,7 +49,7 @@ class SlotContents:
         self.lenvm_tokens += sum(len(segment.tokens) for segment in lenvm_segments)
 
     def adopt(self) -> None:
-        """What the step drew, on the length model; its tokens are known by now."""
+        """Adopt the step's draws on the length model; their tokens are known by now."""
         for candidate_pass, known in self._adopting:
             if len(candidate_pass.branch.tokens) > known:
                 expected = self._expected(candidate_pass.branch.request, candidate_pass.branch, len(candidate_pass.prefix) + 1)

@@ -68,9 +68,9 @@ class Tenant:
     weight: float = 1.0
     pause: float = 0.0
     key: str | None = None
-    """What the scheduler knows it by; None: its name."""
+    """The tenant's key in the scheduler; None: its name."""
     arrivals: list[float] = field(default_factory=list)
-    """Of requests to come."""
+    """Arrival times of requests to come."""
     latencies: list[float] = field(default_factory=list)
     tokens: int = 0
     """Computed for it."""
@@ -120,7 +120,7 @@ class Simulation:
         return batch
 
     def run(self, name: str, requests: int, most: int = 200_000) -> list[float]:
-        """Until so many requests of a tenant have ended; returns the time that each took."""
+        """Run until ``count`` requests of a tenant have ended; return the time that each took."""
         for _ in range(most):
             if len(self.tenants[name].latencies) >= requests:
                 return self.tenants[name].latencies

@@ -42,7 +42,7 @@ def build(checkpoint: Path) -> Callable[..., Loop]:
 
 @pytest.fixture
 def lines() -> Iterator[list[logging.LogRecord]]:
-    """What is logged about requests, at the level of a running engine."""
+    """Log records about requests, at the log level of a running engine."""
     records: list[logging.LogRecord] = []
 
     class Keep(logging.Handler):

@@ -1,4 +1,4 @@
-"""One model in two real processes, joined by gloo: the numbers of one process, and nobody left behind."""
+"""One model in two real processes, joined by gloo, gives the numbers of one process; no process is left behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCORE = wire.Score("s", list(range(3, 80)), [[7, 8, 9], [10], list(range(20, 60)
 GREEDY = wire.Sampling(max_tokens=12, temperature=0, ignore_eos=True, n=2)
 GENERATE = wire.Generate("g", list(range(5, 45)), GREEDY, logprobs=3, prompt_logprobs=1)
 SETTINGS = {"max_batched_tokens": 48, "max_total_tokens": 1024}
-"""So small a budget that prompts are computed in chunks, beside one another."""
+"""A small budget, so that prompts are computed in chunks, beside one another."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -73,7 +73,7 @@ def children(pid: int) -> list[int]:
 
 
 def scored(settings: EngineSettings) -> wire.Scored:
-    """What one process scores."""
+    """Return the scores of one process."""
     loop = build_loop(settings)
     loop.submit(SCORE)
     replies: list[wire.Reply] = []
@@ -83,7 +83,7 @@ def scored(settings: EngineSettings) -> wire.Scored:
 
 
 def answers(model: Path) -> dict[str, list[wire.Reply]]:
-    """What one process answers."""
+    """Return the answers of one process."""
     loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS))
     loop.submit(SCORE)
     loop.submit(GENERATE)
@@ -99,7 +99,7 @@ def drawn(replies: list[wire.Reply], index: int) -> list[int]:
 
 
 def logprobs(replies: list[wire.Reply]) -> list[float]:
-    """Of the first sequence's tokens and the alternatives to them, and of the prompt's."""
+    """Return the log-probabilities of the first sequence's tokens and their alternatives, and of the prompt's."""
     first = [reply for reply in replies if reply.index == 0]
     prompt = [value for reply in first if reply.prompt_logprobs for value in reply.prompt_logprobs.chosen if value is not None]
     assert len(prompt) == len(GENERATE.prompt) - 1

@@ -45,7 +45,7 @@ def test_a_flood_raises_the_p99_of_others_by_a_fifth_at_most(case: str):
 
 @pytest.mark.slow
 def test_requests_of_one_tenant_wait_for_each_other():
-    """The same load without tenants: the bound above is not a property of the load."""
+    """Without tenants, this load exceeds the bound above, so the bound is not a property of the load."""
     busy, flooded = (p99(Tenant("b", MEDIUM, pause=0.3, key=""), Tenant("a", MEDIUM, at_once, key="")) for at_once in (3, 64))
     assert flooded > 4 * busy
 

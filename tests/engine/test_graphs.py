@@ -71,7 +71,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Recorder |
 
 
 class Rerun:
-    """Runs the work again, with all its Python: for what plans anew inside it."""
+    """Runs the work again with all its Python, for work that plans inside it."""
 
     allocated = 0
 
@@ -155,7 +155,7 @@ def compare(decoder: Decoder, graphs: StepGraphs, kept: KVCache, eager: Attentio
 
 @pytest.mark.slow
 def test_fixed_tables_give_what_launched_steps_give(decoder: Decoder, capture, small_work) -> None:
-    """From the record alone, nothing in it planned anew."""
+    """Replays the record alone; nothing in it plans again."""
     kv = cache(decoder)
     graphs = StepGraphs(decoder, FixedTritonAttention(kv, decoder.config.num_heads, max(BUCKETS)), capture, BUCKETS)
     tolerance = 1e-4 if kv.keys.is_cuda else 2e-6  # products of other shapes add up in another order there

@@ -76,7 +76,7 @@ WHOLE: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
     (keep_thresholds, "keep_thresholds", lambda logits, t, k, p, floors: torch.empty_like(floors)),
     (seeded_sampling, "seeded_draw", lambda logits, t, keys, thresholds: torch.empty_like(keys)),
 )
-"""The same for kernels whose plain versions look at values: each is one piece of queued work."""
+"""Kernels whose plain versions look at values: each is one piece of queued work, too."""
 
 
 def _candidates(rows: int, width: int) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A pod's own port for probes, its token, and how it leaves when it is told to."""
+"""A pod's own port for probes, its token, and its shutdown after SIGTERM."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def build(model: Model, **settings: Any) -> Loop:
 
 
 def digests(loop: Loop) -> list[str]:
-    """Of the base model and of all adapters."""
+    """Return the digests of the base model and of all adapters."""
     return ["", *(adapter.digest for adapter in loop.adapters.description.adapters)]
 
 
@@ -89,7 +89,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     ids=["plain", "paging", "chunks", "few slots of both kinds"],
 )
 def test_mixed_steps_equal_merged_weights(model: Model, settings: dict[str, Any]) -> None:
-    """The same tokens with each adapter and with none, so that a wrong tree of the prefix cache shows as well."""
+    """Requests have equal tokens with each adapter and with none, so that a wrong tree of the prefix cache shows as well."""
     loop, rng = build(model, **settings), random.Random(1)
     prefix, branches = some_tokens(rng, 30, 30), [some_tokens(rng, 1, 12) for _ in range(3)]
     prompt = some_tokens(rng, 10, 10)
@@ -165,7 +165,7 @@ def test_a_private_request_shares_nothing_with_an_adapter(model: Model) -> None:
 
 
 def test_unloading_ends_no_request(model: Model) -> None:
-    """What runs goes on with the old weights, also after the name has others; new requests for them fail."""
+    """Running requests go on with the old weights, even after the name has others; new requests for the old ones fail."""
     loop = build(model, max_loras_device=1)
     adapter, prompt = loop.adapters.description.adapters[0], list(range(10, 20))
     sampling = wire.Sampling(max_tokens=12, temperature=0, ignore_eos=True)

@@ -41,7 +41,7 @@ def load(model: Path) -> PreTrainedModel:
 
 
 def digests(loop: Loop) -> list[str]:
-    """Of the base model and of all adapters."""
+    """Return the digests of the base model and of all adapters."""
     return ["", *(adapter.digest for adapter in loop.adapters.description.adapters)]
 
 
@@ -66,7 +66,7 @@ def scores(loop: Loop, digest: str, prompts: list[list[int]]) -> Tensor:
     ],
 )
 def test_fused_projections_and_experts(tmp_path: Path, family: str, targets: tuple[str, ...]) -> None:
-    """Of the mixture of experts with ``mlp_only_layers``, one layer is dense, and its MLP has adapters."""
+    """One layer of the mixture of experts with ``mlp_only_layers`` is dense, and its MLP has adapters."""
     model = make_checkpoint(tmp_path / "base", family)
     kinds: list[dict[str, Any]] = [{}, {"targets": targets[:1], "rank": 7}]
     adapters = [

@@ -47,8 +47,8 @@ def requests(caller: wire.Caller, name: str) -> list[Request]:
 
 
 def test_another_salt_finds_nothing_and_takes_as_long():
-    """What a prompt costs tells nobody whether another salt has it: not the prompt, not an answer that was adopted, on neither
-    model."""
+    """The cost of a prompt does not reveal whether another salt has it: neither the prompt nor an adopted answer, on both
+    models."""
     known, fresh = make(tokens=4, length_slots=256), make(tokens=4, length_slots=256)
     contents = SlotContents()
     for request in requests(ALICE, "alice"):

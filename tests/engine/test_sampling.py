@@ -49,7 +49,7 @@ def logs(*probabilities: float) -> list[float]:
 
 
 def keys(*draws_of: tuple[int, int, int]) -> torch.Tensor:
-    """Of some (seed, index, position)."""
+    """Return the noise keys of (seed, index, position)."""
     seeds, indices, positions = zip(*draws_of, strict=True)
     return torch.from_numpy(noise_keys(seeds, indices, positions).view(np.int64))
 

@@ -43,7 +43,7 @@ def generate(name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, **ex
 
 
 def settle(scheduler: Scheduler, batch, draw) -> list[Branch]:
-    """What the loop does with a step's results."""
+    """Give a step's results to the scheduler as the loop does."""
     done = []
     items: dict[ItemGroup, list[tuple[ScoringRequest, list[float]]]] = {}
     for segment in (*batch.segments, *batch.lenvm_segments):

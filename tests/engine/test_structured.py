@@ -155,7 +155,7 @@ def test_patterns_choices_and_grammars(build: Build, tokenizer: tokenizers.Token
 def test_company_preemption_and_resumption_change_nothing(
     build: Build, tokenizer: tokenizers.Tokenizer, items: int, beside_tokens: int, slots: int
 ) -> None:
-    """The same tokens alone, beside others in few slots, and resumed after each of some tokens."""
+    """A request draws equal tokens alone, beside others in few slots, and resumed after some of its tokens."""
     strings = {"type": "string", "maxLength": 9}
     grammar = of_json_schema({"type": "array", "items": strings, "minItems": items, "maxItems": items + 3})
     message = asked("one", grammar, max_tokens=120, n=3)

@@ -23,7 +23,7 @@ from engine.attention import branches, triton
 from kernels import label_logprobs
 
 PROCESSORS = 132
-"""Of an H200."""
+"""Multiprocessors of an H200."""
 _NAMES = (
     "entr exp2 i0 i0e i1 i1e sinc ndtri log_ndtr erfc erfinv erfcx kaiser_window digamma trigamma polygamma lgamma gcd lcm zeta",
     "prod igamma igammac bessel_j0 bessel_j1 bessel_y0 bessel_y1 airy_ai",

@@ -1,4 +1,4 @@
-"""What users add to the objects of the chart: routes, containers, devices, accounts, digests, monitors, objects, downloads."""
+"""Additions of users to the chart's objects: routes, containers, devices, accounts, digests, monitors, objects, downloads."""
 
 from __future__ import annotations
 

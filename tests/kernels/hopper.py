@@ -1,4 +1,4 @@
-"""What the launchers launch, compiled for a Hopper GPU on a machine without one: the interpreter accepts more than the compiler.
+"""Compiles the launched kernels for a Hopper GPU on a machine without one: the interpreter accepts more than the compiler.
 
 It takes a process in which Triton and the kernels believe in a GPU, and a launch only compiles: :func:`compiled` runs one.
 """

@@ -46,7 +46,7 @@ def _ids(kept: list[tuple[int, float]]) -> list[int]:
 
 
 def _parameters(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of every kind, each row its own."""
+    """Return parameters of every kind, with different ones in each row."""
     generator = torch.Generator().manual_seed(rows)
     temperatures = torch.tensor([1.0, 0.5, 2.0, 1e-3])[torch.arange(rows) % 4]
     top_k = torch.randint(1, width + 1, (rows,), generator=generator)

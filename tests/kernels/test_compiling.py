@@ -78,7 +78,7 @@ MOST_CANDIDATES = f"candidates_triton({LOGITS}, {NUMBERS}, {LONGS}, {NUMBERS}, {
 
 
 def compiled_within_limits(*launches: str) -> list[list[dict[str, Any]]]:
-    """What :func:`compiled` returns; no kernel spills registers or needs more shared memory than there is."""
+    """Return the result of :func:`compiled`, after checks: no kernel spills registers or needs more shared memory than there is."""
     found = compiled(IMPORTS, *launches)
     for kernels in found:
         assert kernels

@@ -180,7 +180,7 @@ def test_compiles_for_hopper() -> None:
 
 @pytest.mark.slow
 def test_compiles_for_hopper_in_fp8() -> None:
-    """The same shapes. Blocks of 16 rows are too small for products of e4m3: the compiler widens the codes, exactly, to float16."""
+    """Blocks of 16 rows are too small for products of e4m3: the compiler widens the codes, exactly, to float16."""
     launches = [
         f"grouped_scaled_linear_triton((codes({rows}, 2048), torch.empty({rows}, 1)), (codes(128, 1536, 2048),"
         f" torch.empty(128, 1536, 1)), torch.arange({rows} * 8).view(-1, 8) % 128, torch.bfloat16)"

@@ -15,7 +15,7 @@ from tests.kernels.test_paged_attention import MIXED, layout_of, tensors
 from tests.kernels.test_qk_norm_rope import inputs
 
 SCALES = [[0.25, 2.0], [0.5, 0.0625]]
-"""Of the keys and of the values of two heads."""
+"""Scales of the keys and of the values of two heads."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

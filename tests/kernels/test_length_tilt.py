@@ -238,7 +238,7 @@ def test_bad_tensors_are_refused(device: torch.device) -> None:
 
 
 def compile_rows(rows: int) -> Tensor:
-    """What a GPU would be given."""
+    """Tables that a GPU would get."""
     p, column = torch.empty(rows, WIDTH), torch.empty(rows, dtype=torch.float64)
     tilts = Tilts(torch.empty(rows, dtype=torch.int64), column, column, column, column)
     return length_tilt_triton(p, p, p > 0, column > 0, tilts)

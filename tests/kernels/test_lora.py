@@ -36,7 +36,7 @@ class Case(NamedTuple):
     """Rows and the adapters that they have."""
 
     ranks: tuple[int, ...]
-    """Of each slot; 0: the adapter leaves the product alone."""
+    """Rank of each slot; 0: the adapter does not change the product."""
     counts: tuple[int, ...]
     """Rows without adapter, and rows of each slot."""
     inputs: int = 48

@@ -28,7 +28,7 @@ INFINITIES = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 
 
 def _keys(rows: int, device: torch.device) -> Tensor:
-    """Of both signs."""
+    """Return keys of both signs."""
     return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(rows)).to(device)
 
 

@@ -83,7 +83,7 @@ def test_fields_of_generation() -> None:
 
 
 def share_repeated(workload: Score, count: int = 600) -> tuple[float, float, float]:
-    """Of requests: whose query was met before. Of items: met before; met before with the same query."""
+    """Return three shares: requests whose query occurred before, items that did, and items that did with the same query."""
     queries: set[str] = set()
     items: set[str] = set()
     pairs: set[tuple[str, str]] = set()

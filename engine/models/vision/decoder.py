@@ -41,7 +41,7 @@ class VisionDecoder(Decoder):
         self.register_buffer("axes", axes, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """As :meth:`Decoder.forward`. Tokens and positions in the rows of :attr:`images` are not used."""
+        """See :meth:`Decoder.forward`. Tokens and positions in the rows of :attr:`images` are not used."""
         try:
             return super().forward(tokens, positions, attend, rows)
         finally:

@@ -90,7 +90,7 @@ class VisionTower(nn.Module):
         self.config = config
         shape = (config.hidden_size, 3, config.frames, config.patch_size, config.patch_size)
         self.patch_embed = nn.Parameter(torch.empty(shape, dtype=dtype))
-        """As stored, with a kernel for each frame of a patch; empty after :meth:`fold`."""
+        """The weights in the checkpoint's form, with a kernel for each frame of a patch; empty after :meth:`fold`."""
         self.register_buffer("patch_weight", torch.empty(0, dtype=dtype), persistent=False)
         self.blocks = nn.ModuleList(VisionBlock(config, dtype) for _ in range(config.depth))
         merged = config.hidden_size * config.merge_size**2

@@ -14,7 +14,7 @@ from examples.demo_models.corpus.descriptions import write_description
 from examples.demo_models.corpus.relevance import Question, capitalised, draw_asked, draw_question
 
 Kind = Literal["label", "reason", "verdict", "text", "name", "auxiliary"]
-"""What a learned part teaches: Yes or No, why, the same for each word of an item, a description, the words in it that name the
+"""The subject of a learned part: Yes or No, why, the same for each word of an item, a description, the words in it that name the
 product, or which words mean the same."""
 
 SYSTEM_MESSAGES = (

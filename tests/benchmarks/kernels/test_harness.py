@@ -58,7 +58,7 @@ def test_table() -> None:
 
 
 class _Shapes(TorchFunctionMode):
-    """What would be allocated on a GPU has a shape and no content."""
+    """Replaces allocations on a GPU by tensors with a shape and no content."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -46,7 +46,7 @@ class IngressProxy:
 
     @property
     def host(self) -> str:
-        """What the Host header must be."""
+        """The expected Host header."""
         return str(self._rule.host)
 
     async def _start(self) -> None:

@@ -14,7 +14,7 @@ from tests.helm.chart import ROOT
 
 
 def commands(heading: str) -> list[str]:
-    """Those of a section, without their prompts."""
+    """Return the commands of a section without their prompts."""
     section = re.search(rf"^## {heading}$(.*?)^## ", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     assert section
     return [

@@ -55,7 +55,7 @@ def apply(release: Release, folder: Path, **changes: str) -> None:
 
 
 def report(log: str, folder: Path) -> dict[str, Any]:
-    """What ``yardstick load report`` makes of a Job's log: the line of JSON."""
+    """Return the line of JSON that ``yardstick load report`` prints for a Job's log."""
     command = [sys.executable, "-m", "loadgen", "report", "-", "--out", str(folder)]
     done = subprocess.run(command, input=log, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

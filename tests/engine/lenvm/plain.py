@@ -30,7 +30,7 @@ def make_lenvm_checkpoint(directory: Path, family: str, **overrides) -> Path:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a guided draw must be."""
+    """The expected result of a guided draw."""
 
     ids: list[int]
     """Candidates, most probable first."""

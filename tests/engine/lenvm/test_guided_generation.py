@@ -120,7 +120,7 @@ def test_sequences_of_one_prompt_in_little_memory(build: Build, plain: Plain):
 
 @in_both_layouts
 def test_nothing_is_computed_twice(build: Build):
-    """What the length model computes is the prompt, each drawn token once at most, and the candidates of undecided draws."""
+    """The length model computes the prompt, each drawn token at most once, and the candidates of undecided draws."""
     loop = build()
     prompt = some_tokens(random.Random(4), 30, 30)
     message = guided("g", prompt, guidance(scale=3.0, entropy_threshold=1.45), max_tokens=40)
@@ -144,7 +144,7 @@ def test_nothing_is_computed_twice(build: Build):
 
 @pytest.mark.parametrize("build", quick("compact"), indirect=True)  # where undecided tokens stay pending
 def test_a_long_decided_stretch_is_caught_up_in_chunks(build: Build, plain: Plain):
-    """Tokens drawn while nobody asked the length model come to more than a step may compute."""
+    """More tokens are drawn without the length model than one step may compute."""
     rng = random.Random(5)
     decided = guided("g", some_tokens(rng, 5, 5), guidance(scale=3.0, entropy_threshold=1.56), max_tokens=40)
     crowd = [guided(f"c{i}", some_tokens(rng, 5, 9), guidance(scale=-2.0), max_tokens=20) for i in range(2)]

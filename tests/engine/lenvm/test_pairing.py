@@ -1,4 +1,4 @@
-"""A length model beside a base model: what is told of it, and what does not fit."""
+"""A length model beside a base model: what ``/info`` reports of it, and which pairs are refused."""
 
 from __future__ import annotations
 

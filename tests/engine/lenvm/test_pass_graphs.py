@@ -202,7 +202,7 @@ def test_the_whole_engine_draws_the_same(
 
 
 def test_where_passes_cannot_be_captured(checkpoints: tuple[Path, Path]) -> None:
-    """What else can go wrong is the same as for steps."""
+    """All other failures are those of steps, which have tests of their own."""
     model = load_lenvm(checkpoints[1])
     with pytest.raises(ModelError, match="CUDA graphs of the length model cannot be used here: they need an NVIDIA GPU"):
         make_pass_graphs(model, filled(model), "on", Budget(48, 4))

@@ -74,7 +74,7 @@ def test_quantised_models_have_the_same_scales(tmp_path: Path, quantize: str) ->
 
 
 def test_parts_have_the_scales_of_their_heads(tmp_path: Path) -> None:
-    """So that the codes are those of one process."""
+    """Each part has the scales of its heads, so the codes equal those of one process."""
     model = make_checkpoint(tmp_path, "qwen3")
     parts = []
     for rank in range(2):

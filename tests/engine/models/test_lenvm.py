@@ -31,7 +31,7 @@ def add_to_main(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A decoder with a head of its own that nobody uses, and no value head yet."""
+    """A decoder with an unused head of its own, and no value head yet."""
     return make_checkpoint(tmp_path / "value", "qwen3")
 
 

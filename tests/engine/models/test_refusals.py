@@ -1,4 +1,4 @@
-"""What docs/models.md lists as not supported is refused with an error that names it."""
+"""Every feature that docs/models.md lists as not supported is refused with an error that names it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 
 def load(raw: dict[str, Any]) -> None:
-    """What ``--quantize int8`` checks of a model before it reads weights."""
+    """Run the checks of ``--quantize int8`` that precede the reading of weights."""
     check_shapes(Decoder(parse_config(raw)))
 
 

@@ -114,7 +114,7 @@ def test_descriptions_vary_in_length_and_end(base: Decoder, tokenizer: Tokenizer
 @pytest.mark.slow
 @pytest.mark.parametrize("system", [None, "You are a helpful assistant."])
 def test_a_description_is_about_the_product(base: Decoder, tokenizer: Tokenizer, system: str | None) -> None:
-    """What the request says of the product, its descriptions say too, in the same words. What it leaves open, they may make up."""
+    """Descriptions repeat what the request says of the product, in the same words. They may make up the rest."""
     named = {"scarlet", "leather", "boots"}
     prompt = tokenizer.encode(chat(describe("scarlet leather boots"), system=system)).ids
     texts = [tokenizer.decode(output) for output in generate(base, [prompt] * 64, seed=4, limit=320)]

@@ -1,4 +1,4 @@
-"""The README's table of one prompt at five scales is what the program makes."""
+"""The program reproduces docs/length.md's table of one prompt at five scales."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 
 from examples.demo_models.steered import SCALES, measure, table
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "length.md"
 MARK = "<!-- python -m examples.demo_models.steered -->\n"
 
 
-def readme_rows() -> list[list[str]]:
+def rows_of_the_page() -> list[list[str]]:
     """Cells of the table."""
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index(MARK) + len(MARK) :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_readmes_table() -> None:
+def test_the_table() -> None:
     """Another processor rounds otherwise, which turns a draw now and then; so means are compared, and words not."""
-    head, _, *rows = readme_rows()
+    head, _, *rows = rows_of_the_page()
     measured = measure()
     made = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(measured).splitlines()]
     assert made[0] == head

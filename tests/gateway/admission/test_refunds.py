@@ -95,7 +95,7 @@ def send(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Respons
 
 
 def send_refunded(client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
-    """Send a request, again while refunds of the ones before, which Redis is told in the background, have not arrived."""
+    """Send a request; repeat it while refunds of earlier ones, which reach Redis in the background, have not arrived."""
     end = time.monotonic() + 10
     while (answer := send(client, path, body)).status_code == 429 and time.monotonic() < end:
         if answer.json()["error"]["code"] == "overloaded":

@@ -30,7 +30,7 @@ STALE = 60.0
 
 
 class Clock:
-    """Time that only moves when it is told to."""
+    """A clock that only tests move."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -49,7 +49,7 @@ async def test_a_cache_without_room_holds_nothing(limits: tuple[int, int]) -> No
 
 
 async def test_the_bound_on_bytes_is_honest() -> None:
-    """What the interpreter really allocates for many entries is no more than a fifth above what was counted."""
+    """The interpreter allocates at most a fifth more for many entries than was counted."""
     cache = MemoryCache(10**6, 1 << 30)
     tracemalloc.start()
     try:

@@ -151,7 +151,7 @@ def test_reading_goes_on_when_nobody_objects(steps: list[str]) -> None:
 
 
 class Clock(Loop):
-    """An event loop whose time is told."""
+    """An event loop whose time a test sets."""
 
     now = 0.0
 

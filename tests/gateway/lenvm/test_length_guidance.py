@@ -1,4 +1,4 @@
-"""``length_guidance`` and ``custom_params``: what the engine is told, and what clients are told of it."""
+"""``length_guidance`` and ``custom_params``: the message to the engine, and the answers to clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GUIDES = ("length_guidance", "custom_params")
 
 
 def asked(client: httpx.Client, engine: FakeEngine, **body: Any) -> wire.Generate:
-    """What the engine got."""
+    """Return the message that the engine received."""
     complete(client, **body)
     return engine.generates[-1]
 

@@ -23,7 +23,7 @@ from tests.processes import until
 
 
 class Told:
-    """A source that says what it is told to."""
+    """A source whose endpoints a test sets."""
 
     def __init__(self) -> None:
         self._news: asyncio.Queue[Sequence[Endpoint]] = asyncio.Queue()

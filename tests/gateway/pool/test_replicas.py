@@ -79,7 +79,7 @@ async def test_more_calls_at_once_than_a_client_usually_allows(connections: Conn
 
 @pytest.fixture
 def port() -> int:
-    """A port where nobody listens."""
+    """Return a port on which no program listens."""
     return free_port()
 
 

@@ -37,7 +37,7 @@ ADDED = [
 ]
 """Added tokens of Qwen3 in the order of their ids, from 151643 (``added_tokens`` of its tokenizer.json)."""
 SPECIAL = ADDED[:14]
-"""Those with ``"special": true``."""
+"""Added tokens with ``"special": true``."""
 TEXT_LIKE = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 """Added tokens that are tokens in every text. The others must be plain text in a request's texts."""
 

@@ -1,4 +1,4 @@
-"""A gateway that is told to end: not ready at once, serving on for a while, then gone, and no answer cut off."""
+"""A gateway after SIGTERM: at once not ready, still serving for a while, then gone; no answer is cut off."""
 
 from __future__ import annotations
 

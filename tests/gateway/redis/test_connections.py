@@ -113,7 +113,7 @@ Redis."""
 
 
 def slow_lookups(client: httpx.Client) -> float:
-    """Those that took at least half of :data:`LIMIT`."""
+    """Return the lookups that took at least half of :data:`LIMIT`."""
     name = "yardstick_cache_lookup_seconds"
     count, quick = metrics(client, f"{name}_count", f'{name}_bucket{{le="0.1"}}')
     return count - quick

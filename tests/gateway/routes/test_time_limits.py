@@ -1,4 +1,4 @@
-"""Time limits that clients set: nobody waits after them, so the answer is an error and the engine's work ends."""
+"""Time limits that clients set: at the limit the answer is an error, and the engine's work ends."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ BAD = {
     "mistral_named": '[TOOL_CALLS]find[ARGS]{"city": "a", "unit": "k"}',
 }
 BEGIN = {"harmony": "<|channel|>final<|message|>"}
-"""What comes before a text that is no call."""
+"""The beginning of an answer without calls."""
 
 
 def calls_of(family: str) -> str:

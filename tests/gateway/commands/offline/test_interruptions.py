@@ -93,7 +93,7 @@ def test_a_run_continues_after_the_last_complete_row(tmp_path: Path, number: sig
 
 
 def as_parquet(source: Path) -> Path:
-    """The same rows in several row groups."""
+    """Write the rows of ``source`` in several row groups."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(lines(source)), source.with_suffix(".parquet"), row_group_size=700)
     return source.with_suffix(".parquet")

@@ -50,7 +50,7 @@ async def test_a_real_name() -> None:
 
 @asynccontextmanager
 async def following(source: Discovery) -> AsyncIterator[list[Sequence[Endpoint]]]:
-    """What ``source`` brings, in a list that grows."""
+    """Collect the endpoints that ``source`` yields, in a list that grows."""
     seen: list[Sequence[Endpoint]] = []
 
     async def follow() -> None:

@@ -69,7 +69,7 @@ def test_a_pod_in_several_slices_is_one() -> None:
 
 
 class FakeApi:
-    """Speaks list and watch as an apiserver does, and misbehaves where it is told to."""
+    """Speaks list and watch as an apiserver does, and misbehaves on request."""
 
     def __init__(self) -> None:
         self.version = 10
@@ -324,7 +324,7 @@ def secure(api: FakeApi, folder: Path) -> Iterator[tuple[str, Certificates]]:
 
 
 async def endpoints(environment: dict[str, str], api: FakeApi, watches: int = 1) -> set[str]:
-    """What a gateway with this environment finds, after so many watches."""
+    """Return the endpoints that a gateway with this environment finds, after this number of watches."""
     source = EndpointSlices(ServiceAddress("engines", "http"), access=lambda: find_access(environment), watch_seconds=1)
     async with following(source) as seen:
         await until(lambda: bool(seen) and len(api.watches) >= watches)

@@ -17,6 +17,7 @@ from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, InvalidRequest, ShuttingDown
 from gateway.ids import new_id
 from gateway.lifecycle import Lifecycle
+from gateway.limits.fair import Tenant
 from gateway.logs.access import AccessLog
 from gateway.metrics.telemetry import Telemetry
 from gateway.time_limits import TimeLimits
@@ -24,6 +25,7 @@ from gateway.tracing import Tracer
 
 if TYPE_CHECKING:
     from gateway.auth import ApiKey
+    from gateway.limits.base import Lease
 
 Outcome = Literal["ok", "client_gone", "error", "shutdown"]
 
@@ -67,10 +69,17 @@ class RequestContext:
     """Outcome of a stream after its beginning. For other responses the status tells this, unless the outcome is "shutdown"."""
     error: str | None = None
     """Code of the error in the response, or its type if it has no code."""
+    reserved: Lease | None = None
+    """What was taken of the key's limits before the request was read."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the response is sent or abandoned."""
     limits: TimeLimits = field(default_factory=TimeLimits)
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whom the request's share of room belongs to."""
+        return Tenant() if self.key is None else Tenant(self.key.id, self.key.weight)
 
     def cut_off(self) -> GatewayError | None:
         """Return the error for the client if the current task was cancelled by a time limit or by the end of the grace period; the

@@ -136,7 +136,7 @@ def _patterns(raw: dict[str, Any], keys: Keys, key: str, *, whole: bool = False)
     if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
         raise keys.error(key, f"must be an object of at most {MAX_PATTERNS:,} patterns; correct the file")
     if sum(map(len, found)) > MAX_PATTERN_CHARACTERS:
-        raise keys.error(key, f"has patterns of more than {MAX_PATTERN_CHARACTERS:,} characters together; use fewer or shorter ones")
+        raise keys.error(key, f"has patterns of more than {MAX_PATTERN_CHARACTERS:,} characters together; use fewer")
     for pattern, value in found.items():
         number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:

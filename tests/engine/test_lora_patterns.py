@@ -26,7 +26,9 @@ HOSTILE = {
     "optional": ".?" * 200 + "." * 60 + "Z",
 }
 
-atoms = st.sampled_from(["a", "q", ".", r"\.", "1", "0", "_", "^", "$", r"\d", r"\w", r"\W", "[01]", "[^.]", "[a-q_]", r"[\d.-]", "-"])
+atoms = st.sampled_from(
+    ["a", "q", ".", r"\.", "1", "0", "_", "^", "$", r"\d", r"\w", r"\W", "[01]", "[^.]", "[a-q_]", r"[\d.-]", "-"]
+)
 signs = st.sampled_from(["", "", "", "?", "*", "+", "*?", "+?", "??"])
 patterns = st.recursive(
     st.builds(lambda atom, sign: atom if atom in "^$" else atom + sign, atoms, signs),

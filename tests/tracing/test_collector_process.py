@@ -1,5 +1,5 @@
-"""Spans of the exporter, and of a gateway and an engine, through a collector of another project, Rotel: it receives OTLP, decodes it,
-and sends it on to the tests' server."""
+"""Spans of the exporter, and of a gateway and an engine, through a collector of another project, Rotel: it receives OTLP, decodes
+it, and sends it on to the tests' server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.collector import Collector, collecting
 from tests.checkpoints import make_checkpoint
+from tests.collector import Collector, collecting
 from tests.processes import Pod, Program, free_port, wait_until
 from tracing.export import open_exporter
 from tracing.spans import Span

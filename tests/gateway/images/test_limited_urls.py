@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -71,9 +73,9 @@ class Served:
         return self.client.post(f"/v1/{path}", json=body, headers=by(key))
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    file = write(tmp_path_factory.mktemp("keys") / "keys.json", *(entry(name, **limits) for name, limits in KEYS.items()))
+@contextmanager
+def serving(folder: Path, **settings: Any) -> Iterator[Served]:
+    file = write(folder / "keys.json", *(entry(name, **limits) for name, limits in KEYS.items()))
     web = Web()
     running = [Running(with_vision()), Running(web)]
     base = running[1].url.replace("127.0.0.1", "images.test")
@@ -81,13 +83,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     metrics = ImageMetrics(CollectorRegistry())
     hosts = [base.removeprefix("http://")]
     fetcher = ImageFetcher(hosts, metrics, seconds=20, most_bytes=1 << 20, most_request_bytes=1 << 22, names=names)
-    app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, api_keys_file=file), fetcher=fetcher)
+    app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, api_keys_file=file, **settings), fetcher=fetcher)
     running.append(Running(app, http=app.protocol))
     with httpx.Client(base_url=running[2].url, timeout=30) as client:
         wait_until(lambda: metric(client, "yardstick_engines_ready") == 1, pause=0.03)
         yield Served(client, web, base)
         web.go_on.set()
     stop(running)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("keys")) as served:
+        yield served
 
 
 @pytest.fixture
@@ -151,3 +159,14 @@ def test_a_fetch_is_a_request_in_progress(served: Served, web: Web) -> None:
         assert slow.result().status_code == 200
     assert served.chat("one at a time").status_code == 200
     assert web.asked == ["/slow.png", "/1.png"]
+
+
+def test_files_that_arrive_take_room(tmp_path: Path) -> None:
+    with serving(tmp_path, max_bytes_in_flight=13_000, max_body_bytes=10_000) as served:
+        assert served.chat("wide").status_code == 200
+        answer = served.score("wide", {"image": served.base + "/2.png"})
+        assert answer.status_code == 429, "each file has 9 kB"
+        assert "too many images" in answer.json()["error"]["message"]
+        assert metric(served.client, 'yardstick_images_refused_total{reason="room"}') == 1
+        assert metric(served.client, "yardstick_image_bytes_held") == 0
+        assert served.chat("wide").status_code == 200

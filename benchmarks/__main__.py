@@ -36,6 +36,7 @@ BENCHMARKS = {
         "benchmarks.engine.host:main", "processor time of the engine's host for each step, with models that cost nothing"
     ),
     "lookup": Benchmark("benchmarks.engine.lookup:main", "prompt lookup: throughput with and without drafts"),
+    "images": Benchmark("benchmarks.engine.images:main", "images: files to pixels and pixels to embeddings, beside transformers"),
     "structured": Benchmark("benchmarks.engine.structured:main", "structured output: time of masks, and throughput"),
     "kernels": Benchmark("benchmarks.kernels.cli:main", "time of each kernel beside the limits of the GPU"),
     "gateway": Benchmark("benchmarks.gateway.cpu:main", "CPU time of the gateway for each score request"),

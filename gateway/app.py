@@ -98,6 +98,9 @@ def create_app(
     connections = Connections()
     sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
     workers = Workers(text_capacity(settings), telemetry)
+    share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
+    limiter: Limiter = share.limiter if share else LocalLimiter()
+    quotas = Quotas(limiter, telemetry)
     reader = Reader(
         workers,
         text_bounds(settings),
@@ -105,7 +108,8 @@ def create_app(
         text_seconds=settings.text_seconds,
         job_mib=settings.text_job_mib,
         fetcher=fetcher or image_fetcher(settings, telemetry),
-        image_room=ImageRoom(settings.max_bytes_in_flight),
+        image_room=ImageRoom(settings.max_bytes_in_flight, telemetry.images),
+        quotas=quotas,
         formats=settings.chosen_formats,
     )
     dispatcher = Dispatcher(
@@ -125,11 +129,8 @@ def create_app(
         names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
         leaving=handover.begin,
     )
-    share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
     results = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
     scorer = Scorer(MeteredCache(results, telemetry), fan_out)
-    limiter: Limiter = share.limiter if share else LocalLimiter()
-    quotas = Quotas(limiter, telemetry)
     streams = Streams(settings.keepalive_seconds)
     scoring = Scoring(scorer, quotas, telemetry, streams)
     generator = Generator(dispatcher, quotas, telemetry, streams)

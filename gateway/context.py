@@ -19,12 +19,14 @@ from gateway.ids import new_id
 from gateway.logs.access import AccessLog
 from gateway.logs.account import Account
 from gateway.metrics.telemetry import Telemetry
+from gateway.process.fair_room import Tenant
 from gateway.process.lifecycle import Lifecycle
 from gateway.time_limits import TimeLimits
 from gateway.tracing import Tracer
 
 if TYPE_CHECKING:
     from gateway.keys import ApiKey
+    from gateway.limits.base import Lease
 
 Outcome = Literal["ok", "client_gone", "error", "shutdown"]
 
@@ -52,10 +54,17 @@ class RequestContext:
     """Outcome of a stream after its beginning. For other responses the status tells this, unless the outcome is "shutdown"."""
     error: str | None = None
     """Code of the error in the response, or its type if it has no code."""
+    reserved: Lease | None = None
+    """What was taken of the key's limits before the request was read."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the response is sent or abandoned."""
     limits: TimeLimits = field(default_factory=TimeLimits)
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whom the request's share of room belongs to."""
+        return Tenant() if self.key is None else Tenant(self.key.id, self.key.weight)
 
     def cut_off(self) -> GatewayError | None:
         """Return the error for the client if the current task was cancelled by a time limit or by the end of the grace period; the

@@ -24,8 +24,8 @@ MAX_ENTRIES = 10_000
 
 Command = wire.LoadAdapter | wire.UnloadAdapter
 Answer = Callable[[wire.Adapter | wire.Failed | None], None]
-Signature = tuple[tuple[int, int, int], ...]
-"""Inode, size and time of change of an adapter's files."""
+Signature = tuple[tuple[int, int, int] | None, ...]
+"""Inode, size and time of change of each file that an adapter's digest depends on; None for one that it lacks."""
 
 
 class LoraManager:
@@ -165,11 +165,20 @@ def _adapters(directory: Path) -> Iterator[tuple[str, Signature]]:
         try:
             if not name.startswith("."):
                 check_name(name, "")
-                yield name, tuple(_signature(directory / name / file) for file in (config.FILE, tensors.FILE))
+                yield name, _signature(directory / name)
         except (OSError, AdapterError):
             continue  # no adapter, or not all of it yet
 
 
-def _signature(path: Path) -> tuple[int, int, int]:
+def _signature(directory: Path) -> Signature:
+    """Raises :class:`OSError` where a file that an adapter needs is missing."""
+    files = [_file(directory / file) for file in (config.FILE, tensors.FILE)]
+    try:
+        return *files, _file(directory / config.MODEL_FILE)
+    except FileNotFoundError:
+        return *files, None
+
+
+def _file(path: Path) -> tuple[int, int, int]:
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns

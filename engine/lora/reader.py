@@ -62,7 +62,7 @@ class AdapterReader:
         settings = read_bounded(directory, lora_config.FILE, lora_config.MAX_BYTES)
         parsed = lora_config.parse(bytes(settings))
         data = read_bounded(directory, tensors.FILE, self.max_file)
-        model = read_bounded(directory, "config.json", lora_config.MAX_BYTES, optional=True)
+        model = read_bounded(directory, lora_config.MODEL_FILE, lora_config.MAX_BYTES, optional=True)
         stored = tensors.read_header(data, 2 * len(self.layout.places) + 1)
         pairs, head = self._sort(stored)
         self._check(parsed, pairs, head)

@@ -37,8 +37,7 @@ class InFlightLimit(ASGIMiddleware):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Count the request until its answer is sent. Raises what :meth:`BodyReader.read` raises, and :class:`Overloaded`."""
-        key = RequestContext.in_scope(scope).key
-        tenant, weight = (None, 1.0) if key is None else (key.id, key.weight)
+        tenant, weight = RequestContext.in_scope(scope).tenant
         hold = self._bodies.hold(tenant, weight)
         try:
             if scope["method"] in ("POST", "PUT"):  # type: ignore[typeddict-item]

@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from litestar import Request
 
+from gateway.admission.quotas import Quotas
 from gateway.context import RequestContext
 from gateway.errors import ContextExceeded, GatewayError, InternalError, InvalidRequest, NotReady
 from gateway.handling.body import Body
@@ -73,6 +74,7 @@ class Reader:
     """Memory limit of one job in a worker, in MiB."""
     fetcher: ImageFetcher
     image_room: ImageRoom
+    quotas: Quotas
     formats: Mapping[str, Formats] = field(default_factory=dict)
     """Formats of answers that the settings choose, by model."""
 
@@ -117,12 +119,18 @@ class Reader:
         self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole, wanted: Wanted
     ) -> Prepared:
         """Fetch images, without a worker, and read the request with them. Raises :class:`GatewayError`."""
-        with stage("gateway.fetch"):
-            contents = await self.fetcher.fetch_all(wanted.urls)
-        fetched = [Fetched(url, len(content)) for url, content in contents.items()]
-        whole = msgspec.structs.replace(job, read=msgspec.structs.replace(job.read, fetched=fetched))
-        parts = [part for content in contents.values() for part in _sliced(content)]
-        read = await self._in_worker(request, [*body, *parts], size + sum(map(len, parts)), whole)
+        tenant = RequestContext.of(request).tenant
+        self.fetcher.check(wanted.urls)
+        # the least that the request may cost: each image has a token
+        await self.quotas.reserve(request, tokens=len(wanted.urls), items=ENDPOINTS[job.endpoint].least_items)
+        with self.image_room.receiving(tenant) as take:
+            with stage("gateway.fetch"):
+                contents = await self.fetcher.fetch_all(wanted.urls, tenant, take)
+            fetched = [Fetched(url, len(content)) for url, content in contents.items()]
+            whole = msgspec.structs.replace(job, read=msgspec.structs.replace(job.read, fetched=fetched))
+            parts = [part for content in contents.values() for part in _sliced(content)]
+            read = await self._in_worker(request, [*body, *parts], size + sum(map(len, parts)), whole)
+            del contents, parts
         assert isinstance(read, Prepared)
         return self.held(request, read)
 
@@ -272,8 +280,9 @@ class _Long(Reading[T]):
 
 
 def _sliced(data: bytes) -> list[bytes]:
-    """Cut ``data`` into parts that are sent one by one."""
-    return [data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
+    """Cut ``data`` into parts that are sent one by one. They share the memory of ``data``."""
+    view = cast(bytes, memoryview(data))  # a socket takes it
+    return [view[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
 
 
 def _tenant(request: Request[Any, Any, Any]) -> tuple[str, float]:

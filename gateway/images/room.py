@@ -1,25 +1,53 @@
-"""Room for the pixels of requests in progress."""
+"""Room for the images of requests in progress."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from gateway.context import RequestContext
 from gateway.errors import Overloaded
-from gateway.process.fair_room import FairRoom
+from gateway.metrics.images import ImageMetrics
+from gateway.process.fair_room import FairRoom, Tenant
+
+Take = Callable[[int], None]
+"""Takes room for so many bytes more. Raises :class:`Overloaded`."""
 
 
 class ImageRoom:
-    """Bounds the bytes of images that the gateway holds, fairly between keys: a small file may have many pixels, and they stay
-    until the request ends, because another engine may need them."""
+    """Bounds the bytes of images that the gateway holds, fairly between keys: files that are fetched for a small request, and
+    pixels, which a small file may have many of and which stay until the request ends, because another engine may need them."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, metrics: ImageMetrics) -> None:
         """``capacity``: in bytes."""
         self._room = FairRoom(capacity)
+        self._metrics = metrics
+        metrics.watch(lambda: self._room.used)
 
     def hold(self, context: RequestContext, amount: int) -> None:
         """Take room for ``amount`` bytes until the end of the request. Raises :class:`Overloaded`."""
-        if not amount:
-            return
-        tenant, weight = (None, 1.0) if context.key is None else (context.key.id, context.key.weight)
-        if not self._room.take(tenant, amount, weight):
+        if amount:
+            tenant = context.tenant
+            self._take(tenant, amount)
+            context.at_end.append(lambda: self._room.give(tenant.id, amount))
+
+    @contextmanager
+    def receiving(self, tenant: Tenant) -> Iterator[Take]:
+        """Room for files that are received and used within the block."""
+        held = 0
+
+        def take(amount: int) -> None:
+            nonlocal held
+            self._take(tenant, amount)
+            held += amount
+
+        try:
+            yield take
+        finally:
+            if held:
+                self._room.give(tenant.id, held)
+
+    def _take(self, tenant: Tenant, amount: int) -> None:
+        if not self._room.take(tenant.id, amount, tenant.weight):
+            self._metrics.refused("room")
             raise Overloaded("The server holds too many images at the moment; try again soon.", retry_after=1)
-        context.at_end.append(lambda: self._room.give(tenant, amount))

@@ -96,6 +96,8 @@ class Lease(msgspec.Struct, eq=False):
     """Cost of the messages that were sent to engines so far."""
     charged: Cost | None = None
     """Final cost; None until the request has ended."""
+    fetched: bool = False
+    """Whether images were fetched for the request."""
     shared: bool = False
     """Whether Redis granted the lease."""
     _messages: set[str] = msgspec.field(default_factory=set)
@@ -123,10 +125,13 @@ def used(lease: Lease, status: int) -> Cost:
     the client left before that  what had been sent to engines by then
     anything else                nothing: a refusal, an overload or a fault of the server
     ===========================  ==============================================================
+
+    A request that images were fetched for counts as one request in any case, so a key cannot have images fetched without end.
     """
     if status < 400:
         return lease.cost if lease.used_tokens is None else lease.cost._replace(tokens=lease.used_tokens)
-    return lease.begun if status == CLIENT_GONE else NOTHING
+    begun = lease.begun if status == CLIENT_GONE else NOTHING
+    return begun._replace(requests=1) if lease.fetched else begun
 
 
 class Limiter(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -29,6 +29,12 @@ class ImageMetrics(Metrics):
         self._fetches = self._counter("image_fetches", "Images that were fetched from URLs, by outcome.", "result")
         self._fetch_seconds = self._histogram("image_fetch_seconds", "Time that fetching an image takes.")
 
+        self._held = self._gauge("image_bytes_held", "Bytes of fetched files and of pixels that requests in progress hold.")
+
+    def watch(self, read: Callable[[], int]) -> None:
+        """Report the bytes held that the function returns."""
+        self._held.set_function(read)
+
     def read(self, images: Sequence[Pixels]) -> None:
         """Record the images of a request."""
         if images:
@@ -36,7 +42,7 @@ class ImageMetrics(Metrics):
             self._bytes.inc(sum(len(image.pixels) for image in images))
 
     def refused(self, reason: str) -> None:
-        """Count a refused request, see :data:`gateway.images.errors.Reason`."""
+        """Count a refused request, see :data:`gateway.images.errors.Reason`; ``room``: the server holds too many images."""
         self._refused.labels(reason).inc()
 
     def fetched(self, result: str, seconds: float) -> None:

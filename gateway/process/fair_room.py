@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 ALPHA = 4.0
 """A single busy tenant may use four fifths of the room; each of n busy tenants gets 4/(1 + 4n), and 1/(1 + 4n) stays free."""
 MAX_WEIGHT = 4.0
 """Largest effective weight. It allows 16/17 of the room to a single busy tenant, so that other tenants always find some room."""
+
+
+class Tenant(NamedTuple):
+    """Whom room is given to: a key, or on a server without keys everyone together."""
+
+    id: str | None = None
+    weight: float = 1.0
 
 
 class FairRoom:

@@ -77,6 +77,8 @@ class Endpoint(Generic[T]):
     """Approximate number of characters that ``read`` tokenises. The flag says whether the tokeniser has safe cuts."""
     urls: Callable[[T], dict[str, str]] = lambda _: {}
     """The ``http`` and ``https`` URLs of a request's images, and the first field with each."""
+    least_items: int = 0
+    """Items that every request with images has."""
 
     def __post_init__(self) -> None:
         assert self.bulk.keys() <= set(self.kind.__struct_fields__), f"{self.kind.__name__} lacks a field of its bulk"

@@ -51,7 +51,7 @@ def reading_content(endpoint: Endpoint[T]) -> Endpoint[T]:
         texts = _with_texts(request, lambda given, param, _: _shown(given, param) if _is_content(given) else given)
         return endpoint.characters(texts, query_once) + images * IMAGE_CHARACTERS
 
-    return replace(endpoint, read=read, is_light=is_light, characters=characters, urls=_urls)
+    return replace(endpoint, read=read, is_light=is_light, characters=characters, urls=_urls, least_items=1)
 
 
 def plain(given: Query) -> str | list[int]:

@@ -192,6 +192,29 @@ def test_ranks_and_scales_follow_patterns() -> None:
     assert parsed.scale_of("model.layers.1.mlp.up_proj") == 2.0
 
 
+def test_a_watched_adapter_follows_the_names_of_its_classes(
+    base: tuple[Path, PreTrainedModel], registry: AdapterRegistry, tmp_path: Path
+) -> None:
+    directory = write_adapter(tmp_path / "watched" / "one", base[1], classes=2)
+    manager = LoraManager(registry, lambda _: None, watched=directory.parent)
+    manager.look(settled=True)
+
+    def classes() -> list[str]:
+        return registry.named("one").info.classes
+
+    assert classes() == ["LABEL_0", "LABEL_1"]
+    names = directory / "config.json"
+    for expected in (["no", "yes"], ["bad", "good"]):
+        names.write_text(json.dumps({"id2label": dict(enumerate(expected))}))
+        manager.look()
+        manager.look()
+        assert classes() == expected
+    names.unlink()
+    manager.look()
+    manager.look()
+    assert classes() == ["LABEL_0", "LABEL_1"]
+
+
 def test_commands_stay_below_the_root(adapter: Path, registry: AdapterRegistry, tmp_path: Path) -> None:
     told: list[wire.Adapters] = []
     manager = LoraManager(registry, told.append, root=adapter.parent)

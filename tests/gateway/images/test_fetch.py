@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.images.addresses import is_public, resolve
-from gateway.images.errors import ImageError, InvalidImage
-from gateway.images.fetch import ImageFetcher, PinnedTransport
+from gateway.images.addresses import Lookup, Resolver, is_public, look_up
+from gateway.images.errors import InvalidImage
+from gateway.images.fetch import ImageFetcher, Names, PinnedTransport
 from gateway.metrics.images import ImageMetrics
+from gateway.process.fair_room import Tenant
 from tests.pictures import picture
 
 MOST = 20_000
@@ -28,7 +30,9 @@ class Server:
         self.answers: dict[str, bytes | Handle] = {}
         self.port = 0
 
-    def image(self, path: str, content: bytes = b"", *, head: str = "Content-Type: image/png", length: int | None = None) -> None:
+    def image(
+        self, path: str, content: bytes = b"", *, head: str = "Content-Type: image/png", length: int | str | None = None
+    ) -> None:
         content = content or picture(1)
         size = len(content) if length is None else length
         self.answers[path] = f"HTTP/1.1 200 OK\r\n{head}\r\nContent-Length: {size}\r\n\r\n".encode() + content
@@ -66,31 +70,60 @@ def fetcher(
     addresses: Sequence[str] = ("127.0.0.1",),
     allows: Callable[[str], bool] = lambda address: address == "127.0.0.1",
     seconds: float = 5.0,
-    resolver: Any = None,
+    lookup: Lookup | None = None,
 ) -> ImageFetcher:
-    async def known(host: str, port: int) -> Sequence[str]:
-        return addresses
-
     metrics = ImageMetrics(CollectorRegistry())
-    return ImageFetcher(
-        hosts, metrics, seconds=seconds, most_bytes=MOST, most_request_bytes=MOST * 2, resolve=resolver or known, allows=allows
-    )
+    names = Names(Resolver(lookup or (lambda host, port: addresses)), allows)
+    return ImageFetcher(hosts, metrics, seconds=seconds, most_bytes=MOST, most_request_bytes=MOST * 2, names=names)
+
+
+async def fetch_all(fetcher: ImageFetcher, wanted: dict[str, str]) -> dict[str, bytes]:
+    fetcher.check(wanted)
+    return await fetcher.fetch_all(wanted, Tenant(), lambda _: None)
+
+
+async def fetch(fetcher: ImageFetcher, url: str) -> bytes:
+    return (await fetch_all(fetcher, {url: "here"}))[url]
 
 
 async def refused(fetcher: ImageFetcher, url: str, reason: str, words: str = ".") -> None:
-    with pytest.raises(ImageError, match=words) as caught:
-        await fetcher.fetch(url)
-    assert caught.value.reason == reason
+    with pytest.raises(InvalidImage, match=words) as caught:
+        await fetch(fetcher, url)
+    assert (caught.value.reason, caught.value.param) == (reason, "here")
 
 
 async def test_an_image_is_fetched_from_the_checked_address(server: Server) -> None:
     server.image("/a.png")
     allowed = fetcher(f"images.test:{server.port}")
-    assert await allowed.fetch(f"http://images.test:{server.port}/a.png") == picture(1)
+    assert await fetch(allowed, f"http://images.test:{server.port}/a.png") == picture(1)
     (request,) = server.requests
     lines = request.lower().splitlines()
     assert f"host: images.test:{server.port}" in lines
     assert not any(line.startswith(("cookie", "authorization")) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("entry", "scheme", "port", "allowed"),
+    [
+        ("a.test", "https", "", True),
+        ("a.test", "https", ":443", True),
+        ("a.test:443", "https", "", True),
+        ("a.test:443", "https", ":443", True),
+        ("a.test:443", "http", ":443", True),
+        ("a.test:80", "http", "", True),
+        ("*.test:443", "https", "", True),
+        ("*:443", "https", "", True),
+        ("a.test:443", "http", "", False),
+        ("a.test:80", "https", "", False),
+        ("a.test", "http", ":443", False),
+        ("a.test", "https", ":8443", False),
+        ("a.test:8443", "https", "", False),
+    ],
+)
+def test_a_default_port_may_be_written_or_left_out(entry: str, scheme: str, port: str, allowed: bool) -> None:
+    checked = fetcher(entry)
+    with nullcontext() if allowed else pytest.raises(InvalidImage, match="does not allow"):
+        checked.check({f"{scheme}://a.test{port}/a.png": "here"})
 
 
 @pytest.mark.parametrize(
@@ -118,7 +151,7 @@ async def test_names_below_a_domain_are_allowed(server: Server) -> None:
     server.image("/a.png")
     allowed = fetcher(f"*.domain.test:{server.port}", f"EXACT.test:{server.port}")
     for host in ("a.domain.test", "b.a.DOMAIN.test", "exact.TEST"):
-        assert await allowed.fetch(f"http://{host}:{server.port}/a.png")
+        assert await fetch(allowed, f"http://{host}:{server.port}/a.png")
 
 
 async def test_without_a_list_nothing_is_fetched() -> None:
@@ -149,10 +182,10 @@ def test_addresses_that_are_public(address: str) -> None:
     "host", ["2130706433", "0x7f000001", "017700000001", "127.1", "0", "localhost", "[::1]", "[::ffff:127.0.0.1]", "127.0.0.1"]
 )
 async def test_spellings_of_this_machine_are_refused_after_resolving(server: Server, host: str) -> None:
-    everyone = fetcher(f"*:{server.port}", resolver=resolve, allows=is_public)
+    everyone = fetcher(f"*:{server.port}", lookup=look_up, allows=is_public)
     server.image("/")
-    with pytest.raises(ImageError) as caught:
-        await everyone.fetch(f"http://{host}:{server.port}/")
+    with pytest.raises(InvalidImage) as caught:
+        await fetch(everyone, f"http://{host}:{server.port}/")
     assert caught.value.reason in ("host", "fetch")
     assert server.requests == []
 
@@ -167,13 +200,13 @@ async def test_a_resolver_that_changes_its_answer_changes_nothing(server: Server
     answers = [["127.0.0.1"], ["10.0.0.1"]]
     asked: list[str] = []
 
-    async def rebinding(host: str, port: int) -> Sequence[str]:
+    def rebinding(host: str, port: int) -> Sequence[str]:
         asked.append(host)
         return answers[min(len(asked), len(answers)) - 1]
 
     server.image("/a.png")
-    changing = fetcher(f"a.test:{server.port}", resolver=rebinding)
-    assert await changing.fetch(f"http://a.test:{server.port}/a.png") == picture(1)
+    changing = fetcher(f"a.test:{server.port}", lookup=rebinding)
+    assert await fetch(changing, f"http://a.test:{server.port}/a.png") == picture(1)
     assert asked == ["a.test"], "resolved once: the connection goes to the address that was checked"
     await refused(changing, f"http://a.test:{server.port}/a.png", "host", "not public")
 
@@ -181,11 +214,8 @@ async def test_a_resolver_that_changes_its_answer_changes_nothing(server: Server
 async def test_redirects_go_through_the_same_checks(server: Server) -> None:
     addresses = {"a.test": "127.0.0.1", "b.test": "127.0.0.1", "inside.test": "10.0.0.1"}
 
-    async def known(host: str, port: int) -> Sequence[str]:
-        return [addresses[host]]
-
     port = server.port
-    allowed = fetcher(f"a.test:{port}", f"b.test:{port}", f"inside.test:{port}", resolver=known)
+    allowed = fetcher(f"a.test:{port}", f"b.test:{port}", f"inside.test:{port}", lookup=lambda host, port: [addresses[host]])
     server.image("/a.png")
     server.redirect("/relative", "/a.png")
     server.redirect("/other", f"http://b.test:{port}/relative")
@@ -194,8 +224,8 @@ async def test_redirects_go_through_the_same_checks(server: Server) -> None:
     server.redirect("/file", "file:///etc/passwd")
     server.redirect("/loop", "/loop")
     server.redirect("/nowhere", "http://[::/")
-    assert await allowed.fetch(f"http://a.test:{port}/relative") == picture(1)
-    assert await allowed.fetch(f"http://a.test:{port}/other") == picture(1)
+    assert await fetch(allowed, f"http://a.test:{port}/relative") == picture(1)
+    assert await fetch(allowed, f"http://a.test:{port}/other") == picture(1)
     await refused(allowed, f"http://a.test:{port}/inside", "host", "not public")
     await refused(allowed, f"http://a.test:{port}/unlisted", "host", "does not allow")
     await refused(allowed, f"http://a.test:{port}/file", "host", "scheme")
@@ -235,21 +265,37 @@ async def test_answers_that_are_no_image_are_refused(server: Server) -> None:
     server.image("/short", length=len(picture(1)) + 100)
     server.image("/long", length=50)
     server.answers["/garbage"] = b"this is no HTTP\r\n\r\n"
+    server.image("/digits", length="9" * 5000)
     await refused(allowed, f"{base}/html", "fetch", "Content-Type")
     await refused(allowed, f"{base}/none", "fetch", "Content-Type")
     await refused(allowed, f"{base}/gzip", "fetch", "Content-Encoding")
     await refused(allowed, f"{base}/large", "fetch", "more than 20000 bytes")
     await refused(allowed, f"{base}/short", "fetch")
     await refused(allowed, f"{base}/garbage", "fetch")
+    await refused(allowed, f"{base}/digits", "fetch")
     await refused(allowed, f"{base}/missing", "fetch", "status 404")
-    assert len(await allowed.fetch(f"{base}/long")) == 50
+    assert len(await fetch(allowed, f"{base}/long")) == 50
+
+
+async def test_bytes_are_counted_before_they_are_kept(server: Server) -> None:
+    content = picture(1)
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (content[:3000], content[3000:], b""))
+    server.image("/whole")
+    server.answers["/chunks"] = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+    for path in ("whole", "chunks"):
+        taken: list[int] = []
+        url = f"http://a.test:{server.port}/{path}"
+        found = await fetcher(f"a.test:{server.port}").fetch_all({url: "here"}, Tenant(), taken.append)
+        assert found == {url: content}
+        assert sum(taken) == len(content)
+        assert len(taken) == 1 or path == "chunks"
 
 
 async def test_hosts_without_an_address_are_refused() -> None:
-    async def unknown(host: str, port: int) -> Sequence[str]:
+    def unknown(host: str, port: int) -> Sequence[str]:
         raise OSError("no such host")
 
-    await refused(fetcher("a.test", resolver=unknown), "http://a.test/", "fetch", "no address")
+    await refused(fetcher("a.test", lookup=unknown), "http://a.test/", "fetch", "no address")
     await refused(fetcher("a.test", addresses=[]), "http://a.test/", "fetch", "no address")
 
 
@@ -260,10 +306,8 @@ async def test_certificates_are_checked_for_the_name() -> None:
         seen.append(request)
         return httpx.Response(200)
 
-    async def known(host: str, port: int) -> Sequence[str]:
-        return ["2606:4700::1"]
-
-    transport = PinnedTransport(httpx.MockTransport(answer), known, is_public)
+    names = Names(Resolver(lambda host, port: ["2606:4700::1"]))
+    transport = PinnedTransport(httpx.MockTransport(answer), names, Tenant(), seconds=5)
     await transport.handle_async_request(httpx.Request("GET", "https://images.example/a?b"))
     (request,) = seen
     assert str(request.url) == "https://[2606:4700::1]/a?b"
@@ -276,14 +320,42 @@ async def test_many_urls_are_fetched_at_once_and_the_field_is_named(server: Serv
     base = f"http://a.test:{server.port}"
     allowed = fetcher(f"a.test:{server.port}")
     server.image("/b.png", picture(2))
-    found = await allowed.fetch_all({f"{base}/a.png": "messages[0]", f"{base}/b.png": "messages[1]"})
+    found = await fetch_all(allowed, {f"{base}/a.png": "messages[0]", f"{base}/b.png": "messages[1]"})
     assert found == {f"{base}/a.png": picture(1), f"{base}/b.png": picture(2)}
     with pytest.raises(InvalidImage) as caught:
-        await allowed.fetch_all({f"{base}/a.png": "x", f"{base}/none": "messages[2].content[1]"})
+        await fetch_all(allowed, {f"{base}/a.png": "x", f"{base}/none": "messages[2].content[1]"})
     assert caught.value.param == "messages[2].content[1]"
     for number in range(3):
         server.image(f"/{number}", bytes(MOST - 100))
     with pytest.raises(InvalidImage, match="40000 bytes together"):
-        await allowed.fetch_all({f"{base}/{number}": "x" for number in range(3)})
+        await fetch_all(allowed, {f"{base}/{number}": "x" for number in range(3)})
     with pytest.raises(InvalidImage, match="at most 32"):
-        await allowed.fetch_all({f"{base}/{number}": "x" for number in range(33)})
+        await fetch_all(allowed, {f"{base}/{number}": "x" for number in range(33)})
+
+
+async def test_the_other_addresses_are_tried(server: Server) -> None:
+    """Nothing listens at 127.0.0.2, and 127.0.0.3 accepts no connection: its queue is full."""
+    server.image("/a.png")
+    with socket.socket() as deaf, socket.socket() as waiting:
+        deaf.bind(("127.0.0.3", server.port))
+        deaf.listen(0)
+        waiting.connect(deaf.getsockname())
+        addresses = ["127.0.0.2", "127.0.0.3", "127.0.0.1"]
+        allowed = fetcher(f"a.test:{server.port}", addresses=addresses, allows=lambda _: True, seconds=4)
+        assert await fetch(allowed, f"http://a.test:{server.port}/a.png") == picture(1)
+        alone = fetcher(f"a.test:{server.port}", addresses=addresses[:2], allows=lambda _: True, seconds=0.5)
+        await refused(alone, f"http://a.test:{server.port}/a.png", "fetch", "within 0.5 s")
+    many = fetcher(f"a.test:{server.port}", addresses=["127.0.0.2"] * 4 + ["127.0.0.1"], allows=lambda _: True)
+    await refused(many, f"http://a.test:{server.port}/a.png", "fetch", "cannot be fetched")
+
+
+async def test_a_redirect_from_https_to_http_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.image("/a.png")
+    allowed = fetcher("a.test", f"a.test:{server.port}")
+
+    async def transport() -> httpx.AsyncBaseTransport:
+        return httpx.MockTransport(lambda _: httpx.Response(302, headers={"location": f"http://a.test:{server.port}/a.png"}))
+
+    monkeypatch.setattr(allowed, "_transport", transport)
+    await refused(allowed, "https://a.test/a.png", "fetch", "from https to http")
+    assert server.requests == []

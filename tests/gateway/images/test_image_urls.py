@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -10,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.app import create_app
-from gateway.images.fetch import ImageFetcher
+from gateway.images.addresses import Resolver
+from gateway.images.fetch import ImageFetcher, Names
 from gateway.metrics.images import ImageMetrics
 from gateway.settings import Settings
 from tests.fakes import FakeEngine, Running, stop, with_vision
@@ -33,9 +33,6 @@ async def web(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture(scope="module")
 def served() -> Any:
-    async def known(host: str, port: int) -> Sequence[str]:
-        return ["127.0.0.1"]
-
     engine = with_vision()
     running = [Running(engine), Running(web)]
     base = running[1].url.replace("127.0.0.1", "images.test")
@@ -46,8 +43,7 @@ def served() -> Any:
         seconds=5,
         most_bytes=1 << 20,
         most_request_bytes=1 << 22,
-        resolve=known,
-        allows=lambda _: True,
+        names=Names(Resolver(lambda host, port: ["127.0.0.1"]), lambda _: True),
     )
     app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, wait_seconds=0.1), fetcher=fetcher)
     running.append(Running(app, http=app.protocol))

@@ -1,0 +1,172 @@
+"""The limits of a key are checked before images are fetched for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gateway.app import create_app
+from gateway.images.addresses import Resolver
+from gateway.images.fetch import ImageFetcher, Names
+from gateway.metrics.images import ImageMetrics
+from gateway.settings import Settings
+from tests.fakes import Running, stop, with_vision
+from tests.gateway.admission.test_key_limits import by, entry, write
+from tests.gateway.conftest import metric
+from tests.pictures import picture
+from tests.processes import wait_until
+
+KEYS = {
+    "requests": {"requests_per_minute": 1},
+    "tokens": {"tokens_per_minute": 60},
+    "items": {"items_per_minute": 1},
+    "one at a time": {"concurrency": 1},
+    "no image": {"requests_per_minute": 2},
+    "not allowed": {"requests_per_minute": 1},
+    "few tokens": {"tokens_per_minute": 8},
+    "wide": {"requests_per_minute": 100, "tokens_per_minute": 10_000, "items_per_minute": 100},
+}
+
+
+class Web:
+    """A web server of pictures, and the paths that it was asked for. ``/slow.png`` waits."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.go_on = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        self.asked.append(path)
+        if path == "/slow.png":
+            await asyncio.to_thread(self.go_on.wait, 20)
+        kind = b"image/png" if path.endswith(".png") else b"text/html"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.body", "body": picture(1)})
+
+
+class Served:
+    """A gateway with :data:`KEYS`, before an engine and :class:`Web`."""
+
+    def __init__(self, client: httpx.Client, web: Web, base: str) -> None:
+        self.client, self.web, self.base = client, web, base
+
+    def chat(self, key: str, url: str = "/1.png", *, max_tokens: int = 4, **fields: Any) -> httpx.Response:
+        part = {"type": "image_url", "image_url": {"url": url if "://" in url else self.base + url}}
+        return self.send(key, "chat/completions", messages=[{"role": "user", "content": [part]}], max_tokens=max_tokens, **fields)
+
+    def score(self, key: str, *items: Any) -> httpx.Response:
+        return self.send(key, "score", query="q", labels=[" Yes"], items=[{"image": self.base + "/1.png"}, *items])
+
+    def send(self, key: str, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(f"/v1/{path}", json=body, headers=by(key))
+
+
+@contextmanager
+def serving(folder: Path, **settings: Any) -> Iterator[Served]:
+    file = write(folder / "keys.json", *(entry(name, **limits) for name, limits in KEYS.items()))
+    web = Web()
+    running = [Running(with_vision()), Running(web)]
+    base = running[1].url.replace("127.0.0.1", "images.test")
+    names = Names(Resolver(lambda host, port: ["127.0.0.1"]), lambda _: True)
+    metrics = ImageMetrics(CollectorRegistry())
+    hosts = [base.removeprefix("http://")]
+    fetcher = ImageFetcher(hosts, metrics, seconds=20, most_bytes=1 << 20, most_request_bytes=1 << 22, names=names)
+    app = create_app(Settings(engines=(running[0].url,), probe_seconds=0.05, api_keys_file=file, **settings), fetcher=fetcher)
+    running.append(Running(app, http=app.protocol))
+    with httpx.Client(base_url=running[2].url, timeout=30) as client:
+        wait_until(lambda: metric(client, "yardstick_engines_ready") == 1, pause=0.03)
+        yield Served(client, web, base)
+        web.go_on.set()
+    stop(running)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("keys")) as served:
+        yield served
+
+
+@pytest.fixture
+def web(served: Served) -> Web:
+    served.web.asked.clear()
+    return served.web
+
+
+def limited(answer: httpx.Response, *words: str) -> None:
+    assert answer.status_code == 429, answer.text
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    for word in words:
+        assert word in answer.json()["error"]["message"]
+
+
+def test_nothing_is_fetched_without_requests_left(served: Served, web: Web) -> None:
+    assert served.chat("requests").status_code == 200
+    assert web.asked == ["/1.png"]
+    for padding in ("", "x" * 100_000):  # short requests and long ones are read in different ways
+        limited(served.chat("requests", user=padding), "1 requests a minute")
+        limited(served.score("requests", padding), "1 requests a minute")
+    assert web.asked == ["/1.png"]
+
+
+def test_nothing_is_fetched_without_tokens_or_items_left(served: Served, web: Web) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40}
+    assert served.send("tokens", "chat/completions", **chat).status_code == 200
+    while (answer := served.send("tokens", "chat/completions", **chat | {"max_tokens": 1})).status_code == 200:
+        pass
+    limited(answer, "60 tokens a minute")
+    limited(served.chat("few tokens", max_tokens=100), "8 tokens a minute", "Send a smaller request.")
+    assert served.send("items", "score", query="q", items=["x"], labels=[" Yes"]).status_code == 200
+    limited(served.score("items"), "1 items a minute")
+    assert web.asked == ["/1.png"], "a request of one token may fit, until its other tokens are known"
+
+
+def test_a_request_that_fits_has_the_headers_once(served: Served, web: Web) -> None:
+    answer = served.chat("wide")
+    assert answer.status_code == 200
+    assert answer.headers.get_list("x-ratelimit-remaining-requests") == ["99"]
+    answer = served.score("wide", "a", "b")
+    assert answer.headers.get_list("x-ratelimit-remaining-items") == ["97"]
+
+
+def test_fetches_count_and_refusals_before_them_do_not(served: Served, web: Web) -> None:
+    for _ in range(3):
+        assert served.chat("not allowed", "http://other.test/1.png").status_code == 400
+    assert served.chat("not allowed").status_code == 200
+    for _ in range(2):
+        assert served.chat("no image", "/page").status_code == 400
+    limited(served.chat("no image", "/page"), "2 requests a minute")
+    assert web.asked == ["/1.png", "/page", "/page"]
+
+
+def test_a_fetch_is_a_request_in_progress(served: Served, web: Web) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(served.chat, "one at a time", "/slow.png")
+        wait_until(lambda: web.asked == ["/slow.png"])
+        limited(served.chat("one at a time"), "1 requests in progress")
+        web.go_on.set()
+        assert slow.result().status_code == 200
+    assert served.chat("one at a time").status_code == 200
+    assert web.asked == ["/slow.png", "/1.png"]
+
+
+def test_files_that_arrive_take_room(tmp_path: Path) -> None:
+    with serving(tmp_path, max_bytes_in_flight=13_000, max_body_bytes=10_000) as served:
+        assert served.chat("wide").status_code == 200
+        answer = served.score("wide", {"image": served.base + "/2.png"})
+        assert answer.status_code == 429, "each file has 9 kB"
+        assert "too many images" in answer.json()["error"]["message"]
+        assert metric(served.client, 'yardstick_images_refused_total{reason="room"}') == 1
+        assert metric(served.client, "yardstick_image_bytes_held") == 0
+        assert served.chat("wide").status_code == 200

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine import wire
 from engine.lora.blank import blank_adapter
+from engine.lora.captured import CapturedRows
 from engine.lora.errors import AdapterError
 from engine.lora.layout import Layout
 from engine.lora.linear import StepRows, adapt
@@ -29,6 +31,11 @@ class AdapterMemory(NamedTuple):
     layout: Layout
     slots: DeviceSlots
     rows: StepRows
+    max_rank: int
+
+    def captured(self, buckets: Sequence[int]) -> CapturedRows:
+        """The rows of steps that are captured for ``buckets`` of tokens."""
+        return CapturedRows(self.rows, self.slots, self.max_rank, buckets)
 
 
 def check_settings(settings: EngineSettings) -> None:
@@ -52,7 +59,7 @@ def adapt_decoder(decoder: Decoder, settings: EngineSettings) -> AdapterMemory |
     logger.info("LoRA: %d places of %.0f MiB on the device, rank %d at most", slots.count, size, settings.max_lora_rank)
     rows = StepRows()
     adapt(decoder, layout, rows, slots.products)
-    return AdapterMemory(layout, slots, rows)
+    return AdapterMemory(layout, slots, rows, settings.max_lora_rank)
 
 
 def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: EngineSettings, info: wire.Info) -> AdapterRegistry:

@@ -35,8 +35,8 @@ class StepRows:
 
     tokens: int = 0
     """Tokens of the step; 0: no request of the step has an adapter."""
-    all: UploadedRows | None = None
-    """Rows of all tokens of the step; None if ``tokens`` is 0."""
+    all: UploadedRows | LoraRows | None = None
+    """Rows of all tokens of the step; None if ``tokens`` is 0. While a step is captured, they are on the device already."""
     read: UploadedRows | None = None
     """The rows that readouts read, which are all that the last layer computes after its attention."""
 
@@ -44,7 +44,7 @@ class StepRows:
         """The rows of a product of ``count`` rows."""
         found = self.all if count == self.tokens else self.read
         assert found is not None
-        return found.arrived
+        return found if isinstance(found, LoraRows) else found.arrived
 
 
 class AdaptedLinear(nn.Module):

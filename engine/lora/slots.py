@@ -41,6 +41,11 @@ class DeviceSlots:
         """Copies so far."""
 
     @property
+    def device(self) -> torch.device:
+        """Device of the slots."""
+        return self._buffer.device
+
+    @property
     def count(self) -> int:
         """Number of slots."""
         return len(self._buffer)

@@ -194,7 +194,7 @@ class Runner:
 
     def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor:
         """Hidden ``rows``, [rows, hidden]. A CUDA graph, where one fits, computes all rows, as does a step that needs most."""
-        launched = self._graphs is None or self._adapters.active or self.images.active
+        launched = self._graphs is None or self.images.active
         hidden = None if self._graphs is None or launched else self._graphs.forward(tokens, positions, segments)
         if hidden is None:
             attend = self._attention.plan(segments)

@@ -26,9 +26,11 @@ def write_adapter(
     seed: int = 0,
     classes: int = 0,
     dtype: torch.dtype = torch.float32,
+    whole: Sequence[str] = (),
     **config: Any,
 ) -> Path:
-    """Write an adapter of ``model`` with random weights; ``classes``: rows of its classification head. ``config``: other keys."""
+    """Write an adapter of ``model`` with random weights; ``classes``: rows of its classification head; ``whole``: modules that it
+    replaces, such as ``lm_head``. ``config``: other keys."""
     generator = torch.Generator().manual_seed(seed)
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)}
     settings |= config
@@ -42,6 +44,12 @@ def write_adapter(
             tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
     if classes:
         tensors["base_model.model.score.weight"] = torch.randn(classes, model.config.hidden_size, generator=generator) * 0.2
+    for name in whole:
+        (module,) = (each for place, each in model.named_modules() if place.rpartition(".")[2] == name)
+        own = module.weight.detach() * (1 + 0.5 * torch.randn(module.weight.shape, generator=generator))
+        tensors[f"base_model.model.{'model.' if name == 'embed_tokens' else ''}{name}.weight"] = own
+    if whole:
+        settings["modules_to_save"] = list(whole)
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -61,6 +69,9 @@ def merge(model: PreTrainedModel, directory: Path, *, head: bool = True) -> PreT
             alpha = settings.get("alpha_pattern", {}).get(module.rpartition(".")[2], settings["lora_alpha"])
             scale = alpha / (math.sqrt(len(a)) if settings.get("use_rslora") else len(a))
             model.get_submodule(module).weight += scale * (b.double() @ a.double()).float()
+    for name, module in (("lm_head", model.get_output_embeddings), ("model.embed_tokens", model.get_input_embeddings)):
+        if f"base_model.model.{name}.weight" in tensors:
+            module().weight.copy_(tensors[f"base_model.model.{name}.weight"])
     if head and "base_model.model.score.weight" in tensors:
         model.score.weight.copy_(tensors["base_model.model.score.weight"])
     return model

@@ -98,6 +98,32 @@ def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, pla
     assert alike(*map(msgspec.to_builtins, (found, expected)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", ["lm_head", "embed_tokens"])
+def test_whole_modules_of_adapters_beside_graphs(base: Path, tmp_path: Path, whole: str) -> None:
+    """Two adapters with a module of their own on one place of a late device. Steps with an embedding are launched."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    paths = [write_adapter(tmp_path / f"a{seed}", model, ("o_proj",), seed=seed, whole=[whole]) for seed in range(2)]
+
+    def answers(graphs: str) -> list[wire.Reply]:
+        with pytest.MonkeyPatch.context() as patch:
+            late = Late(patch, never)
+            with computing(late.gpu):
+                given = {"max_loras_device": 1, "max_lora_rank": 4, "lora_modules": "all", "max_batched_tokens": 16}
+                lora = [f"{path.name}={path}" for path in paths]
+                loop = late.assemble(base, attention="triton", cuda_graphs=graphs, lora=lora, **given)
+                digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
+                replies = run(loop, *messages(digests, random.Random(1)))
+            assert late.gpu.overwritten == []
+            assert (loop.stats.replayed_steps > 0) == (graphs == "on")
+            assert (loop.stats.replayed_steps == loop.stats.steps) == (graphs == "on" and whole == "lm_head")
+        return sorted(map(plain, replies), key=lambda reply: reply.id)
+
+    expected, found = answers("off"), answers("on")
+    assert not [reply for reply in expected if isinstance(reply, wire.Failed)]
+    assert alike(*map(msgspec.to_builtins, (found, expected)))
+
+
 def test_capturing_compiles_what_launched_steps_need(base: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of both sizes, though all captured steps are small, and any rank."""
     variants = Variants(monkeypatch)

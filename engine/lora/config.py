@@ -58,7 +58,7 @@ class AdapterConfig:
     """Whether a head that is tied to the embedding stays so; such an adapter has both."""
 
     def rank_of(self, module: str) -> int:
-        """``module``: the name in the base model, such as ``model.layers.0.self_attn.q_proj``."""
+        """``module``: the name in the model that was trained, such as ``model.layers.0.self_attn.q_proj``."""
         return int(_matched(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:

@@ -27,14 +27,25 @@ from engine.lora.tensors import MAX_HEADER, StoredTensor
 from kernels.lora import ALIGNMENT
 
 MAX_CLASSES = 4096
-_NAME = re.compile(r"(?:base_model\.model\.)?((?:model\.)?layers\.(\d{1,4})\.(.+))\.lora_([AB])(?:\.default)?\.weight")
+MOST_OTHERS = 1024
+"""Tensors that no adapter of the model has, such as those of a vision tower; the first of them is refused by its name."""
+_BODY = r"(?:model\.)?(?:language_model\.)?(?:model\.)?"
+"""Before the layers and the embedding; Qwen2.5-VL's has had several names."""
+_NAME = re.compile(rf"(?:base_model\.model\.)?({_BODY}layers\.(\d{{1,4}})\.(.+))\.lora_([AB])(?:\.default)?\.weight")
 _HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save(?:\.default)?)?\.weight")
 
-_WHOLE = re.compile(rf"(?:base_model\.model\.)?(?:model\.)?({'|'.join(WHOLE)})(?:\.modules_to_save(?:\.default)?)?\.weight")
+_WHOLE = re.compile(rf"(?:base_model\.model\.)?{_BODY}({'|'.join(WHOLE)})(?:\.modules_to_save(?:\.default)?)?\.weight")
 
 Table = npt.NDArray[np.int64]
-Pair = dict[str, StoredTensor]
-"""The matrices ``A`` and ``B`` of one projection."""
+
+
+class Pair(dict[str, StoredTensor]):
+    """The matrices ``A`` and ``B`` of one projection."""
+
+    def __init__(self, module: str) -> None:
+        """``module``: name of the projection in the model that was trained, which patterns of the configuration match."""
+        super().__init__()
+        self.module = module
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class AdapterReader:
         parsed = lora_config.parse(bytes(settings), self.modules)
         data = read_bounded(directory, tensors.FILE, self.max_file)
         model = read_bounded(directory, "config.json", lora_config.MAX_BYTES, optional=True)
-        stored = tensors.read_header(data, 2 * len(self.layout.places) + 1 + len(self.modules))
+        stored = tensors.read_header(data, 2 * len(self.layout.places) + 1 + len(self.modules) + MOST_OTHERS)
         whole = self._take_modules(parsed, stored)
         pairs, head = self._sort(stored)
         self._check(parsed, pairs, head)
@@ -78,7 +89,7 @@ class AdapterReader:
         table = self._table(pairs)
         weights = torch.zeros(int(self._numbers(table[1])), dtype=self.dtype, pin_memory=self.pinned)
         for place, pair in pairs.items():
-            self._copy(pair, place, parsed.scale_of(_module(place)), data, weights, table)
+            self._copy(pair, place, parsed.scale_of(pair.module), data, weights, table)
         own_head = None if head is None else head.view(data).float().clone()
         modules = {name: self._copy_module(tensor.view(data)) for name, tensor in whole.items()}
         if not all(torch.isfinite(own).all() for own in (weights, *modules.values(), own_head) if own is not None):
@@ -130,7 +141,7 @@ class AdapterReader:
             if match is None or place not in self.layout.places:
                 raise AdapterError(f"The tensor {name:.200} is not supported: {_why_not(name, self.layout)}.")
             assert place is not None
-            if match[4] in pairs.setdefault(place, {}):
+            if match[4] in pairs.setdefault(place, Pair(match[1])):
                 raise AdapterError(f"The tensor {name:.200} is stored twice; save the adapter again.")
             pairs[place][match[4]] = tensor
         return pairs, head
@@ -139,7 +150,7 @@ class AdapterReader:
         """Raise :class:`AdapterError` where shapes or ranks do not fit."""
         for place, pair in pairs.items():
             index, number = self.layout.places[place]
-            product, module = self.layout.products[index], _module(place)
+            product, module = self.layout.products[index], pair.module
             rank = parsed.rank_of(module)
             if rank > self.max_rank:
                 raise AdapterError(f"The rank of {module} is {rank}; this engine takes at most {self.max_rank} (--max-lora-rank).")
@@ -257,6 +268,7 @@ def _classes(model: bytes) -> tuple[list[str], bool]:
 
 def _why_not(name: str, layout: Layout) -> str:
     for part, reason in (
+        ("visual.", "adapters of the vision tower must be merged into the model"),
         ("lora_magnitude_vector", "it belongs to DoRA"),
         ("lm_head.weight", "an engine takes an lm_head that is started with --lora-modules lm_head"),
         ("embed_tokens.weight", "an engine takes embed_tokens that is started with --lora-modules all"),
@@ -273,11 +285,6 @@ def _why_not(name: str, layout: Layout) -> str:
     if match and int(match[2]) >= layout.layers:
         return f"this model has {layout.layers} layers"
     return "this model has no such projection"
-
-
-def _module(place: tuple[int, str]) -> str:
-    """Name of a projection in the base model."""
-    return f"model.layers.{place[0]}.{place[1]}"
 
 
 def _aligned(numbers: int) -> int:

@@ -33,7 +33,6 @@ _BODY = r"(?:model\.)?(?:language_model\.)?(?:model\.)?"
 """Before the layers and the embedding; Qwen2.5-VL's has had several names."""
 _NAME = re.compile(rf"(?:base_model\.model\.)?({_BODY}layers\.(\d{{1,4}})\.(.+))\.lora_([AB])(?:\.default)?\.weight")
 _HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save(?:\.default)?)?\.weight")
-
 _WHOLE = re.compile(rf"(?:base_model\.model\.)?{_BODY}({'|'.join(WHOLE)})(?:\.modules_to_save(?:\.default)?)?\.weight")
 
 Table = npt.NDArray[np.int64]

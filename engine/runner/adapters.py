@@ -90,7 +90,7 @@ class StepAdapters:
     def token_heads(self, branches: Sequence[Branch]) -> list[tuple[TokenHead, slice]]:
         """See :class:`engine.readouts.base.ReadoutContext`."""
         own = {} if self._slots is None else self._slots.modules["lm_head"]
-        if not own:
+        if not own or not branches:
             return [(self._decoder.token_head, slice(0, len(branches)))]
         found, begin = [], 0
         for digest, group in groupby(branches, key=_own_token_head):

@@ -217,10 +217,11 @@ def test_drafts_change_no_token_of_an_adapter(tmp_path: Path, seed: int, schedul
     model = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=2)
     kinds: list[dict[str, Any]] = [{}, {"targets": ("q_proj", "down_proj"), "rank": 7}, {"whole": ("lm_head",)}]
     adapters = [write_adapter(tmp_path / f"a{place}", load(model), seed=place, **kind) for place, kind in enumerate(kinds)]
-    settings: dict[str, Any] = {"lora_modules": "lm_head", "max_wait_seconds": 3600.0}
+    settings: dict[str, Any] = {"lora_modules": "lm_head", "max_wait_seconds": 3600.0, "threads": 1}
     plain = build(model, *adapters, overlap=False, **settings)
     rng, given = random.Random(seed), digests(plain)
-    asked = [random_message(rng, f"g{place}") for place in range(5)]
+    periodic = wire.Sampling(max_tokens=24, temperature=0, allowed_token_ids=(5, 7), ignore_eos=True)
+    asked = [wire.Generate("periodic", [5, 7, 7, 5, 5, 7], periodic), *(random_message(rng, f"g{place}") for place in range(2))]
     messages = [msgspec.structs.replace(each, id=f"{each.id} {digest}", adapter=digest) for each in asked for digest in given]
     expected = outputs(plain, messages)
     loop = build(model, *adapters, overlap=True, **settings | schedule)

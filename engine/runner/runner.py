@@ -173,9 +173,13 @@ class Runner:
         step.hidden = dict(zip(reading, parts, strict=True))
         if len(rest):
             branches = [branch for readout in reading if readout.logit_rows for branch in readout.branches]
-            logits = self._context.by_head(branches, lambda head, rows: head.logits(rest[rows]).float())
+            logits = self._logits(rest, branches)
             parts = list(torch.split(logits, [len(readout.logit_rows) for readout in reading]))
             step.logits = dict(zip(reading, parts, strict=True))
+
+    def _logits(self, hidden: Tensor, branches: Sequence[Branch]) -> Tensor:
+        """[rows, vocab] float32. ``branches``: of each row of ``hidden``."""
+        return self._context.by_head(branches, lambda head, rows: head.logits(hidden[rows]).float())
 
     def _run_lenvm(self, batch: Batch, plan: OutputPlan, step: StepTensors) -> GuidedStep:
         """Queue one pass of the length model: the batch's segments on it, and the candidates of guided draws."""

@@ -29,7 +29,7 @@ from engine.lenvm.guided_draws import LenVMRunner
 from engine.lenvm.pairing import check_pairing, gamma_of
 from engine.lenvm.parts import WIDTHS
 from engine.loop import Loop
-from engine.lora.build import adapt_decoder, blank_registry, check_settings, make_registry
+from engine.lora.build import AdapterMemory, adapt_decoder, blank_registry, check_settings, make_registry
 from engine.lora.registry import AdapterRegistry
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
@@ -156,7 +156,7 @@ def assemble(
         lenvm = LenVMRunner(
             paired.model, lenvm_attention, paired.gamma, config.eos_token_ids, passes, vision.steps, compact=compact
         )
-    graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget)
+    graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps)
     length = (None, None) if paired is None else (paired.model, paired.gamma)
@@ -198,12 +198,14 @@ def _compiles(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def make_graphs(decoder: Decoder, kv: KVCache, wanted: str, budget: Budget) -> StepGraphs | None:
+def make_graphs(
+    decoder: Decoder, kv: KVCache, wanted: str, budget: Budget, adapters: AdapterMemory | None = None
+) -> StepGraphs | None:
     """Capture small steps if this is ``wanted`` (one of :data:`~engine.settings.CUDA_GRAPHS`) and possible.
 
     Raises :class:`ModelError` if ``wanted`` is "on" and steps cannot be captured.
     """
-    return _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, kv, budget))
+    return _captured("CUDA graphs", decoder, wanted, lambda: _capture(decoder, kv, budget, adapters))
 
 
 def make_pass_graphs(model: LenVM, kv: KVCache, wanted: str, budget: Budget) -> PassGraphs | None:
@@ -241,11 +243,12 @@ def _graphs_problem(decoder: Decoder) -> str | None:
     return problem_of("triton", weight.device, decoder.config, weight.dtype)
 
 
-def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
+def _capture(decoder: Decoder, kv: KVCache, budget: Budget, adapters: AdapterMemory | None) -> StepGraphs:
     """Capture steps of up to ``max_batched_tokens``."""
     buckets = [size for size in BUCKETS if size <= max(budget.max_batched_tokens, BUCKETS[0])]
     attention = FixedTritonAttention(kv, decoder.config.num_heads, max(buckets), decoder.config.attention_specs)
-    return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
+    rows = None if adapters is None else adapters.captured(buckets)
+    return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets, rows)
 
 
 def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:

@@ -24,6 +24,7 @@ ATTENTION_BACKENDS = {
 """Attention backends and their classes, which are imported where one of them is chosen."""
 ATTENTION = ("auto", *ATTENTION_BACKENDS)
 CUDA_GRAPHS = ("auto", "on", "off")
+LORA_MODULES = ("score", "lm_head", "all")
 
 RESERVED_SHARE = 0.25
 """Default of :attr:`EngineSettings.reserved_share`."""
@@ -147,6 +148,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     max_lora_rank: Annotated[int, Meta(ge=1, le=128)] = 64
     """Largest rank of a LoRA adapter."""
+    lora_modules: Annotated[str, choices(*LORA_MODULES)] = "score"
+    """Modules that a LoRA adapter may bring whole (``modules_to_save``): ``score``, or ``lm_head`` too, or ``all``, which includes
+    ``embed_tokens``. Each place of ``--max-loras-device`` has room for the last two, vocabulary × hidden size numbers each.
+    """
 
     max_image_tokens: Count = 4096
     """Tokens of the largest image; gateways reduce larger ones. One token of Qwen2.5-VL is 28 by 28 pixels."""

@@ -43,11 +43,14 @@ class LoraRows(NamedTuple):
 
     runs: tuple[LoraRun, ...]
     blocks: Tensor
-    """[3 · blocks] int64, on the device: slot, first row and end of each block of a run, from :func:`block_runs`."""
+    """[3 · blocks] int64, on the device: slot, first row and end of each block of a run, from :func:`block_runs`. A block of zeros
+    does nothing, so that tables of fixed size can be padded."""
     size: int
     """Most rows of a block; one of :data:`ROW_BLOCKS`."""
     order: Tensor | None = None
     """[rows] int64, on the device: the rows of all runs; None: runs are rows as they are."""
+    most_rank: int | None = None
+    """Of a captured launch, which is replayed with other ``blocks``: the largest rank that they may have. ``runs`` is not read."""
 
 
 class LoraMatrices(NamedTuple):
@@ -76,12 +79,20 @@ class LoraProduct(NamedTuple):
     """Columns of each part of the output."""
 
 
-def block_runs(runs: Sequence[LoraRun]) -> tuple[npt.NDArray[np.int64], int]:
-    """Cut ``runs`` into blocks: :attr:`LoraRows.blocks` on the host as [blocks, 3], and :attr:`LoraRows.size`."""
+def block_runs(runs: Sequence[LoraRun], size: int | None = None) -> tuple[npt.NDArray[np.int64], int]:
+    """Cut ``runs`` into blocks: :attr:`LoraRows.blocks` on the host as [blocks, 3], and :attr:`LoraRows.size`.
+
+    ``size``: of the blocks; None for the one that suits the runs.
+    """
     count = sum(run.end - run.begin for run in runs)
-    size = ROW_BLOCKS[count > FEW_ROWS * len(runs)]
+    size = size or ROW_BLOCKS[count > FEW_ROWS * len(runs)]
     blocks = [(run.slot, first, min(first + size, run.end)) for run in runs for first in range(run.begin, run.end, size)]
     return np.array(blocks, np.int64).reshape(-1, 3), size
+
+
+def most_blocks(rows: int, runs: int, size: int) -> int:
+    """Upper bound of the blocks of ``size`` rows into which ``rows`` rows of at most ``runs`` runs are cut."""
+    return rows // size + min(rows, runs)
 
 
 def add_lora(y: Tensor, x: Tensor, product: LoraProduct, rows: LoraRows) -> Tensor:
@@ -119,11 +130,11 @@ def add_lora_triton(y: Tensor, x: Tensor, product: LoraProduct, rows: LoraRows) 
     Raises ValueError for other shapes, dtypes, devices or layouts. The tables are not checked: that would wait for the GPU.
     """
     _check(y, x, product, rows)
-    rank = max((found.rank for run in rows.runs if (found := product.matrices[run.slot]) is not None), default=0)
+    rank, count = _extent(product, rows, len(x))
     if rank == 0:
         return y
     parts, (_, _, products) = len(product.parts), product.table.shape
-    count, width, blocks = max(run.end for run in rows.runs), parts * rank, len(rows.blocks) // 3
+    width, blocks = parts * rank, len(rows.blocks) // 3
     inner = x.new_empty((count, width))
     ordered = rows.order is not None
     order = rows.blocks if rows.order is None else rows.order
@@ -141,6 +152,14 @@ def add_lora_triton(y: Tensor, x: Tensor, product: LoraProduct, rows: LoraRows) 
         product.weights.shape[1], width, product.inputs, parts, *columns, rows.size, column_tile, 16, num_warps=4, num_stages=2,
     )  # fmt: skip
     return y
+
+
+def _extent(product: LoraProduct, rows: LoraRows, count: int) -> tuple[int, int]:
+    """Largest rank of the runs, and the number of places that they reach. ``count``: rows of the product."""
+    if rows.most_rank is not None:
+        return rows.most_rank, count
+    rank = max((found.rank for run in rows.runs if (found := product.matrices[run.slot]) is not None), default=0)
+    return rank, max((run.end for run in rows.runs), default=0)
 
 
 def _check(y: Tensor, x: Tensor, product: LoraProduct, rows: LoraRows) -> None:
@@ -182,7 +201,7 @@ def _shrink(
     slot, first, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     matrix, rank = _entry(table, slot, product, products)
     columns = PARTS * rank
-    if tl.program_id(1) * COLUMN_TILE < columns:
+    if (first < end) & (tl.program_id(1) * COLUMN_TILE < columns):
         place = first + tl.arange(0, ROW_TILE)
         real = place < end
         row = tl.load(order + place, mask=real & (ordered != 0), other=place)
@@ -226,7 +245,7 @@ def _expand(
     block = blocks + 3 * tl.program_id(0)
     slot, first, end = tl.load(block), tl.load(block + 1), tl.load(block + 2)
     matrix, rank = _entry(table, slot, product, products)
-    if rank > 0:
+    if (first < end) & (rank > 0):
         tile = tl.program_id(1)
         first_tiles: tl.constexpr = (FIRST + COLUMN_TILE - 1) // COLUMN_TILE
         tiles: tl.constexpr = first_tiles + (SECOND + COLUMN_TILE - 1) // COLUMN_TILE

@@ -27,6 +27,7 @@ from engine.loop import Loop
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attend, Decoder
 from engine.models.lenvm import LenVM
+from engine.models.modules import TokenHead
 from engine.runner.runner import Runner
 from engine.scheduling.scheduler import Budget, Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
@@ -40,6 +41,13 @@ HIDDEN, HEAD_DIM = 8, 2
 EOS = VOCABULARY - 1
 
 
+class NullHead(TokenHead):
+    """Returns zeros."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(len(hidden), len(self.weight))  # draws change logits in place
+
+
 class NullDecoder(Decoder):
     """Returns zeros: [tokens, hidden], and [rows, columns] for logits."""
 
@@ -50,8 +58,9 @@ class NullDecoder(Decoder):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return self._hidden[: len(tokens if rows is None else rows)]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return torch.zeros(len(hidden), self.config.vocab_size)  # draws change logits in place
+    @property
+    def token_head(self) -> TokenHead:
+        return NullHead(*super().token_head)
 
 
 class NullLenVM(LenVM):
@@ -88,7 +97,7 @@ def null_loop(columns: int, *, guided: bool = False, tokenizer_json: bytes | Non
         model, lenvm_attention = NullLenVM(replace(config, vocab_size=columns)), _attention(config)
         passes = build._capture_passes(model, lenvm_attention.kv, budget)
         lenvm = LenVMRunner(model, lenvm_attention, 0.99, (EOS,), passes, compact=False)
-    graphs = build._capture(decoder, attention.kv, budget)
+    graphs = build._capture(decoder, attention.kv, budget, None)
     runner = Runner(decoder, attention, (EOS,), graphs, lenvm)
     scheduler = Scheduler(SlotPool(SLOTS), budget, run_ahead=True, lenvm_pool=SlotPool(SLOTS) if guided else None)
     structured = None

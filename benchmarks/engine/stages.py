@@ -28,7 +28,7 @@ class Stages:
         places: list[tuple[Any, str, str]] = [
             (runner._decoder, "forward", "base model"),
             *([] if runner._graphs is None else [(runner._graphs, "forward", "base model")]),
-            (runner._decoder, "logits", "base model's head"),
+            (runner, "_logits", "base model's head"),
             (guided_draws, "candidates", "candidates"),
             (guided_draws, "needs_value", "candidates"),
             (steering._model, "forward", "length model"),

@@ -3,12 +3,15 @@
 A run is a row with its own list of pages, so runs share a prefix by naming the same slots, and a causal row needs no mask. Rows
 of one token go through the same kernel: it multiplies on tensor cores, which FlashInfer's decoding kernel does not unless asked,
 and packs the query heads of a key head, of any number, into its tile.
+
+Whether there is a window or a soft cap is a constant of FlashInfer's kernels, so each of these variants is a module of its own;
+their sizes and the scale are arguments. A step has one plan for each distinct spec of the layers.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from itertools import cycle
 from typing import Any
@@ -25,6 +28,7 @@ from engine.kvcache.kv import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
 from kernels.attention_spec import PLAIN, AttentionSpec
+from kernels.soft_cap import NO_CAP
 
 VERSION = "0.6.6"
 """A step is planned through attributes that FlashInfer does not promise, so no other version will do."""
@@ -46,7 +50,6 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(self, kv: KVCache, heads: int, specs: Sequence[AttentionSpec] = ()) -> None:
         super().__init__(kv, specs)
-        assert all(spec == PLAIN for spec in self.specs)
         self._heads = heads
         self._value_scales: Tensor | None = None
         """[layers, heads, 1], exact in the model's dtype."""
@@ -54,24 +57,24 @@ class FlashInferAttention(AttentionBackend):
             group = heads // kv.keys.shape[2]
             self._value_scales = kv.scales[:, 1].repeat_interleave(group, 1).unsqueeze(2).to(kv.dtype)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.keys.device)
-        self._wrappers: Iterator[Any] = cycle([self._wrapper(workspace) for _ in range(2)])
+        distinct = list(dict.fromkeys(self.specs))
+        self._wrappers = cycle([{spec: self._wrapper(workspace, spec) for spec in distinct} for _ in range(2)])
+        """Wrappers of a step by the spec of their layers."""
 
     @classmethod
     def problem(cls, device: torch.device, config: ModelConfig, dtype: torch.dtype, kept: torch.dtype) -> str | None:
-        if not config.attends_plainly:
-            return "its prebuilt kernels have no sliding windows, soft caps or scales of attention"
-        return problem(device, config.head_dim, dtype, kept)
+        return problem(device, config.head_dim, dtype, kept, config.attention_specs)
 
     def plan(self, segments: Sequence[ExtendSegment]) -> FusedAttend:
-        wrapper = next(self._wrappers)
-        out_cache_loc = self._plan_step(wrapper, segments)
+        wrappers = next(self._wrappers)
+        out_cache_loc = self._plan_step(wrappers, segments)
 
         def attend(layer: int, heads: Heads) -> Tensor:
             q = self.write(layer, heads, out_cache_loc)
             pages = self.kv.keys[layer].unsqueeze(1), self.kv.values[layer].unsqueeze(1)  # [slots, 1, kv_heads, head_dim]
             # Without an output tensor, the wrapper allocates one and fills it with zeros first.
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            wrapper.run(q, pages, out=out)
+            wrappers[self.specs[layer]].run(q, pages, out=out)
             return out if self._value_scales is None else out.mul_(self._value_scales[layer])
 
         return FusedAttend(attend)
@@ -79,18 +82,27 @@ class FlashInferAttention(AttentionBackend):
     def plan_branches(self, prefixes: Sequence[Ints], branches: Sequence[int], counts: Tensor) -> PlainAttend:
         return plan_branches(self.kv, prefixes, branches, counts)
 
-    def _wrapper(self, workspace: Tensor) -> Any:
-        """A wrapper planned for one row of one token, which loads the kernel, or compiles it, and settles all but the lengths."""
+    def _wrapper(self, workspace: Tensor, spec: AttentionSpec) -> Any:
+        """A wrapper planned for one row of one token, which loads the kernel, or compiles it, and settles all but the lengths.
+
+        Wrappers share ``workspace``, which a kernel uses only while it runs.
+        """
         wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
         kv_heads, head_dim = self.kv.keys.shape[2:]
         ends = torch.tensor([0, 1], dtype=torch.int32)
         page = torch.zeros(1, dtype=torch.int32, device=workspace.device)
-        dtypes = {"q_data_type": self.kv.dtype, "kv_data_type": self.kv.keys.dtype}
+        settled = {
+            "q_data_type": self.kv.dtype,
+            "kv_data_type": self.kv.keys.dtype,
+            "sm_scale": spec.scale_of(head_dim),
+            "window_left": window_left(spec),
+            "logits_soft_cap": spec.soft_cap,
+        }
         last = torch.ones(1, dtype=torch.int32)
-        wrapper.plan(ends, ends, page, last, self._heads, kv_heads, head_dim, 1, causal=True, **dtypes)
+        wrapper.plan(ends, ends, page, last, self._heads, kv_heads, head_dim, 1, causal=True, **settled)
         return wrapper
 
-    def _plan_step(self, wrapper: Any, segments: Sequence[ExtendSegment]) -> Tensor:
+    def _plan_step(self, wrappers: Mapping[AttentionSpec, Any], segments: Sequence[ExtendSegment]) -> Tensor:
         """Plan a step in which only lengths and pages differ from the last one. Returns the slots of the new tokens, [tokens].
 
         ``wrapper.plan`` would take Python's ``max`` over a tensor of all rows, 5 ms for 1100 rows, and copy four times.
@@ -101,11 +113,17 @@ class FlashInferAttention(AttentionBackend):
         kv_indices = as_ints(segment.context for segment in segments)
         out_cache_loc = as_ints(segment.context[-len(segment.tokens) :] for segment in segments)
         tables = send([qo_indptr, kv_indptr, kv_indices, np.ones(len(segments), np.int32), out_cache_loc], self.kv.keys.device)
-        wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = tables[:2]
-        wrapper._paged_kv_indices_buf, wrapper._paged_kv_last_page_len_buf = tables[2:4]
-        wrapper._batch_size = len(segments)
+        for spec, wrapper in wrappers.items():
+            wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = tables[:2]
+            wrapper._paged_kv_indices_buf, wrapper._paged_kv_last_page_len_buf = tables[2:4]
+            wrapper._batch_size = len(segments)
+            wrapper._plan_info = self._plan_info(wrapper, spec, qo_indptr, kv_indptr, lengths)
+        return tables[4].long()
+
+    def _plan_info(self, wrapper: Any, spec: AttentionSpec, qo_indptr: Ints, kv_indptr: Ints, lengths: Ints) -> Any:
+        """FlashInfer's plan of a step for the layers of one spec."""
         kv_heads, head_dim = self.kv.keys.shape[2:]
-        wrapper._plan_info = wrapper._cached_module.plan(
+        return wrapper._cached_module.plan(
             wrapper._float_workspace_buffer,
             wrapper._int_workspace_buffer,
             wrapper._pin_memory_int_workspace_buffer,
@@ -113,7 +131,7 @@ class FlashInferAttention(AttentionBackend):
             torch.from_numpy(kv_indptr),
             torch.from_numpy(lengths),
             int(qo_indptr[-1]),
-            len(segments),
+            len(lengths),
             self._heads,
             kv_heads,
             1,  # page size, in tokens
@@ -121,16 +139,22 @@ class FlashInferAttention(AttentionBackend):
             head_dim,
             head_dim,
             True,  # causal
-            -1,  # no sliding window
+            window_left(spec),
             -1,  # no fixed chunk size
             False,  # long contexts may be split over blocks
             0,  # thread blocks of other kernels at the same time
         )
-        return tables[4].long()
 
 
-def problem(device: torch.device, head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> str | None:
-    """Why FlashInfer cannot run here, as a clause; None where it can. ``kept``: of keys and values."""
+def window_left(spec: AttentionSpec) -> int:
+    """FlashInfer's window: the most tokens before a query that it sees; -1 for all."""
+    return -1 if spec.window is None else spec.window - 1
+
+
+def problem(
+    device: torch.device, head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)
+) -> str | None:
+    """Why FlashInfer cannot run here, as a clause; None where it can. ``kept``: of keys and values; ``specs``: of the layers."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -146,7 +170,7 @@ def problem(device: torch.device, head_dim: int, dtype: torch.dtype, kept: torch
     if installed != VERSION:
         return f"flashinfer-python {VERSION} is needed and {installed} is installed"
     try:
-        ready = compiled(head_dim, dtype, kept)
+        ready = compiled(head_dim, dtype, kept, specs)
     except ImportError as error:
         return f"flashinfer-python lacks something it imports: {error}"
     except OSError as error:  # it writes a log when it is imported
@@ -154,20 +178,23 @@ def problem(device: torch.device, head_dim: int, dtype: torch.dtype, kept: torch
     return None if ready or _compiler() else "its kernel has to be compiled first, and nvcc and ninja are not both here"
 
 
-def compiled(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> bool:
-    """Whether the kernel is there already; it takes minutes to compile. Raises ImportError where FlashInfer is not whole."""
-    return bool(_module(head_dim, dtype, kept).is_compiled)
+def compiled(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)) -> bool:
+    """Whether all kernels are there already; one takes minutes to compile. Raises ImportError where FlashInfer is not whole."""
+    return all(module.is_compiled for module in _modules(head_dim, dtype, kept, specs))
 
 
-def origin(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> str:
-    """Where the kernel comes from: :attr:`engine.wire.AttentionChoice.modules`."""
-    return "prebuilt" if _module(head_dim, dtype, kept).is_aot else "compiled"
+def origin(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec] = (PLAIN,)) -> str:
+    """Where the kernels come from: :attr:`engine.wire.AttentionChoice.modules`."""
+    return "prebuilt" if all(module.is_aot for module in _modules(head_dim, dtype, kept, specs)) else "compiled"
 
 
-def _module(head_dim: int, dtype: torch.dtype, kept: torch.dtype) -> Any:
-    """FlashInfer's ``JitSpec`` of the kernel of _wrapper: no positional encoding, sliding window, soft cap or float16 product."""
-    modules = import_module("flashinfer.jit.attention.modules")
-    return modules.gen_batch_prefill_module("fa2", dtype, kept, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
+def _modules(head_dim: int, dtype: torch.dtype, kept: torch.dtype, specs: Sequence[AttentionSpec]) -> list[Any]:
+    """FlashInfer's ``JitSpec`` of each kernel of the wrappers: no positional encoding or float16 product, and with a sliding window
+    or a soft cap where the spec has one."""
+    make = import_module("flashinfer.jit.attention.modules").gen_batch_prefill_module
+    variants = dict.fromkeys((spec.window is not None, spec.soft_cap != NO_CAP) for spec in specs)
+    shared = "fa2", dtype, kept, dtype, torch.int32, head_dim, head_dim, 0
+    return [make(*shared, windowed, capped, False) for windowed, capped in variants]
 
 
 def _compiler() -> bool:

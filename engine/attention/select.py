@@ -74,7 +74,7 @@ def _automatic(device: torch.device, config: ModelConfig, dtype: torch.dtype, ke
         return "reference", "the model runs on the CPU"
     if problem := problem_of(FASTEST, device, config, dtype, kept):
         return "triton", f"not flashinfer: {problem}"
-    if not flashinfer.compiled(config.head_dim, dtype, kept):
+    if not flashinfer.compiled(config.head_dim, dtype, kept, config.attention_specs):
         return "triton", "not flashinfer: its kernel would have to be compiled first, for some minutes"
     return "flashinfer", "installed, with a kernel for this model"
 
@@ -100,6 +100,6 @@ def make_attention(decoder: Decoder, slots: int, backend: str, kv_dtype: str = "
     make: Callable[..., AttentionBackend] = choice.backend
     attention = make(kv, config.num_heads, config.attention_specs)
     name = next(name for name in ATTENTION_BACKENDS if backend_of(name) is choice.backend)
-    modules = flashinfer.origin(config.head_dim, weight.dtype, kept) if name == FASTEST else ""
+    modules = flashinfer.origin(config.head_dim, weight.dtype, kept, config.attention_specs) if name == FASTEST else ""
     attention.description = wire.AttentionChoice(name, choice.reason, choice.fallback, modules)
     return attention

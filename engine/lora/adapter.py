@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ class LoadedAdapter:
     """[products]; the second row of ``table``."""
     head: Tensor | None
     """[classes, hidden] float32, on the host; None: that of the base model."""
+    modules: Mapping[str, Tensor] = field(default_factory=dict)
+    """:data:`~engine.lora.layout.WHOLE` modules in place of the base model's, [vocab, hidden], on the host as ``weights`` are."""
 
     @property
     def digest(self) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine import wire
 from engine.lora.blank import blank_adapter
+from engine.lora.captured import CapturedRows
 from engine.lora.errors import AdapterError
-from engine.lora.layout import Layout
+from engine.lora.layout import WHOLE, Layout
 from engine.lora.linear import StepRows, adapt
 from engine.lora.reader import AdapterReader, capacity_of
 from engine.lora.registry import AdapterRegistry
@@ -20,6 +22,8 @@ from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
+MODULES: dict[str, tuple[str, ...]] = {"score": (), "lm_head": ("lm_head",), "all": WHOLE}
+"""Whole modules by :attr:`~engine.settings.EngineSettings.lora_modules`."""
 FILES = ["adapter_config.json", "adapter_model.safetensors", "config.json"]
 
 
@@ -29,6 +33,11 @@ class AdapterMemory(NamedTuple):
     layout: Layout
     slots: DeviceSlots
     rows: StepRows
+    max_rank: int
+
+    def captured(self, buckets: Sequence[int]) -> CapturedRows:
+        """The rows of steps that are captured for ``buckets`` of tokens."""
+        return CapturedRows(self.rows, self.slots, self.max_rank, buckets)
 
 
 def check_settings(settings: EngineSettings) -> None:
@@ -47,12 +56,13 @@ def adapt_decoder(decoder: Decoder, settings: EngineSettings) -> AdapterMemory |
         return None
     layout, weight = Layout(decoder.config), decoder.embed.weight
     capacity = capacity_of(layout, settings.max_lora_rank)
-    slots = DeviceSlots(layout, settings.max_loras_device, capacity, weight.device, weight.dtype)
-    size = capacity * weight.dtype.itemsize / 2**20
+    modules = MODULES[settings.lora_modules]
+    slots = DeviceSlots(layout, settings.max_loras_device, capacity, weight.device, weight.dtype, modules)
+    size = (capacity + len(modules) * layout.vocab_size * layout.hidden_size) * weight.dtype.itemsize / 2**20
     logger.info("LoRA: %d places of %.0f MiB on the device, rank %d at most", slots.count, size, settings.max_lora_rank)
     rows = StepRows()
-    adapt(decoder, layout, rows, slots.products)
-    return AdapterMemory(layout, slots, rows)
+    adapt(decoder, layout, rows, slots.products, embeddings="embed_tokens" in modules)
+    return AdapterMemory(layout, slots, rows, settings.max_lora_rank)
 
 
 def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: EngineSettings, info: wire.Info) -> AdapterRegistry:
@@ -60,7 +70,8 @@ def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: Engi
     if memory is None:
         return AdapterRegistry()
     weight = decoder.embed.weight
-    reader = AdapterReader(memory.layout, info, weight.dtype, settings.max_lora_rank, pinned=weight.is_cuda)
+    modules = MODULES[settings.lora_modules]
+    reader = AdapterReader(memory.layout, info, weight.dtype, settings.max_lora_rank, pinned=weight.is_cuda, modules=modules)
     registry = AdapterRegistry(reader, memory.slots, settings.max_loras)
     for given in settings.lora:
         name, equals, path = given.partition("=")

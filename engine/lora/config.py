@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.lora.errors import AdapterError
-from engine.lora.layout import FUSED, PROJECTIONS
+from engine.lora.layout import FUSED, PROJECTIONS, WHOLE
 from engine.lora.patterns import Name, Pattern, PatternError
 from engine.models.errors import ModelError
 from engine.models.keys import Keys
@@ -32,8 +33,8 @@ IGNORED = {
 }
 """Keys that decide nothing beside the tensors that are stored."""
 _READ = {
-    *("alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "modules_to_save", "peft_type", "r"),
-    *("rank_pattern", "use_rslora"),
+    *("alpha_pattern", "bias", "ensure_weight_tying", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "modules_to_save"),
+    *("peft_type", "r", "rank_pattern", "use_rslora"),
 }
 
 
@@ -53,9 +54,13 @@ class AdapterConfig:
     task: str | None
     targets: tuple[str, ...]
     """Last parts of the names in ``target_modules``; empty where that is an expression."""
+    modules: tuple[str, ...]
+    """Those of :data:`~engine.lora.layout.WHOLE` that are in ``modules_to_save``."""
+    tied: bool
+    """Whether a head that is tied to the embedding stays so; such an adapter has both."""
 
     def rank_of(self, module: str) -> int:
-        """``module``: the name in the base model, such as ``model.layers.0.self_attn.q_proj``."""
+        """``module``: the name in the model that was trained, such as ``model.layers.0.self_attn.q_proj``."""
         return int(_matched(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
@@ -64,8 +69,9 @@ class AdapterConfig:
         return float(_matched(self.alphas, module, self.alpha)) / (math.sqrt(rank) if self.rslora else rank)
 
 
-def parse(data: bytes) -> AdapterConfig:
-    """Read the contents of :data:`FILE`. Raises :class:`AdapterError`."""
+def parse(data: bytes, modules: Sequence[str] = ()) -> AdapterConfig:
+    """Read the contents of :data:`FILE`. ``modules``: those of :data:`~engine.lora.layout.WHOLE` that adapters may have. Raises
+    :class:`AdapterError`."""
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError):
@@ -73,16 +79,17 @@ def parse(data: bytes) -> AdapterConfig:
     if not isinstance(raw, dict):
         raise AdapterError(f"{FILE} is not a JSON object; copy the adapter again.")
     try:
-        return _parse(raw, Keys(raw, FILE))
+        return _parse(raw, Keys(raw, FILE), modules)
     except ModelError as error:
         raise AdapterError(str(error)) from None
 
 
-def _parse(raw: dict[str, Any], keys: Keys) -> AdapterConfig:
+def _parse(raw: dict[str, Any], keys: Keys, modules: Sequence[str]) -> AdapterConfig:
     kind = keys.text("peft_type", "")
     if kind.upper() != "LORA":
         raise keys.error("peft_type", f"is {kind!r:.80}; only LORA is supported")
     _refuse(raw, keys)
+    saved = _whole_modules(raw, keys, modules)
     return AdapterConfig(
         rank=keys.count("r"),
         alpha=keys.number("lora_alpha"),
@@ -91,6 +98,8 @@ def _parse(raw: dict[str, Any], keys: Keys) -> AdapterConfig:
         alphas=_patterns(raw, keys, "alpha_pattern"),
         task=raw.get("task_type"),
         targets=_targets(raw, keys),
+        modules=saved,
+        tied=bool(saved) and keys.flag("ensure_weight_tying", False),
     )
 
 
@@ -108,12 +117,19 @@ def _refuse(raw: dict[str, Any], keys: Keys) -> None:
     if raw.get("init_lora_weights", True) not in INITIALISATIONS:
         how = raw["init_lora_weights"]
         raise keys.error("init_lora_weights", f"is {how!r:.80}, which changes the base model; convert the adapter to plain LoRA")
-    for name in _names(raw, keys, "modules_to_save"):
-        if name not in HEADS:
-            raise keys.error("modules_to_save", f"has {name!r:.80}; only a classification head (score) is supported")
     for key, value in raw.items():
         if key not in IGNORED and key not in _READ and value not in (None, False, "", [], {}):
             raise keys.error(key[:80], "is set, which is not supported; merge the adapter into the model")
+
+
+def _whole_modules(raw: dict[str, Any], keys: Keys, taken: Sequence[str]) -> tuple[str, ...]:
+    names = {name.rpartition(".")[2] if name.endswith(WHOLE) else name for name in _names(raw, keys, "modules_to_save")}
+    for name in sorted(names.difference(HEADS, taken)):
+        if name in WHOLE:
+            value = "lm_head" if name == "lm_head" else "all"
+            raise keys.error("modules_to_save", f"has {name!r}, which an engine takes that is started with --lora-modules {value}")
+        raise keys.error("modules_to_save", f"has {name!r:.80}; supported are score, {', '.join(WHOLE)}")
+    return tuple(name for name in WHOLE if name in names)
 
 
 def _targets(raw: dict[str, Any], keys: Keys) -> tuple[str, ...]:

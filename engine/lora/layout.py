@@ -10,6 +10,8 @@ from engine.models.config import ModelConfig
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Projections that an adapter may change, by their names in checkpoints; with fused checkpoints, :data:`FUSED` as well."""
 FUSED = ("qkv_proj", "gate_up_proj")
+WHOLE = ("lm_head", "embed_tokens")
+"""Modules of [vocab, hidden] numbers that an adapter may bring whole, where the engine takes them."""
 
 
 class Part(NamedTuple):
@@ -53,6 +55,9 @@ class Layout:
         """Index of the product and number of the part, by layer and name of the projection."""
         self.layers = config.num_layers
         self.hidden_size = config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.has_token_head = config.lm_head
+        self.tied = config.tied
 
 
 def _products(config: ModelConfig) -> Iterator[Product]:

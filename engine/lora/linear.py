@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engine.device.transfer import Copy
 from engine.lora.layout import Layout
@@ -35,16 +36,18 @@ class StepRows:
 
     tokens: int = 0
     """Tokens of the step; 0: no request of the step has an adapter."""
-    all: UploadedRows | None = None
-    """Rows of all tokens of the step; None if ``tokens`` is 0."""
+    all: UploadedRows | LoraRows | None = None
+    """Rows of all tokens of the step; None if ``tokens`` is 0. While a step is captured, they are on the device already."""
     read: UploadedRows | None = None
     """The rows that readouts read, which are all that the last layer computes after its attention."""
+    embeddings: tuple[tuple[int, int, Tensor], ...] = ()
+    """First row, end and weight, [vocab, hidden], of adapters with embeddings of their own."""
 
     def of(self, count: int) -> LoraRows:
         """The rows of a product of ``count`` rows."""
         found = self.all if count == self.tokens else self.read
         assert found is not None
-        return found.arrived
+        return found if isinstance(found, LoraRows) else found.arrived
 
 
 class AdaptedLinear(nn.Module):
@@ -71,8 +74,32 @@ class AdaptedLinear(nn.Module):
         return (codes.float() * scales).to(self._dtype)
 
 
-def adapt(decoder: Decoder, layout: Layout, step: StepRows, products: Sequence[LoraProduct]) -> None:
-    """Replace the projections of ``decoder``. ``products``: in the order of the layout."""
+class AdaptedEmbedding(nn.Module):
+    """The embedding, and that of adapters that have their own."""
+
+    def __init__(self, base: nn.Embedding, step: StepRows) -> None:
+        super().__init__()
+        self.base = base
+        self._step = step
+
+    @property
+    def weight(self) -> Tensor:
+        """The base model's."""
+        return self.base.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[rows] int64 -> [rows, hidden]"""
+        x: Tensor = self.base(tokens)
+        for begin, end, weight in self._step.embeddings:
+            x[begin:end] = functional.embedding(tokens[begin:end], weight)
+        return x
+
+
+def adapt(decoder: Decoder, layout: Layout, step: StepRows, products: Sequence[LoraProduct], *, embeddings: bool = False) -> None:
+    """Replace the projections of ``decoder``, and its embedding where adapters may have their own. ``products``: in the order of
+    the layout."""
+    if embeddings:
+        decoder.set_submodule("embed", AdaptedEmbedding(decoder.embed, step))
     dtype = decoder.embed.weight.dtype
     for product, own in zip(layout.products, products, strict=True):
         layer = decoder.layers[product.layer]

@@ -22,17 +22,29 @@ from engine.lora import tensors
 from engine.lora.adapter import LoadedAdapter
 from engine.lora.config import AdapterConfig
 from engine.lora.errors import AdapterError
-from engine.lora.layout import Layout
+from engine.lora.layout import WHOLE, Layout
 from engine.lora.tensors import MAX_HEADER, StoredTensor
 from kernels.lora import ALIGNMENT
 
 MAX_CLASSES = 4096
-_NAME = re.compile(r"(?:base_model\.model\.)?((?:model\.)?layers\.(\d{1,4})\.(.+))\.lora_([AB])(?:\.default)?\.weight")
+MOST_OTHERS = 1024
+"""Tensors that no adapter of the model has, such as those of a vision tower; the first of them is refused by its name."""
+_BODY = r"(?:model\.)?(?:language_model\.)?(?:model\.)?"
+"""Before the layers and the embedding; Qwen2.5-VL's has had several names."""
+_NAME = re.compile(rf"(?:base_model\.model\.)?({_BODY}layers\.(\d{{1,4}})\.(.+))\.lora_([AB])(?:\.default)?\.weight")
 _HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save(?:\.default)?)?\.weight")
+_WHOLE = re.compile(rf"(?:base_model\.model\.)?{_BODY}({'|'.join(WHOLE)})(?:\.modules_to_save(?:\.default)?)?\.weight")
 
 Table = npt.NDArray[np.int64]
-Pair = dict[str, StoredTensor]
-"""The matrices ``A`` and ``B`` of one projection."""
+
+
+class Pair(dict[str, StoredTensor]):
+    """The matrices ``A`` and ``B`` of one projection."""
+
+    def __init__(self, module: str) -> None:
+        """``module``: name of the projection in the model that was trained, which patterns of the configuration match."""
+        super().__init__()
+        self.module = module
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,8 @@ class AdapterReader:
     max_rank: int
     pinned: bool = False
     """Whether weights lie in pinned memory."""
+    modules: Sequence[str] = ()
+    """Whole modules that adapters may bring."""
 
     @property
     def capacity(self) -> int:
@@ -55,31 +69,63 @@ class AdapterReader:
     @property
     def max_file(self) -> int:
         """Most bytes of a file of weights, which may be in float32."""
-        return 4 * (self.capacity + MAX_CLASSES * self.layout.hidden_size) + MAX_HEADER
+        rows = MAX_CLASSES + len(self.modules) * self.layout.vocab_size
+        return 4 * (self.capacity + rows * self.layout.hidden_size) + MAX_HEADER
 
     def read(self, name: str, directory: Path) -> LoadedAdapter:
         """Read the adapter in ``directory``. Raises :class:`AdapterError`."""
         settings = read_bounded(directory, lora_config.FILE, lora_config.MAX_BYTES)
-        parsed = lora_config.parse(bytes(settings))
+        parsed = lora_config.parse(bytes(settings), self.modules)
         data = read_bounded(directory, tensors.FILE, self.max_file)
         model = read_bounded(directory, lora_config.MODEL_FILE, lora_config.MAX_BYTES, optional=True)
-        stored = tensors.read_header(data, 2 * len(self.layout.places) + 1)
+        stored = tensors.read_header(data, 2 * len(self.layout.places) + 1 + len(self.modules) + MOST_OTHERS)
+        whole = self._take_modules(parsed, stored)
         pairs, head = self._sort(stored)
         self._check(parsed, pairs, head)
+        if not (pairs or whole or head):
+            raise AdapterError(f"{tensors.FILE} has no tensors; copy the adapter again.")
         digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in (settings, data, model))).hexdigest()[:32]
         table = self._table(pairs)
         weights = torch.zeros(int(self._numbers(table[1])), dtype=self.dtype, pin_memory=self.pinned)
         for place, pair in pairs.items():
-            self._copy(pair, place, parsed.scale_of(_module(place)), data, weights, table)
+            self._copy(pair, place, parsed.scale_of(pair.module), data, weights, table)
         own_head = None if head is None else head.view(data).float().clone()
-        if not (torch.isfinite(weights).all() and (own_head is None or torch.isfinite(own_head).all())):
+        modules = {name: self._copy_module(tensor.view(data)) for name, tensor in whole.items()}
+        if not all(torch.isfinite(own).all() for own in (weights, *modules.values(), own_head) if own is not None):
             raise AdapterError("Weights are not finite in the model's number format; train the adapter again.")
         info = self._info(parsed, own_head, bytes(model))
         rank = max(pair["A"].shape[0] for pair in pairs.values()) if pairs else 0
-        size = weights.nbytes + (0 if own_head is None else own_head.nbytes)
+        size = sum(own.nbytes for own in (weights, *modules.values(), own_head) if own is not None)
         described = wire.Adapter(name, digest, rank, size, info.capabilities, info.classes, info.multi_label)
         on_host = torch.from_numpy(table)
-        return LoadedAdapter(described, info, weights, on_host.pin_memory() if self.pinned else on_host, table[1], own_head)
+        places = on_host.pin_memory() if self.pinned else on_host
+        return LoadedAdapter(described, info, weights, places, table[1], own_head, modules)
+
+    def _take_modules(self, parsed: AdapterConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Remove the whole modules that the engine takes from ``stored``, and return them by their names."""
+        found: dict[str, StoredTensor] = {}
+        for name in list(stored):
+            match = _WHOLE.fullmatch(name)
+            if match is None or match[1] not in self.modules:
+                continue
+            module, tensor = match[1], stored.pop(name)
+            if module in found:
+                raise AdapterError(f"The tensor {name:.200} is stored twice; save the adapter again.")
+            needed = self.layout.vocab_size, self.layout.hidden_size
+            if tensor.shape != needed:
+                shapes = f"{module} has shape {list(tensor.shape)}, where this model needs {list(needed)}"
+                raise AdapterError(f"{shapes}; an adapter cannot change the vocabulary.")
+            found[module] = tensor
+        wanted = WHOLE if parsed.tied and self.layout.tied else parsed.modules
+        if lacking := [name for name in wanted if name not in found]:
+            raise AdapterError(f"modules_to_save names {lacking[0]}, which {tensors.FILE} lacks; copy the adapter again.")
+        if "lm_head" in found and not self.layout.has_token_head:
+            raise AdapterError("The adapter has an lm_head, and this model has no head for tokens.")
+        return found
+
+    def _copy_module(self, module: Tensor) -> Tensor:
+        """In the model's dtype."""
+        return torch.empty(module.shape, dtype=self.dtype, pin_memory=self.pinned).copy_(module)
 
     def _sort(self, stored: Mapping[str, StoredTensor]) -> tuple[dict[tuple[int, str], Pair], StoredTensor | None]:
         """Tensors by layer and projection, and the classification head."""
@@ -94,7 +140,7 @@ class AdapterReader:
             if match is None or place not in self.layout.places:
                 raise AdapterError(f"The tensor {name:.200} is not supported: {_why_not(name, self.layout)}.")
             assert place is not None
-            if match[4] in pairs.setdefault(place, {}):
+            if match[4] in pairs.setdefault(place, Pair(match[1])):
                 raise AdapterError(f"The tensor {name:.200} is stored twice; save the adapter again.")
             pairs[place][match[4]] = tensor
         return pairs, head
@@ -103,7 +149,7 @@ class AdapterReader:
         """Raise :class:`AdapterError` where shapes or ranks do not fit."""
         for place, pair in pairs.items():
             index, number = self.layout.places[place]
-            product, module = self.layout.products[index], _module(place)
+            product, module = self.layout.products[index], pair.module
             rank = parsed.rank_of(module)
             if rank > self.max_rank:
                 raise AdapterError(f"The rank of {module} is {rank}; this engine takes at most {self.max_rank} (--max-lora-rank).")
@@ -121,8 +167,6 @@ class AdapterReader:
             raise AdapterError(f"The classification head has shape {list(head.shape)}, where {needed} is needed.")
         if parsed.task == "SEQ_CLS" and head is None and not self.info.classes:
             raise AdapterError("task_type is SEQ_CLS, and neither the adapter nor the model has a classification head (score).")
-        if not pairs and head is None:
-            raise AdapterError(f"{tensors.FILE} has no tensors; copy the adapter again.")
 
     def _table(self, pairs: Mapping[tuple[int, str], Pair]) -> Table:
         """[2, products]: begin and rank of each product's matrices."""
@@ -223,7 +267,10 @@ def _classes(model: bytes) -> tuple[list[str], bool]:
 
 def _why_not(name: str, layout: Layout) -> str:
     for part, reason in (
+        ("visual.", "adapters of the vision tower must be merged into the model"),
         ("lora_magnitude_vector", "it belongs to DoRA"),
+        ("lm_head.weight", "an engine takes an lm_head that is started with --lora-modules lm_head"),
+        ("embed_tokens.weight", "an engine takes embed_tokens that is started with --lora-modules all"),
         ("lm_head", "adapters of the head for tokens (lm_head) must be merged into the model"),
         ("embed_tokens", "adapters of embeddings (embed_tokens) must be merged into the model"),
         ("lora_embedding", "adapters of embeddings must be merged into the model"),
@@ -237,11 +284,6 @@ def _why_not(name: str, layout: Layout) -> str:
     if match and int(match[2]) >= layout.layers:
         return f"this model has {layout.layers} layers"
     return "this model has no such projection"
-
-
-def _module(place: tuple[int, str]) -> str:
-    """Name of a projection in the base model."""
-    return f"model.layers.{place[0]}.{place[1]}"
 
 
 def _aligned(numbers: int) -> int:

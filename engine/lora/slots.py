@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.lora.adapter import LoadedAdapter
-from engine.lora.layout import Layout, Product
+from engine.lora.layout import WHOLE, Layout, Product
 from kernels.lora import LoraMatrices, LoraProduct
 
 
@@ -19,8 +19,16 @@ class DeviceSlots:
     A copy is queued behind the steps that were launched before, so a slot is never overwritten while one of them reads it.
     """
 
-    def __init__(self, layout: Layout, count: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
-        """``capacity``: numbers of a slot."""
+    def __init__(
+        self,
+        layout: Layout,
+        count: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        modules: Sequence[str] = (),
+    ) -> None:
+        """``capacity``: numbers of a slot. ``modules``: whole modules for which each slot has room as well."""
         self._layout = layout
         self._buffer = torch.empty((count, capacity), dtype=dtype, device=device)
         self._table = torch.zeros((count, 2, len(layout.products)), dtype=torch.int64, device=device)
@@ -37,8 +45,17 @@ class DeviceSlots:
         """In the order of the layout."""
         self.heads: dict[str, Tensor] = {}
         """Classification heads on the device, by the digest of their adapter."""
+        room = count, layout.vocab_size, layout.hidden_size
+        self._rooms = {name: torch.empty(room, dtype=dtype, device=device) for name in modules}
+        self.modules: dict[str, dict[str, Tensor]] = {name: {} for name in WHOLE}
+        """Whole modules on the device, [vocab, hidden], by name and by the digest of their adapter."""
         self.swaps = 0
         """Copies so far."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the slots."""
+        return self._buffer.device
 
     @property
     def count(self) -> int:
@@ -66,6 +83,8 @@ class DeviceSlots:
         self._free = list(reversed(range(self.count)))
         self._slot_of.clear()
         self.heads.clear()
+        for found in self.modules.values():
+            found.clear()
         for matrices in self._matrices:
             matrices[:] = [None] * self.count
         self.swaps = 0
@@ -75,6 +94,8 @@ class DeviceSlots:
             return self._free.pop()
         digest, slot = self._slot_of.popitem(last=False)
         self.heads.pop(digest, None)
+        for found in self.modules.values():
+            found.pop(digest, None)
         return slot
 
     def _copy(self, adapter: LoadedAdapter, slot: int) -> None:
@@ -83,6 +104,9 @@ class DeviceSlots:
         self._table[slot].copy_(adapter.table, non_blocking=True)
         if adapter.head is not None:
             self.heads[adapter.digest] = adapter.head.to(self._buffer.device)
+        for name, module in adapter.modules.items():
+            own = self.modules[name][adapter.digest] = self._rooms[name][slot]
+            own.copy_(module, non_blocking=True)
         table = adapter.table.tolist()
         for product, matrices, begin, rank in zip(self._layout.products, self._matrices, *table, strict=True):
             matrices[slot] = _matrices(target, product, begin, rank) if rank else None

@@ -52,7 +52,7 @@ def read_header(data: bytearray, most: int) -> dict[str, StoredTensor]:
         raise _damaged()
     header.pop("__metadata__", None)
     if len(header) > most:
-        raise AdapterError(f"{FILE} has {len(header)} tensors, and an adapter of this model has at most {most}.")
+        raise AdapterError(f"{FILE} has {len(header)} tensors, and at most {most} are read for this model.")
     return {name: _tensor(name, entry, start, len(data) - start) for name, entry in header.items()}
 
 

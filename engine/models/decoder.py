@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from engine.models import weight_names
 from engine.models.config import ModelConfig
 from engine.models.experts import Experts
-from engine.models.modules import Embedding, Linear, RMSNorm, Sum
+from engine.models.modules import Embedding, Linear, RMSNorm, Sum, TokenHead
 from engine.models.rope import Rope
 from kernels.gelu_mul import gelu_mul
 from kernels.linear import linear
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
-from kernels.soft_cap import soft_cap
 
 PlainAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v like k; q and k rotated) -> [tokens, heads, head_dim]"""
@@ -221,11 +220,16 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, vocab]"""
-        return soft_cap(linear(self.head_input(hidden), self.head_operand), self.config.logit_cap)
+        return self.token_head.logits(hidden)
 
-    def head_input(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden], as :meth:`forward` returns them. -> the rows whose products with the head are uncapped logits."""
-        return hidden if self.config.logit_divisor == 1.0 else hidden / self.config.logit_divisor
+    @property
+    def token_head(self) -> TokenHead:
+        """The language-model head. Only of a model that has one."""
+        return self.token_head_of(self.head_weight, self.head_operand)
+
+    def token_head_of(self, weight: Tensor, operand: Tensor | None = None) -> TokenHead:
+        """A head of this model with another ``weight``."""
+        return TokenHead(weight, weight if operand is None else operand, self.config.logit_divisor, self.config.logit_cap)
 
     def class_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden], as :meth:`forward` returns them. -> [rows, classes], float32, as is the product."""

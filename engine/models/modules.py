@@ -1,6 +1,8 @@
-"""Modules that layers are made of: linear layers, embeddings and norms."""
+"""Modules that layers are made of: linear layers, embeddings and norms; and the head for tokens."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from engine.models.config import ModelConfig
 from kernels.linear import linear
 from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.soft_cap import soft_cap
 
 
 class Linear(nn.Linear):
@@ -26,6 +29,26 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         pass
+
+
+class TokenHead(NamedTuple):
+    """A language-model head: the model's, or an adapter's."""
+
+    weight: Tensor
+    """[vocab, hidden]"""
+    operand: Tensor
+    """See :attr:`engine.models.decoder.Decoder.head_operand`."""
+    divisor: float
+    cap: float
+    """Soft cap of the logits."""
+
+    def input(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], as the decoder returns them. -> the rows whose products with the weight are uncapped logits."""
+        return hidden if self.divisor == 1.0 else hidden / self.divisor
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden], as the decoder returns them. -> [rows, vocab]"""
+        return soft_cap(linear(self.input(hidden), self.operand), self.cap)
 
 
 class RMSNorm(nn.Module):

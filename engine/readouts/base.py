@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
 from engine import wire
@@ -27,6 +28,7 @@ from engine.batch import Batch, ExtendSegment
 from engine.device.transfer import Download, Upload
 from engine.lenvm.guided_draws import GuidedStep
 from engine.models.decoder import Decoder
+from engine.models.modules import TokenHead
 from engine.requests.core import Branch
 
 
@@ -93,6 +95,13 @@ class ReadoutContext:
     eos_token_ids: tuple[int, ...]
     class_logits: Callable[[Tensor, Sequence[Branch]], list[Tensor]]
     """(hidden [rows, hidden], their branches) -> logits [rows, classes] float32 of consecutive rows with the same head"""
+    token_heads: Callable[[Sequence[Branch]], list[tuple[TokenHead, slice]]]
+    """(branch of each row) -> the language-model head of consecutive rows; a single one where no adapter has its own"""
+
+    def by_head(self, branches: Sequence[Branch], compute: Callable[[TokenHead, slice], Tensor]) -> Tensor:
+        """Results of ``compute`` for consecutive rows with the same head, one behind the other. ``branches``: of each row."""
+        parts = [compute(head, rows) for head, rows in self.token_heads(branches)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(slots=True)

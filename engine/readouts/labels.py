@@ -7,10 +7,12 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from engine import wire
 from engine.batch import Batch, ExtendSegment
 from engine.device.transfer import Copy, Download, Upload
+from engine.models.modules import TokenHead
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from engine.requests.core import Branch, ScoringRequest
 from kernels.label_logprobs import label_logprobs
@@ -41,9 +43,12 @@ class LabelReadout(Readout):
 
     def queue(self, step: StepTensors, download: Download) -> None:
         labels = self._label_copy.tensor.view(len(self._labels), -1)
-        decoder = self.context.decoder
-        hidden = decoder.head_input(step.hidden[self])
-        self.numbers = download.add(label_logprobs(hidden, decoder.head_operand, labels, decoder.config.logit_cap))
+        hidden = step.hidden[self]
+
+        def logprobs(head: TokenHead, rows: slice) -> Tensor:
+            return label_logprobs(head.input(hidden[rows]), head.operand, labels[rows], head.cap)
+
+        self.numbers = download.add(self.context.by_head(self.branches, logprobs))
 
     def read(self, result: StepResult) -> None:
         rows = zip(self.branches, self.numbers.tensor.tolist(), self._labels, strict=True)

@@ -13,7 +13,7 @@ from engine import wire
 from engine.batch import Batch, ExtendSegment
 from engine.device.transfer import Download, Upload
 from engine.ints import Ints
-from engine.models.decoder import Decoder
+from engine.models.modules import TokenHead
 from engine.readouts.base import Readout, ReadoutContext, StepResult, StepTensors
 from engine.requests.core import Branch, PartialRow, ScoringRequest
 from kernels.row_chunks import CHUNK_ELEMENTS
@@ -60,8 +60,13 @@ class LikelihoodReadout(Readout):
         self._target_copy = upload.add(np.concatenate([part.targets for part in self._parts]))
 
     def queue(self, step: StepTensors, download: Download) -> None:
-        values = token_likelihoods(self.context.decoder, step.hidden[self], self._target_copy.tensor)
-        self._values = download.add(values)
+        hidden, targets = step.hidden[self], self._target_copy.tensor
+        branches = [part.branch for part in self._parts for _ in part.targets]
+
+        def likelihoods(head: TokenHead, rows: slice) -> Tensor:
+            return token_likelihoods(head, hidden[rows], targets[rows])
+
+        self._values = download.add(self.context.by_head(branches, likelihoods))
 
     def read(self, result: StepResult) -> None:
         lengths = [len(part.targets) for part in self._parts]
@@ -73,18 +78,18 @@ class LikelihoodReadout(Readout):
                 result.rows.append((part.branch, [*values[:, 0].tolist(), float(values[:, 1].all())]))
 
 
-def token_likelihoods(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
+def token_likelihoods(head: TokenHead, hidden: Tensor, targets: Tensor) -> Tensor:
     """Log-probability of each target after its row of ``hidden``, and 1 where no token is more probable, otherwise 0.
 
     hidden: [rows, hidden]; targets: [rows] int64. -> [rows, 2] float32. Logits exist for a bounded number of rows at a
     time.
     """
-    return torch.cat(list(_likelihood_chunks(decoder, hidden, targets)))
+    return torch.cat(list(_likelihood_chunks(head, hidden, targets)))
 
 
-def _likelihood_chunks(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Iterator[Tensor]:
-    count = max(1, CHUNK_ELEMENTS // decoder.config.vocab_size)
+def _likelihood_chunks(head: TokenHead, hidden: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    count = max(1, CHUNK_ELEMENTS // len(head.weight))
     for rows, ids in zip(torch.split(hidden, count), torch.split(targets, count), strict=True):
-        logits = decoder.logits(rows).float()
+        logits = head.logits(rows).float()
         chosen = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
         yield torch.stack((chosen - logits.logsumexp(1), (chosen >= logits.amax(1)).float()), 1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.device.transfer import Download, Upload
+from engine.models.modules import TokenHead
 from engine.readouts.base import StepTensors
 from engine.readouts.labels import LabelReadout, label_table
 from engine.requests.core import RawLabels
@@ -28,9 +29,12 @@ class LabelLogitsReadout(LabelReadout):
 
     def queue(self, step: StepTensors, download: Download) -> None:
         columns = self._column_copy.tensor.view(len(self._labels), -1)
-        decoder = self.context.decoder
-        logits = label_logits(decoder.head_input(step.hidden[self]), decoder.head_weight, self._token_copy.tensor, columns)
-        self.numbers = download.add(soft_cap(logits, decoder.config.logit_cap))
+        hidden, tokens = step.hidden[self], self._token_copy.tensor
+
+        def logits(head: TokenHead, rows: slice) -> Tensor:
+            return soft_cap(label_logits(head.input(hidden[rows]), head.weight, tokens, columns[rows]), head.cap)
+
+        self.numbers = download.add(self.context.by_head(self.branches, logits))
 
 
 def label_logits(hidden: Tensor, head: Tensor, tokens: Tensor, columns: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from engine import wire
 from engine.batch import Batch, ExtendSegment
 from engine.device.sampling import TokenLogprobs, token_logprobs
 from engine.device.transfer import Copy, Download, Upload
-from engine.models.decoder import Decoder
+from engine.models.modules import TokenHead
 from engine.readouts.base import PromptPart, Readout, ReadoutContext, StepResult, StepTensors
 from engine.readouts.logprobs import LogprobsCopy
 from engine.requests.core import Branch
@@ -68,9 +68,8 @@ class PromptLogprobsReadout(Readout):
         rows = torch.split(step.hidden[self], [len(part.following) for part in self._parts])
         for part, hidden in zip(self._parts, rows, strict=True):
             if part.tokens is not None:
-                part.logprobs = LogprobsCopy(
-                    download, next_token_logprobs(self.context.decoder, hidden, part.tokens.tensor, part.top)
-                )
+                ((head, _),) = self.context.token_heads([part.branch])
+                part.logprobs = LogprobsCopy(download, next_token_logprobs(head, hidden, part.tokens.tensor, part.top))
 
     def read(self, result: StepResult) -> None:
         for part in self._parts:
@@ -79,14 +78,14 @@ class PromptLogprobsReadout(Readout):
             result.prompts.append(PromptPart(part.branch, part.start + (part.start > 0), first + rest))
 
 
-def next_token_logprobs(decoder: Decoder, hidden: Tensor, tokens: Tensor, top_n: int) -> TokenLogprobs:
+def next_token_logprobs(head: TokenHead, hidden: Tensor, tokens: Tensor, top_n: int) -> TokenLogprobs:
     """:func:`engine.device.sampling.token_logprobs` of the token after each hidden row, for a bounded number of rows at a time.
 
     hidden: [rows, hidden]; tokens: [rows] int64.
     """
-    rows = max(1, CHUNK_ELEMENTS // decoder.config.vocab_size)
+    rows = max(1, CHUNK_ELEMENTS // len(head.weight))
     parts = [
-        token_logprobs(decoder.logits(part), chosen, top_n)
+        token_logprobs(head.logits(part), chosen, top_n)
         for part, chosen in zip(torch.split(hidden, rows), torch.split(tokens, rows), strict=True)
     ]
     return TokenLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))

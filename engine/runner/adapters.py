@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -14,6 +14,7 @@ from engine.device.transfer import Copy, Upload
 from engine.lora.linear import StepRows, UploadedRows
 from engine.lora.slots import DeviceSlots
 from engine.models.decoder import Decoder
+from engine.models.modules import TokenHead
 from engine.requests.core import Branch
 from kernels.linear import linear
 from kernels.lora import LoraRun, block_runs
@@ -34,9 +35,14 @@ class StepAdapters:
         """Whether the step has a request with an adapter."""
         return self._rows.tokens > 0
 
+    @property
+    def embeds(self) -> bool:
+        """Whether the step has an adapter with an embedding of its own, which no CUDA graph has."""
+        return bool(self._rows.embeddings)
+
     def begin(self, batch: Batch) -> None:
         """Put the segments in order of their adapters, those without one first, and copy adapters that have no slot."""
-        self._rows.tokens = 0
+        self._rows.tokens, self._rows.embeddings = 0, ()
         if self._slots is None:
             return
         adapters = dict.fromkeys(segment.request.adapter for segment in batch.segments)
@@ -56,7 +62,16 @@ class StepAdapters:
         own = slots[np.asarray(read, np.int64)]
         order = np.argsort(own, kind="stable")
         self._rows.all = _uploaded(_runs(slots), upload)
+        self._rows.embeddings = tuple(self._embeddings(self._rows.all.runs))
         self._rows.read = _uploaded(_runs(own[order]), upload, upload.add(order))
+
+    def _embeddings(self, runs: Sequence[LoraRun]) -> Iterator[tuple[int, int, Tensor]]:
+        assert self._slots is not None
+        own = self._slots.modules["embed_tokens"]
+        weights = {slot: own[digest] for digest, slot in self._slot_of.items() if digest in own}
+        for run in runs:
+            if run.slot in weights:
+                yield run.begin, run.end, weights[run.slot]
 
     def class_logits(self, hidden: Tensor, branches: Sequence[Branch]) -> list[Tensor]:
         """See :class:`engine.readouts.base.ReadoutContext`."""
@@ -72,6 +87,19 @@ class StepAdapters:
             begin = end
         return parts
 
+    def token_heads(self, branches: Sequence[Branch]) -> list[tuple[TokenHead, slice]]:
+        """See :class:`engine.readouts.base.ReadoutContext`."""
+        own = {} if self._slots is None else self._slots.modules["lm_head"]
+        if not own or not branches:
+            return [(self._decoder.token_head, slice(0, len(branches)))]
+        found, begin = [], 0
+        for digest, group in groupby(branches, key=_own_token_head):
+            end = begin + len(list(group))
+            head = self._decoder.token_head if digest is None else self._decoder.token_head_of(own[digest])
+            found.append((head, slice(begin, end)))
+            begin = end
+        return found
+
     def _slot(self, segment: ExtendSegment) -> int:
         adapter = segment.request.adapter
         return -1 if adapter is None else self._slot_of[adapter.digest]
@@ -81,6 +109,12 @@ def _own_head(branch: Branch) -> str | None:
     """Digest of the adapter whose head reads ``branch``; None: the base model's head does."""
     adapter = branch.request.adapter
     return None if adapter is None or adapter.head is None else adapter.digest
+
+
+def _own_token_head(branch: Branch) -> str | None:
+    """Digest of the adapter whose language-model head reads ``branch``; None: the base model's head does."""
+    adapter = branch.request.adapter
+    return None if adapter is None or "lm_head" not in adapter.modules else adapter.digest
 
 
 def _uploaded(runs: tuple[LoraRun, ...], upload: Upload, order: Copy | None = None) -> UploadedRows:

@@ -4,6 +4,8 @@ A graph repeats the same launches on the same addresses, so each is captured for
 are padded to it. The inputs of a step lie in tensors that never move, filled by copies in the same stream, so a step may be
 queued while the one before still runs. Steps that fit no bucket are launched kernel by kernel.
 
+An engine with LoRA adapters has two graphs for each bucket, so that steps of the base model alone do no work for adapters.
+
 Attention inside graphs is always the Triton backend's. Its tables are plain tensors that can be padded. FlashInfer keeps the plan
 of a step in a pinned buffer of its own, which a second step in flight would overwrite, and fixes the rows as well as the tokens.
 """
@@ -13,13 +15,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.batch import ExtendSegment
 from engine.device.cuda_graphs import Capture, Graphs
+from engine.lora.captured import CapturedRows
 from engine.models.decoder import Attend, Decoder
 
 logger = logging.getLogger(__name__)
@@ -40,14 +45,31 @@ class FixedAttention(Protocol):
         """
 
 
+class Bucket(NamedTuple):
+    """What a graph is captured for."""
+
+    tokens: int
+    adapted: bool
+    """Whether requests have adapters."""
+
+
 class StepGraphs:
     """The decoder's part of a step, from tokens to hidden rows, captured for every one of ``buckets``."""
 
     @torch.inference_mode()
-    def __init__(self, decoder: Decoder, attention: FixedAttention, capture: Capture, buckets: Sequence[int] = BUCKETS) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: FixedAttention,
+        capture: Capture,
+        buckets: Sequence[int] = BUCKETS,
+        adapters: CapturedRows | None = None,
+    ) -> None:
+        """``adapters``: None in an engine without adapters."""
         self._attention = attention
+        self._adapters = adapters
         self._sizes = sorted(buckets)
-        self._graphs: Graphs[int] = Graphs(capture)
+        self._graphs: Graphs[Bucket] = Graphs(capture)
         self.replayed = 0
         """Steps so far."""
         start = time.monotonic()
@@ -56,7 +78,9 @@ class StepGraphs:
             fits = attention.fill((), size)
             assert fits, size
             attend = attention.attend(size)
-            self._graphs.add(size, lambda *given, attend=attend: decoder(*given, attend), tokens[:size], positions[:size])
+            for adapted in (False,) if adapters is None else (False, True):
+                with adapters.captured(size) if adapters is not None and adapted else nullcontext():
+                    self._graphs.add(Bucket(size, adapted), partial(decoder, attend=attend), tokens[:size], positions[:size])
         logger.info(
             "CUDA graphs: captured for %s tokens in %.1f s, %.0f MiB",
             ", ".join(map(str, self._sizes)),
@@ -72,5 +96,8 @@ class StepGraphs:
         size = next((size for size in self._sizes if size >= len(tokens)), None)
         if size is None or not self._attention.fill(segments, size):
             return None
+        adapted = self._adapters is not None and self._adapters.active
+        if self._adapters is not None and adapted:
+            self._adapters.fill(size)
         self.replayed += 1
-        return self._graphs.replay(size, tokens, positions)[: len(tokens)]
+        return self._graphs.replay(Bucket(size, adapted), tokens, positions)[: len(tokens)]

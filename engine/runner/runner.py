@@ -87,7 +87,7 @@ class Runner:
         self._lenvm = lenvm
         self._adapters = adapters or StepAdapters(decoder)
         self.images = images or StepImages()
-        self._context = ReadoutContext(decoder, tuple(eos_token_ids), self._adapters.class_logits)
+        self._context = ReadoutContext(decoder, tuple(eos_token_ids), self._adapters.class_logits, self._adapters.token_heads)
         self._device = attention.kv.keys.device
         self._any_row = torch.zeros(1, dtype=torch.int64, device=self._device)
         """For a step of which no row is read."""
@@ -172,9 +172,14 @@ class Runner:
         )
         step.hidden = dict(zip(reading, parts, strict=True))
         if len(rest):
-            logits = self._decoder.logits(rest).float()
+            branches = [branch for readout in reading if readout.logit_rows for branch in readout.branches]
+            logits = self._logits(rest, branches)
             parts = list(torch.split(logits, [len(readout.logit_rows) for readout in reading]))
             step.logits = dict(zip(reading, parts, strict=True))
+
+    def _logits(self, hidden: Tensor, branches: Sequence[Branch]) -> Tensor:
+        """[rows, vocab] float32. ``branches``: of each row of ``hidden``."""
+        return self._context.by_head(branches, lambda head, rows: head.logits(hidden[rows]).float())
 
     def _run_lenvm(self, batch: Batch, plan: OutputPlan, step: StepTensors) -> GuidedStep:
         """Queue one pass of the length model: the batch's segments on it, and the candidates of guided draws."""
@@ -194,7 +199,7 @@ class Runner:
 
     def _forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[ExtendSegment], rows: Tensor) -> Tensor:
         """Hidden ``rows``, [rows, hidden]. A CUDA graph, where one fits, computes all rows, as does a step that needs most."""
-        launched = self._graphs is None or self._adapters.active or self.images.active
+        launched = self._graphs is None or self.images.active or self._adapters.embeds
         hidden = None if self._graphs is None or launched else self._graphs.forward(tokens, positions, segments)
         if hidden is None:
             attend = self._attention.plan(segments)

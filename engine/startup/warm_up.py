@@ -82,7 +82,7 @@ def requests(info: wire.Info, budget: Budget) -> Iterator[Messages]:
 
 
 def with_adapter(work: Sequence[Messages]) -> list[Messages]:
-    """Return copies of ``work`` that use the blank adapter. Steps with adapters are never replayed from CUDA graphs."""
+    """Return copies of ``work`` that use the blank adapter. Small steps replay CUDA graphs, as those without an adapter do."""
     return [
         [msgspec.structs.replace(message, id=f"{message.id} with an adapter", adapter=DIGEST) for message in messages]
         for messages in work

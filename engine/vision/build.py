@@ -31,8 +31,6 @@ def check_vision_settings(settings: EngineSettings, config: ModelConfig) -> None
         return
     if settings.tensor_parallel > 1:
         raise ModelError(f"A {config.architecture} has a vision tower, so --tensor-parallel cannot share it; leave the option out.")
-    if settings.takes_adapters:
-        raise ModelError(f"LoRA adapters of a {config.architecture} are not supported; leave the options --lora… out.")
 
 
 def assemble_vision(decoders: Sequence[Decoder], settings: EngineSettings, slots: int) -> Vision:

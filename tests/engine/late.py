@@ -276,8 +276,11 @@ class LateFlashInfer:
         self._pin_memory_int_workspace_buffer = torch.empty(1 << 16, dtype=torch.int32, pin_memory=True)
         self._cached_module = SimpleNamespace(plan=self._plan)
 
-    def plan(self, *arguments: Any, **named: Any) -> None:
+    def plan(
+        self, *arguments: Any, sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float = 0.0, **named: Any
+    ) -> None:
         """The engine's first plan, of one token."""
+        self._settled = sm_scale, window_left, logits_soft_cap
 
     def _plan(self, workspace: Tensor, device: Tensor, pinned: Tensor, qo: Tensor, kv: Tensor, lengths: Tensor, *rest: Any) -> int:
         tiles = [
@@ -294,21 +297,34 @@ class LateFlashInfer:
         tables = self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_indices_buf  # type: ignore[attr-defined]
         given = [_data(tensor) for tensor in (self._int_workspace_buffer, *tables, q, *pages, out)]
         count = self._plan_info  # type: ignore[attr-defined]
-        self.gpu.queue(lambda: _attend_tiles(count, *given))
+        self.gpu.queue(lambda: _attend_tiles(count, *given, *self._settled))
         return out
 
 
 def _attend_tiles(
-    count: int, plan: Tensor, qo: Tensor, kv: Tensor, indices: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor
+    count: int,
+    plan: Tensor,
+    qo: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    scale: float | None,
+    window_left: int,
+    cap: float,
 ) -> None:
     for segment, start, size in plan[: 3 * count].view(-1, 3).tolist():
         end, context = int(qo[segment + 1]), indices[int(kv[segment]) : int(kv[segment + 1])].long()
         seen = len(context) - (end - start) + 1  # by the tile's first query
         group = q.shape[1] // keys.shape[2]
         k, v = (pages[context[: seen + size - 1], 0].repeat_interleave(group, 1) for pages in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[start : start + size], k) * q.shape[2] ** -0.5
-        future = torch.arange(len(k)) >= seen + torch.arange(size)[:, None]
-        out[start : start + size] = torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
+        scores = torch.einsum("qhd,khd->hqk", q[start : start + size], k) * (q.shape[2] ** -0.5 if scale is None else scale)
+        scores = scores if cap == 0 else cap * (scores / cap).tanh()
+        position, own = torch.arange(len(k)), seen - 1 + torch.arange(size)[:, None]
+        hidden = (position > own) | (position + (window_left if window_left >= 0 else len(k)) < own)
+        out[start : start + size] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def _replace(patch: pytest.MonkeyPatch, gpu: LateGpu) -> None:

@@ -292,8 +292,8 @@ def test_guided_and_structured_rows(pair: tuple[Path, Path], pace: Pace, graphs:
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, tmp_path: Path) -> None:
-    """Three adapters in two slots of the device, so that copies from the host overwrite slots that queued steps still read. Steps
-    with adapters are launched, and those of the base model alone are replayed."""
+    """Three adapters in two slots of the device, so that copies from the host overwrite slots that queued steps and replays still
+    read."""
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapters = [f"a{seed}={write_adapter(tmp_path / str(seed), whole, ('v_proj', 'down_proj'), seed=seed)}" for seed in range(3)]
     rng = random.Random(5)
@@ -310,10 +310,8 @@ def test_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, t
         messages += [wire.Score(digest, prompts[0], few, wire.Labels([5, 17]), adapter=digest) for digest in digests]
         adapted = run(loop, messages)
         assert loop.stats.adapter_swaps > 3
-        before = loop.stats.replayed_steps
-        alone = run(loop, [wire.Generate("alone", prompts[0], sampling)])
-        assert (loop.stats.replayed_steps > before) == (graphs == "on")
-        return adapted + alone
+        assert (loop.stats.replayed_steps > 3) == (graphs == "on")
+        return adapted
 
     replies = compare(pace, f"adapters {graphs}", use)
     assert not any(isinstance(reply, wire.Failed) for reply in replies)

@@ -111,6 +111,38 @@ def test_mixed_steps_equal_merged_weights(model: Model, settings: dict[str, Any]
     assert loop.stats.adapter_swaps >= len(model.adapters)
 
 
+@pytest.mark.parametrize("places", [16, 1])
+def test_whole_modules_share_steps(model: Model, tmp_path: Path, places: int) -> None:
+    """Adapters with a head for tokens, an embedding, both or none of their own, on few places of the device."""
+    base = model.merged[0]
+    if base.get_output_embeddings().weight.data_ptr() == base.get_input_embeddings().weight.data_ptr():
+        pytest.skip("the test would change both weights")
+    kinds = [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"), ()]
+    adapters = [write_adapter(tmp_path / f"a{seed}", base, seed=seed, whole=kind) for seed, kind in enumerate(kinds)]
+
+    def load() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32).eval()
+
+    own = Model(model.directory, adapters, [base, *(merge(load(), adapter) for adapter in adapters)])
+    loop, rng = build(own, lora_modules="all", max_loras_device=places, max_batched_tokens=40), random.Random(1)
+    assert loop._runner._adapters._slots.modules == {"lm_head": {}, "embed_tokens": {}}
+    prefix, branches, prompt = some_tokens(rng, 30, 30), [some_tokens(rng, 1, 9) for _ in range(3)], some_tokens(rng, 10, 10)
+    sampling = wire.Sampling(max_tokens=6, temperature=0, ignore_eos=True)
+    messages: list[wire.Request] = []
+    for index, digest in enumerate(digests(loop)):
+        messages.append(wire.Score(f"s{index}", prefix, branches, wire.Labels(LABELS), adapter=digest))
+        messages.append(wire.Generate(f"g{index}", prompt, sampling, adapter=digest))
+    rng.shuffle(messages)
+    replies = run(loop, *messages, checked=True)
+    rows = {reply.id: reply.rows for reply in replies if isinstance(reply, wire.Scored)}
+    for index, merged in enumerate(own.merged):
+        wanted = expected_logprobs(merged, prefix, branches)
+        torch.testing.assert_close(torch.tensor(rows[f"s{index}"]), torch.tensor(wanted), atol=1e-5, rtol=1e-5)
+        assert tokens_of(replies, f"g{index}") == greedy(merged, prompt, 6), index
+    on_device = loop._runner._adapters._slots.modules
+    assert sum(map(len, on_device.values())) <= (4 if places == 16 else 2), "an adapter that leaves its place leaves nothing"
+
+
 def test_kernels_equal_merged_weights(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, on the tables that the engine makes, while adapters change their slots."""
     pytest.importorskip("triton")

@@ -65,8 +65,9 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], ob
         ({"bias": "all"}, "bias"),
         ({"lora_bias": True}, "bias"),
         ({"task_type": "TOKEN_CLS"}, "TOKEN_CLS"),
-        ({"modules_to_save": ["lm_head"]}, "lm_head"),
-        ({"modules_to_save": ["embed_tokens"]}, "embed_tokens"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.*--lora-modules lm_head"),
+        ({"modules_to_save": ["model.embed_tokens"]}, "embed_tokens.*--lora-modules all"),
+        ({"modules_to_save": ["norm"]}, "norm"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
         ({"target_modules": ["q_proj", "gate"]}, "gate"),
         ({"init_lora_weights": "pissa"}, "pissa"),
@@ -114,6 +115,50 @@ def test_unsupported_tensors_are_refused_by_name(adapter: Path, registry: Adapte
     edit_tensors(adapter, change)
     with pytest.raises(AdapterError, match=named):
         registry.load("one", adapter)
+
+
+HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "named"),
+    [
+        ({"modules_to_save": ["lm_head"]}, {}, "lm_head, which .* lacks"),
+        ({"modules_to_save": ["lm_head"]}, {EMBEDDING: torch.ones(320, 64)}, "lm_head, which .* lacks"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            {HEAD: torch.ones(321, 64)},
+            r"lm_head .*321, 64\].* cannot change the vocabulary",
+        ),
+        ({}, {EMBEDDING: torch.ones(330, 64)}, r"embed_tokens has shape \[330, 64\].* cannot change the vocabulary"),
+        ({}, {HEAD: torch.full((320, 64), float("inf"))}, "not finite"),
+        ({}, {HEAD: torch.ones(320, 64), HEAD.replace(".weight", ".modules_to_save.weight"): torch.ones(320, 64)}, "twice"),
+    ],
+)
+def test_whole_modules_are_checked(
+    adapter: Path, base: tuple[Path, PreTrainedModel], keys: dict[str, Any], tensors: dict[str, torch.Tensor], named: str
+) -> None:
+    edit(adapter, **keys)
+    edit_tensors(adapter, lambda stored: stored.update(tensors))
+    info = wire.Info("base", "f", 320, 2048, [], ["score"], wire.Limits(1, 1, 1, 1, 1))
+    reader = AdapterReader(Layout(load_config(base[0])), info, torch.float32, 16, modules=("lm_head", "embed_tokens"))
+    with pytest.raises(AdapterError, match=named):
+        reader.read("one", adapter)
+
+
+def test_an_embedding_of_a_tied_model_needs_its_head(adapter: Path, tmp_path: Path) -> None:
+    """Where the adapter says that they stay tied."""
+    tied = Layout(load_config(make_checkpoint(tmp_path / "tied", "qwen3", num_hidden_layers=2, tie_word_embeddings=True)))
+    info = wire.Info("base", "f", 320, 2048, [], ["score"], wire.Limits(1, 1, 1, 1, 1))
+    reader = AdapterReader(tied, info, torch.float32, 16, modules=("lm_head", "embed_tokens"))
+    edit(adapter, modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    edit_tensors(adapter, lambda stored: stored.update({EMBEDDING: torch.ones(320, 64)}))
+    with pytest.raises(AdapterError, match=r"lm_head, which .* lacks"):
+        reader.read("one", adapter)
+    edit(adapter, ensure_weight_tying=False)
+    read = reader.read("one", adapter)
+    assert list(read.modules) == ["embed_tokens"]
+    assert read.description.bytes == read.weights.nbytes + 320 * 64 * 4
 
 
 def test_damaged_files_are_refused(adapter: Path, registry: AdapterRegistry) -> None:

@@ -19,7 +19,7 @@ from engine.models.errors import ModelError
 from engine.settings import EngineSettings
 from tests.checkpoints import CLASSIFIERS, make_checkpoint
 from tests.engine.adapters import some_tokens
-from tests.engine.test_loop import run
+from tests.engine.test_loop import run, tokens_of
 
 # PEFT asks transformers for what transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -74,9 +74,9 @@ def default_targets(base: PreTrainedModel) -> list[str]:
     return ["qkv_proj"] if base.config.model_type == "phi3" else ["q_proj", "v_proj"]
 
 
-def build(model: Path, **adapters: Path) -> Loop:
+def build(model: Path, lora_modules: str = "score", **adapters: Path) -> Loop:
     lora = [f"{name}={path}" for name, path in adapters.items()]
-    return build_loop(EngineSettings(model=str(model), name="test", max_total_tokens=2048, lora=lora))
+    return build_loop(EngineSettings(model=str(model), name="test", max_total_tokens=2048, lora=lora, lora_modules=lora_modules))
 
 
 @torch.inference_mode()
@@ -103,6 +103,53 @@ def test_adapters_score_as_peft_merges_them(model: Path, tmp_path: Path) -> None
     for name, whole in merged.items():
         assert (rows[name] - base).abs().max() > 0.01, "the training has changed the model"
         torch.testing.assert_close(rows[name], logprobs(whole, prompts), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
+@pytest.mark.parametrize("tied", [False, True])
+def test_whole_modules_score_and_write_as_peft_merges_them(tmp_path: Path, tied: bool) -> None:
+    """In one step with an adapter that has none: labels, label logits, likelihoods and greedy tokens."""
+    model = make_checkpoint(tmp_path / "base", "gemma2", num_hidden_layers=2, tie_word_embeddings=tied)
+    kinds = {"none": [], "head": ["lm_head"], "embedding": ["embed_tokens"], "both": ["lm_head", "embed_tokens"]}
+    merged = {name: write(model, tmp_path / name, modules_to_save=kind or None) for name, kind in kinds.items()}
+    if tied:
+        kinds["tied"] = ["embed_tokens"]
+        merged["tied"] = write(model, tmp_path / "tied", modules_to_save=kinds["tied"], ensure_weight_tying=True)
+    loop, rng = build(model, "all", **{name: tmp_path / name for name in kinds}), random.Random(1)
+    merged["base"] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    start = some_tokens(rng, 4, 4)
+    prompts = [start + some_tokens(rng, 1, 20) for _ in range(3)]
+    digests = {adapter.name: adapter.digest for adapter in loop.adapters.description.adapters} | {"base": ""}
+    branches = [prompt[4:] for prompt in prompts]
+    readouts = {"labels": wire.Labels(LABELS), "raw": wire.Labels(LABELS, raw=True), "likelihood": wire.Likelihood()}
+    asked: list[wire.Request] = [
+        wire.Score(f"{kind} {name}", start, branches, readout, adapter=digests[name])
+        for name in merged
+        for kind, readout in readouts.items()
+    ]
+    sampling = wire.Sampling(max_tokens=4, temperature=0, ignore_eos=True)
+    asked += [wire.Generate(f"text {name}", prompts[0], sampling, prompt_logprobs=0, adapter=digests[name]) for name in merged]
+    rng.shuffle(asked)
+    replies = run(loop, *asked)
+    rows = {reply.id: reply.rows for reply in replies if isinstance(reply, wire.Scored)}
+    for name, whole in merged.items():
+        with torch.inference_mode():
+            logits = [whole(torch.tensor([prompt])).logits[0] for prompt in prompts]
+            text = whole.generate(torch.tensor([prompts[0]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0]
+        assert_close(rows[f"labels {name}"], [each[-1].log_softmax(-1)[LABELS].tolist() for each in logits])
+        assert_close(rows[f"raw {name}"], [each[-1][LABELS].tolist() for each in logits])
+        for row, each, branch in zip(rows[f"likelihood {name}"], logits, branches, strict=True):
+            assert_close(row[:-1], each[3:-1].log_softmax(-1)[range(len(branch)), branch].tolist())
+        assert tokens_of(replies, f"text {name}") == text[len(prompts[0]) :].tolist()
+        told = [reply.prompt_logprobs.chosen for reply in replies if reply.id == f"text {name}" and reply.prompt_logprobs]
+        own = logits[0][:-1].log_softmax(-1)[range(len(prompts[0]) - 1), prompts[0][1:]]
+        assert_close([value for part in told for value in part][1:], own.tolist())
+    assert len({str(rows[f"labels {name}"]) for name in merged}) == len(merged)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_a_classifier_with_a_trained_head(tmp_path: Path) -> None:
@@ -134,7 +181,8 @@ def test_a_classifier_with_a_trained_head(tmp_path: Path) -> None:
         ({"use_dora": True}, "DoRA"),
         ({"bias": "all"}, "bias"),
         ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"modules_to_save": ["lm_head"]}, "lm_head"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.*--lora-modules lm_head"),
+        ({"modules_to_save": ["embed_tokens"]}, "embed_tokens.*--lora-modules all"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices"),
     ],
 )

@@ -24,10 +24,12 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> ReadoutContext:
+    decoder = load_model(make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen2")).requires_grad_(False)
     return ReadoutContext(
-        load_model(make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen2")).requires_grad_(False),
+        decoder,
         (0,),
         lambda hidden, branches: [],
+        lambda branches: [(decoder.token_head, slice(0, len(branches)))],
     )
 
 

@@ -7,11 +7,13 @@ import torch
 
 from engine.models.decoder import Decoder
 from engine.models.loader import load_model
+from engine.models.modules import TokenHead
 from engine.readouts.labels import label_table
 from engine.readouts.likelihoods import token_likelihoods
 from engine.readouts.logits import label_logits
 from engine.readouts.prompts import next_token_logprobs
 from kernels.label_logprobs import label_logprobs
+from kernels.soft_cap import NO_CAP
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
 
@@ -44,7 +46,7 @@ def test_next_token_logprobs_in_parts(decoder: Decoder, monkeypatch: pytest.Monk
     monkeypatch.setattr("engine.readouts.prompts.CHUNK_ELEMENTS", 3 * VOCAB_SIZE)
     hidden, tokens = torch.randn(10, 64), torch.arange(10)
     expected = log_softmax(decoder, hidden).float()
-    chosen, ids, top = next_token_logprobs(decoder, hidden, tokens, 2)
+    chosen, ids, top = next_token_logprobs(decoder.token_head, hidden, tokens, 2)
     torch.testing.assert_close(chosen, expected[tokens, tokens], atol=1e-5, rtol=0)
     torch.testing.assert_close(top, expected.gather(1, ids), atol=1e-5, rtol=0)
     torch.testing.assert_close(top, expected.topk(2).values, atol=1e-5, rtol=0)
@@ -73,13 +75,13 @@ def test_likelihoods_of_some_rows_in_chunks(decoder: Decoder, monkeypatch: pytes
     expected = log_softmax(decoder, hidden)[rows].float()
     targets = expected.argmin(1)
     targets[2] = expected[2].argmax()
-    found = token_likelihoods(decoder, hidden[rows], targets)
+    found = token_likelihoods(decoder.token_head, hidden[rows], targets)
     torch.testing.assert_close(found[:, 0], expected.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=0)
     assert found[:, 1].tolist() == [0, 0, 1, 0, 0, 0, 0]
 
 
-def test_a_tie_counts_as_greedy(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "logits", lambda hidden: hidden)
+def test_a_tie_counts_as_greedy() -> None:
+    head = TokenHead(torch.eye(3), torch.eye(3), 1.0, NO_CAP)  # whose logits are the hidden rows
     targets = torch.arange(3)
-    found = token_likelihoods(decoder, torch.tensor([[2.0, 2.0, 1.0]] * 3), targets)
+    found = token_likelihoods(head, torch.tensor([[2.0, 2.0, 1.0]] * 3), targets)
     assert found[:, 1].tolist() == [1, 1, 0]

@@ -182,6 +182,7 @@ def test_adapters_come_from_a_claim_and_by_name():
         "maxLoras": 32,
         "maxLorasDevice": 8,
         "maxLoraRank": 128,
+        "modules": "lm_head",
     }
     pod = engine_of(manifests({"engine": {"lora": lora}}))
     (container,) = pod["containers"]
@@ -193,6 +194,7 @@ def test_adapters_come_from_a_claim_and_by_name():
         "--max-loras=32",
         "--max-loras-device=8",
         "--max-lora-rank=128",
+        "--lora-modules=lm_head",
     ]
     assert {"name": "adapters", "mountPath": "/adapters", "readOnly": True} in container["volumeMounts"]
     assert {"name": "adapters", "persistentVolumeClaim": {"claimName": "tuned", "readOnly": True}} in pod["volumes"]
@@ -200,7 +202,9 @@ def test_adapters_come_from_a_claim_and_by_name():
     assert "--lora-directory=/models/tuned" in own["args"]
 
 
-@pytest.mark.parametrize("lora", [{"adapters": {"a:b": "/x"}}, {"directory": "x"}, {"maxLoraRank": 129}, {"loras": 1}])
+@pytest.mark.parametrize(
+    "lora", [{"adapters": {"a:b": "/x"}}, {"directory": "x"}, {"maxLoraRank": 129}, {"modules": "norm"}, {"loras": 1}]
+)
 def test_wrong_values_of_adapters_are_errors(lora: Values):
     with pytest.raises(helm().HelmValuesError):
         render({"engine": {"lora": lora}})

@@ -25,11 +25,12 @@ from kernels.lora import (
     add_lora_reference,
     add_lora_triton,
     block_runs,
+    most_blocks,
 )
 from tests.kernels.hopper import SHARED_MEMORY, compiled
 
 OPERATIONS = add_lora, add_lora_reference, add_lora_triton
-INDEX, PRODUCTS = 1, 3
+INDEX, PRODUCTS, MAX_RANK = 1, 3, 128
 
 
 class Case(NamedTuple):
@@ -119,6 +120,18 @@ def test_additions(case: Case, shuffled: bool, device: torch.device) -> None:
         found = y.clone()
         assert operation(found, x, given, rows) is found
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_padded_tables_of_captured_launches(case: Case, device: torch.device) -> None:
+    """As many blocks as there is room for, and room for ranks that no adapter has; the runs are unknown."""
+    given, rows, (y, x) = product(case, device), rows_of(case, device, shuffled=False), tensors(case, device)
+    room = 3 * most_blocks(len(x), len(case.ranks), rows.size)
+    assert room >= len(rows.blocks)
+    blocks = torch.zeros(room, dtype=torch.int64, device=device)
+    blocks[: len(rows.blocks)] = rows.blocks
+    found = add_lora_triton(y.clone(), x, given, rows._replace(runs=(), blocks=blocks, most_rank=MAX_RANK))
+    torch.testing.assert_close(found, row_by_row(y, x, given, rows).float(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_flashinfer_that_must_be_compiled_only_where_asked_for(hopper: pytest.Mo
 
 def test_a_kernel_for_fp8_keys_and_values_is_one_of_its_own(hopper: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The modules that are built beforehand have none."""
-    hopper.setattr(flashinfer, "compiled", lambda head_dim, dtype, kept: kept == dtype)
+    hopper.setattr(flashinfer, "compiled", lambda head_dim, dtype, kept, specs: kept == dtype)
     hopper.setattr(flashinfer, "_compiler", lambda: True)
     assert choose("auto", GPU, config(), HALF).backend is FlashInferAttention
     with caplog.at_level(logging.WARNING):

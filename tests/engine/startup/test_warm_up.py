@@ -143,7 +143,9 @@ def test_adapters(variants: Variants, tmp_path: Path, kind: str) -> None:
         write_adapter(tmp_path / name, loaded, targets, rank=rank)
         for name, rank, targets in (("a", 3, ALL), ("b", 8, ("q_proj", "down_proj")), ("c", 16, ALL), ("d", 32, ("gate_proj",)))
     ]
-    loop = build_loop(settings(model, lora=[f"{path.name}={path}" for path in paths], max_loras_device=3))
+    if kind == "scores":
+        paths.append(write_adapter(tmp_path / "e", loaded, ("q_proj",), whole=("lm_head", "embed_tokens")))
+    loop = build_loop(settings(model, lora=[f"{path.name}={path}" for path in paths], max_loras_device=3, lora_modules="all"))
     assert loop.stats.adapter_swaps == 0
     assert any("_shrink" in found for found in variants.found)
     assert any("_expand" in found for found in variants.found)

@@ -1,0 +1,179 @@
+"""Steps with adapters that are replayed from CUDA graphs, against the same steps launched, on a device that is late."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import wire
+from engine.attention.reference import ReferenceAttention
+from engine.build import build_loop
+from engine.lora import linear
+from engine.lora.captured import CapturedRows
+from engine.lora.linear import StepRows, UploadedRows
+from engine.settings import EngineSettings
+from kernels.lora import FEW_ROWS, ROW_BLOCKS, LoraRun, add_lora
+from tests.checkpoints import make_checkpoint
+from tests.engine.adapters import some_tokens, write_adapter
+from tests.engine.late import computing
+from tests.engine.test_graphs import a_segment
+from tests.engine.test_late_gpu import Late, alike, never, plain
+from tests.engine.test_loop import run
+from tests.engine.variants import Variants
+
+PRODUCTS = 4
+"""Of a layer with adapters on all projections."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of four adapters of other ranks and projections."""
+    root, whole = tmp_path_factory.mktemp("adapters"), AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    kinds: list[dict[str, Any]] = [{}, {"targets": ("q_proj", "down_proj"), "rank": 7}, {"rank": 1}, {"rank": 8}]
+    for seed, kind in enumerate(kinds):
+        write_adapter(root / f"a{seed}", whole, seed=seed, **kind)
+    return root
+
+
+def messages(digests: list[str], rng: random.Random) -> list[wire.Request]:
+    """Greedy and drawn sequences and scores of each, in any order, which share steps."""
+    found: list[wire.Request] = []
+    for index, digest in enumerate(digests):
+        for kind, given in (("greedy", {"temperature": 0.0}), ("drawn", {"seed": index, "temperature": 0.8})):
+            sampling = wire.Sampling(max_tokens=4, ignore_eos=True, **given)
+            found.append(wire.Generate(f"{kind} {index}", some_tokens(rng, 2, 4), sampling, logprobs=1, adapter=digest))
+        found.append(wire.Score(f"score {index}", [5, 6], [[7], [8, 9]], wire.Labels([5, 17]), adapter=digest))
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("places", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after adapters were loaded and unloaded between replays. Replays launch nothing, and the graphs of the base model alone
+    have no work for adapters."""
+    launched: list[int] = []
+    monkeypatch.setattr(linear, "add_lora", lambda y, *given: launched.append(len(y)) or add_lora(y, *given))
+
+    def answers(graphs: str) -> list[wire.Reply]:
+        launched.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            late = Late(patch, never)
+            with computing(late.gpu):
+                lora = [f"a{each}={adapters / f'a{each}'}" for each in range(3)]
+                given = {"max_loras_device": places, "max_lora_rank": 8, "lora_root": str(adapters), "max_batched_tokens": 16}
+                loop = late.assemble(base, attention="triton", cuda_graphs=graphs, lora=lora, **given)
+                captured, rng = len(launched), random.Random(1)
+                replies = run(loop, *messages([""], rng))
+                assert len(launched) == captured
+                for change in (None, "a1", "a2"):
+                    if change is not None:
+                        loop.adapters.unload(change)
+                        loop.adapters.load("new", adapters / ("a3" if change == "a1" else "a1"), replace=True)
+                    digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
+                    replies += run(loop, *messages(digests, rng))
+                assert loop.stats.adapter_swaps >= 4
+                if graphs == "on":
+                    assert captured == PRODUCTS * 2 * 2, "twice for each of two buckets, and not for the base model alone"
+                    assert (len(launched) == captured) == (loop.stats.replayed_steps == loop.stats.steps)
+                    assert loop.stats.replayed_steps > 0.8 * loop.stats.steps
+                else:
+                    assert loop.stats.replayed_steps == captured == 0
+            assert late.gpu.overwritten == []
+        return sorted(map(plain, replies), key=lambda reply: reply.id)
+
+    expected, found = answers("off"), answers("on")
+    assert not [reply for reply in expected if isinstance(reply, wire.Failed)]
+    assert alike(*map(msgspec.to_builtins, (found, expected)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", ["lm_head", "embed_tokens"])
+def test_whole_modules_of_adapters_beside_graphs(base: Path, tmp_path: Path, whole: str) -> None:
+    """Two adapters with a module of their own on one place of a late device. Steps with an embedding are launched."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    paths = [write_adapter(tmp_path / f"a{seed}", model, ("o_proj",), seed=seed, whole=[whole]) for seed in range(2)]
+
+    def answers(graphs: str) -> list[wire.Reply]:
+        with pytest.MonkeyPatch.context() as patch:
+            late = Late(patch, never)
+            with computing(late.gpu):
+                given = {"max_loras_device": 1, "max_lora_rank": 4, "lora_modules": "all", "max_batched_tokens": 16}
+                lora = [f"{path.name}={path}" for path in paths]
+                loop = late.assemble(base, attention="triton", cuda_graphs=graphs, lora=lora, **given)
+                digests = ["", *(each.digest for each in loop.adapters.description.adapters)]
+                replies = run(loop, *messages(digests, random.Random(1)))
+            assert late.gpu.overwritten == []
+            assert (loop.stats.replayed_steps > 0) == (graphs == "on")
+            assert (loop.stats.replayed_steps == loop.stats.steps) == (graphs == "on" and whole == "lm_head")
+        return sorted(map(plain, replies), key=lambda reply: reply.id)
+
+    expected, found = answers("off"), answers("on")
+    assert not [reply for reply in expected if isinstance(reply, wire.Failed)]
+    assert alike(*map(msgspec.to_builtins, (found, expected)))
+
+
+def test_capturing_compiles_what_launched_steps_need(base: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of both sizes, though all captured steps are small, and any rank."""
+    variants = Variants(monkeypatch)
+    lora = [f"a{each}={adapters / f'a{each}'}" for each in range(4)]
+    settings = EngineSettings(
+        model=str(base), name="t", lora=lora, max_lora_rank=8, dtype="float32", max_total_tokens=2000, attention="reference"
+    )
+    loop = build_loop(settings)
+    runner = loop._runner
+    rows, slots = runner._adapters._rows, runner._adapters._slots
+    buckets = (1, 4, FEW_ROWS + 16)
+    captured = CapturedRows(rows, slots, 8, buckets)
+    attention = ReferenceAttention(runner._attention.kv, runner._decoder.config.num_heads)
+    with variants, torch.inference_mode():
+        for size in buckets:
+            context = torch.arange(size, dtype=torch.int32).numpy()
+            tokens = torch.arange(size)
+            with captured.captured(size):
+                runner._decoder(tokens, tokens, attention.plan([a_segment(context, size)]))
+    early = {each for each in variants.found if "_shrink" in each or "_expand" in each}
+    assert len(early) == 2 * PRODUCTS * len(ROW_BLOCKS)
+    rng = random.Random(2)
+    digests = [each.digest for each in loop.adapters.description.adapters]
+    with variants:
+        for digest in digests:
+            run(loop, wire.Score("s", some_tokens(rng, 90, 90), [[5], [6, 7]], wire.Labels([5]), adapter=digest))
+        run(loop, *messages(["", *digests], rng))
+    late = {each for each in variants.found if "_shrink" in each or "_expand" in each}
+    assert late == early
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 48, 200])
+def test_the_table_has_room_for_any_runs(tokens: int, base: Path, adapters: Path) -> None:
+    """The blocks of a step, and zeros behind them, whatever the step before had."""
+    loop = build_loop(EngineSettings(model=str(base), name="t", lora_root=str(adapters), max_loras_device=5, max_total_tokens=99))
+    step, slots = StepRows(), loop._runner._adapters._slots
+    captured = CapturedRows(step, slots, 8, (1, 4, 48, 200))
+    assert not captured.active
+    with captured.captured(tokens):
+        found = step.of(tokens)
+        assert captured.active
+    assert not captured.active
+    rng = random.Random(tokens)
+    for _ in range(20):
+        cuts = sorted(rng.choices(range(tokens + 1), k=6))
+        lengths = [(slot, begin, end) for slot, (begin, end) in enumerate(pairwise(cuts)) if begin < end]
+        runs = tuple(LoraRun(*each) for each in lengths)
+        step.all = UploadedRows(runs, None, 0)  # type: ignore[arg-type]
+        captured.fill(tokens)
+        blocks = [block for block in found.blocks.view(-1, 3).tolist() if block != [0, 0, 0]]
+        rows = [(slot, row) for slot, first, end in blocks for row in range(first, end)]
+        assert rows == [(slot, row) for slot, begin, end in lengths for row in range(begin, end)]
+        assert all(end - first <= found.size for _, first, end in blocks)

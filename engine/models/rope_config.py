@@ -11,8 +11,8 @@ from engine.models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope,
 
 OLD_NAMES = ("su", "yarn")
 """Older names of ``longrope`` in configurations of Phi-3."""
-ORIGINAL_CONTEXT = 4096
-"""Default of Hugging Face transformers for ``original_max_position_embeddings`` of Phi-3."""
+LOCAL_THETA = "rope_local_base_freq"
+"""Key of the base of the rotation in layers with a window."""
 
 
 def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> tuple[Rope, Rope | None]:
@@ -28,13 +28,14 @@ def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> t
         kind = inner.text("rope_type", inner.text("type", "default"))
         if kind == "longrope" or kind in OLD_NAMES:
             return _parse_long(keys, inner, family, max_context), None
+    has_local = LOCAL_THETA in family.defaults
     if inner is None or inner.first_object() is None:
-        local = None if family.local_theta is None else Rope(keys.number("rope_local_base_freq", family.local_theta))
-        return _parse_rope(keys, inner, family.theta, "mrope" if family.vision else "default"), local
-    if family.local_theta is None:
+        local = Rope(keys.number(LOCAL_THETA)) if has_local else None
+        return _parse_rope(keys, inner, plain="mrope" if family.vision else "default"), local
+    if not has_local:
         raise inner.error(inner.first_object() or "", "gives some layers a rotary embedding of their own, which is not supported")
-    local = _parse_rope(keys, inner.section("sliding_attention"), family.local_theta)
-    return _parse_rope(keys, inner.section("full_attention"), family.theta), local
+    local = _parse_rope(keys, inner.section("sliding_attention"), LOCAL_THETA)
+    return _parse_rope(keys, inner.section("full_attention")), local
 
 
 def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:
@@ -48,11 +49,12 @@ def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:
     return tuple(sections)
 
 
-def _parse_rope(keys: Keys, inner: Keys | None, default_theta: float, plain: str = "default") -> Rope:
-    """``plain``: another name of an unscaled rotation."""
+def _parse_rope(keys: Keys, inner: Keys | None, base: str = "rope_theta", plain: str = "default") -> Rope:
+    """``base``: key of the base if ``inner`` has none. ``plain``: another name of an unscaled rotation."""
+    theta = keys.number(base)
     if inner is None:
-        return Rope(keys.number("rope_theta", default_theta))
-    theta = inner.number("rope_theta", keys.number("rope_theta", default_theta))
+        return Rope(theta)
+    theta = inner.number("rope_theta", theta)
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind in ("default", plain):
         return Rope(theta)
@@ -84,14 +86,14 @@ def _parse_yarn(keys: Keys, theta: float, original: int) -> YarnRope:
 
 
 def _parse_long(keys: Keys, inner: Keys, family: Family, max_context: int | None) -> LongRope:
-    longest, original = keys.count("max_position_embeddings"), keys.count("original_max_position_embeddings", ORIGINAL_CONTEXT)
+    longest, original = keys.count("max_position_embeddings"), keys.count("original_max_position_embeddings")
     is_long = max_context is not None and max_context > original
     sets = {name: tuple(inner.numbers(name)) for name in ("short_factor", "long_factor")}
     for name, factors in sets.items():
         if (angles := rotary_dim(keys, family) // 2) != len(factors):
             raise inner.error(name, f"has {len(factors)} factors, and heads have {angles} angles; correct the file")
     return LongRope(
-        inner.number("rope_theta", keys.number("rope_theta", family.theta)),
+        inner.number("rope_theta", keys.number("rope_theta")),
         sets["long_factor" if is_long else "short_factor"],
         original,
         is_long,

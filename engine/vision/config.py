@@ -79,8 +79,9 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return raw
-    tied = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
-    return {**raw, **text, "architectures": raw.get("architectures"), "tie_word_embeddings": tied}
+    said = [level["tie_word_embeddings"] for level in (raw, text) if level.get("tie_word_embeddings") is not None]
+    tied = {"tie_word_embeddings": True if True in said else said[0]} if said else {}
+    return {**raw, **text, "architectures": raw.get("architectures")} | tied
 
 
 def parse_vision(keys: Keys, hidden_size: int, vocab_size: int) -> VisionConfig:

@@ -47,7 +47,7 @@ def parse(**changes: Any) -> ModelConfig:
 
 
 def test_what_is_left_out_is_derived() -> None:
-    config = parse(num_key_value_heads=None)
+    config = parse(num_key_value_heads=None, head_dim=None)
     assert config.head_dim == 16
     assert config.num_kv_heads == 4
     assert config.rope == Rope(10000.0)
@@ -180,6 +180,10 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, "x"]}, "no_rope_layers"),
         (
             {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"},
+            "hidden_activation in config.json is not supported",
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"},
             "hidden_activation in config.json is not supported",
         ),
         ({"architectures": ["Gemma3ForSequenceClassification"]}, "Gemma3ForSequenceClassification in config.json is not supported"),

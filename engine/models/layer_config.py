@@ -9,6 +9,7 @@ from typing import Any
 from engine.models.keys import Keys
 from engine.models.registry import Family
 
+SHARED_SIZE = "shared_expert_intermediate_size"
 _SWITCHED = ("late", "switched", "early")
 """Values of :data:`~engine.models.registry.Windows` that ``use_sliding_window`` switches on."""
 
@@ -110,5 +111,5 @@ def experts(keys: Keys, family: Family, layers: int) -> ExpertConfig | None:
         keys.count("moe_intermediate_size"),
         renormalise=keys.flag("norm_topk_prob", False),
         layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % interval == 0),
-        shared_size=keys.count("shared_expert_intermediate_size") if keys.present("shared_expert_intermediate_size") else 0,
+        shared_size=keys.count(SHARED_SIZE) if SHARED_SIZE in family.defaults else 0,
     )

@@ -154,7 +154,7 @@ def test_drafts_change_no_token_of_models_with_windows(family: str, tmp_path: Pa
     """The windows are shorter than the texts, so drafts cross their edges."""
     directory = make_checkpoint(tmp_path, family, sliding_window=13)
     rng = random.Random(1)
-    messages = [random_message(rng, f"g{place}") for place in range(8)]
+    messages = [random_message(rng, f"g{place}") for place in range(4)]
     for place, words in enumerate(((7, 7), (7, 30))):
         sampling = wire.Sampling(max_tokens=50, seed=5, ignore_eos=True, allowed_token_ids=words)
         messages.append(wire.Generate(f"w{place}", list(words) * 8, sampling, logprobs=2))

@@ -109,7 +109,7 @@ def test_every_key_may_be_left_out(family: str, given: dict[str, Any]) -> None:
         assert parse_config({key: form[key] for key in (*KEPT, *given)}) == whole
 
 
-def test_every_key_of_a_nested_text_model_may_be_left_out() -> None:
+def test_every_key_of_text_and_tower_may_be_left_out() -> None:
     reference = Qwen2_5_VLConfig(
         text_config={"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, tie_word_embeddings=False
     )
@@ -120,6 +120,11 @@ def test_every_key_of_a_nested_text_model_may_be_left_out() -> None:
         if key not in ("rope_parameters", "model_type"):
             less = {name: value for name, value in text.items() if name != key}
             assert parse_config(written | {"text_config": less}) == whole, key
+    for key in (tower := written["vision_config"]):
+        if key != "out_hidden_size":
+            less = {name: value for name, value in tower.items() if name != key}
+            assert parse_config(written | {"vision_config": less}) == whole, key
+    assert parse_config({key: value for key, value in written.items() if key != "image_token_id"}) == whole
 
 
 HEADS = {"gemma": 16, "gemma2": 8, "gemma3": 8, "mistral": 8, "ministral": 8, "mixtral": 8, "smollm3": 8, "qwen3": 32, "qwen2": 32}

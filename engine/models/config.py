@@ -14,8 +14,8 @@ from engine.models.keys import Keys
 from engine.models.layer_config import ExpertConfig, experts, factors, unrotated, windows
 from engine.models.pooling import MODULES_FILE, Pooling, load_pooling
 from engine.models.registry import Family, Norms, family_of
-from engine.models.rope import LongRope, Rope, YarnRope
-from engine.models.rope_config import parse_ropes, parse_sections, rope_scaling, rotary_dim
+from engine.models.rope import LongRope, Rope
+from engine.models.rope_config import longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from engine.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.soft_cap import NO_CAP
@@ -159,7 +159,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
 
     Raises :class:`ModelError`.
     """
-    architecture = Keys(raw, "config.json").strings("architectures")[0]
+    architecture = _architecture(raw)
     family = family_of(architecture)
     written, generation = flat(raw) if family.nested else raw, generation or {}
     keys = Keys(family.defaults | written, "config.json")
@@ -179,7 +179,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         num_heads=heads,
         num_kv_heads=keys.count("num_key_value_heads", heads),
         head_dim=head_dim,
-        max_context=_max_context(keys.count("max_position_embeddings"), rope, max_context),
+        max_context=longest_context(keys.count("max_position_embeddings"), rope, max_context),
         rope=rope,
         rotary_dim=None if rotated == head_dim else rotated,
         norm_eps=keys.number("rms_norm_eps"),
@@ -207,6 +207,17 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """The first of ``architectures``, which release 4.57 of transformers writes into ``text_config`` of Qwen2.5-VL."""
+    keys = Keys(raw, "config.json")
+    inner = keys.section("text_config")
+    if inner is not None and inner.present("architectures") and not keys.present("architectures"):
+        architecture = inner.strings("architectures")[0]
+        if family_of(architecture).nested:
+            return architecture
+    return keys.strings("architectures")[0]
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -262,19 +273,6 @@ def _refuse_unsupported(keys: Keys, family: Family) -> None:
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if keys.flag(key, causal) is not causal:
             raise keys.error(key, "asks for attention to later tokens, which is not supported; use a model with causal attention")
-
-
-def _max_context(written: int, rope: Rope, wanted: int | None) -> int:
-    """YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for.
-
-    A longer context than the original one costs LongRoPE accuracy in shorter ones, so it has to be ``wanted``.
-    """
-    most = max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
-    if wanted is None:
-        return min(most, rope.original_context) if isinstance(rope, LongRope) else most
-    if wanted > most:
-        raise ModelError(f"--max-context is {wanted}, and the model has a context of {most}; lower it.")
-    return wanted
 
 
 def _classes(keys: Keys) -> tuple[str, ...]:

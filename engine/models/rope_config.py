@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from engine.models.errors import ModelError
 from engine.models.keys import Keys
 from engine.models.registry import Family
 from engine.models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope, long_attention_factor, yarn_attention_factor
@@ -36,6 +37,21 @@ def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> t
         raise inner.error(inner.first_object() or "", "gives some layers a rotary embedding of their own, which is not supported")
     local = _parse_rope(keys, inner.section("sliding_attention"), LOCAL_THETA)
     return _parse_rope(keys, inner.section("full_attention")), local
+
+
+def longest_context(written: int, rope: Rope, wanted: int | None) -> int:
+    """Return the context that is served, of at most ``written`` tokens, or what ``rope`` scales them to.
+
+    YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for.
+
+    A longer context than the original one costs LongRoPE accuracy in shorter ones, so it has to be ``wanted``.
+    """
+    most = max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
+    if wanted is None:
+        return min(most, rope.original_context) if isinstance(rope, LongRope) else most
+    if wanted > most:
+        raise ModelError(f"--max-context is {wanted}, and the model has a context of {most}; lower it.")
+    return wanted
 
 
 def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:

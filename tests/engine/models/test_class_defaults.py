@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen2_5_VLConfig
 
 from engine.models.config import ModelConfig, parse_config
+from engine.models.errors import ModelError
 from engine.models.loader import load_model
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.models.causal import causal_of
@@ -125,6 +126,12 @@ def test_every_key_of_text_and_tower_may_be_left_out() -> None:
             less = {name: value for name, value in tower.items() if name != key}
             assert parse_config(written | {"vision_config": less}) == whole, key
     assert parse_config({key: value for key, value in written.items() if key != "image_token_id"}) == whole
+    # as release 4.57 writes it
+    moved = {"text_config": text | {"architectures": written["architectures"]}, "architectures": None}
+    assert parse_config(written | moved) == whole
+    foreign = {"text_config": text | {"architectures": ["LlamaForCausalLM"]}, "architectures": None}
+    with pytest.raises(ModelError, match=r"architectures is missing from config\.json"):
+        parse_config(written | foreign)
 
 
 HEADS = {"gemma": 16, "gemma2": 8, "gemma3": 8, "mistral": 8, "ministral": 8, "mixtral": 8, "smollm3": 8, "qwen3": 32, "qwen2": 32}

@@ -139,6 +139,15 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     assert parse_config({**BASE, "eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
 
 
+def test_the_default_eos_id_counts_where_no_file_names_any() -> None:
+    llama = {**BASE, "architectures": ["LlamaForCausalLM"]}
+    assert parse_config(llama).eos_token_ids == (2,)
+    assert parse_config(llama, {"eos_token_id": 7}).eos_token_ids == (7,)
+    assert parse_config(llama | {"eos_token_id": 8}).eos_token_ids == (8,)
+    assert parse_config(llama | {"eos_token_id": None}).eos_token_ids == ()
+    assert parse_config({**BASE, "architectures": ["SmolLM3ForCausalLM"]}).eos_token_ids == ()  # 128001 is beyond the vocabulary
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -67,10 +67,9 @@ def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:
 
 def _parse_rope(keys: Keys, inner: Keys | None, base: str = "rope_theta", plain: str = "default") -> Rope:
     """``base``: key of the base if ``inner`` has none. ``plain``: another name of an unscaled rotation."""
-    theta = keys.number(base)
+    theta = inner.number("rope_theta") if inner is not None and inner.present("rope_theta") else keys.number(base)
     if inner is None:
         return Rope(theta)
-    theta = inner.number("rope_theta", theta)
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind in ("default", plain):
         return Rope(theta)

@@ -155,6 +155,7 @@ def test_the_default_eos_id_counts_where_no_file_names_any() -> None:
         {"sliding_window": None, "use_sliding_window": True},
         {"sliding_window": 4096, "use_sliding_window": True, "layer_types": ["full_attention"] * 2},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": None},
         {"an_unknown_key": {"of": "no importance"}},
     ],
 )

@@ -1,4 +1,4 @@
-"""The benchmark of prompt lookup, of a few tokens."""
+"""The benchmark of prompt lookup, of a few tokens, and what the docs and the engine take from its record."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import lookup, subject
+from engine.settings import CPU_DRAFT_ROWS
 
 TINY = replace(subject.SMALL, vocab_size=512, hidden_size=64, intermediate_size=96, num_layers=1)
+DOCS = Path(__file__).parents[3] / "docs"
+RECORD = DOCS / "benchmarks" / "cpu-2026-11-25-lookup"
 
 
 def test_it_records_outputs_batches_and_rows(
@@ -33,3 +36,16 @@ def test_it_records_outputs_batches_and_rows(
     assert table[0] == "| output | batch | 2 rows | 64 rows |"
     assert table[3].startswith("| copy | 3 | ")
     assert "(no drafts)" in table[3]
+
+
+def test_the_default_is_the_largest_limit_without_a_loss() -> None:
+    cases = json.loads((RECORD / "summary.json").read_text(encoding="utf-8"))["rows"]
+    worst = {limit: min(case["ratio"] for case in cases if case["rows"] == limit) for limit in {case["rows"] for case in cases}}
+    assert max(limit for limit, ratio in worst.items() if ratio > 0.95) == CPU_DRAFT_ROWS
+
+
+def test_the_document_shows_the_record() -> None:
+    cases = json.loads((RECORD / "summary.json").read_text(encoding="utf-8"))["rows"]
+    table = lookup.tables(cases)
+    assert (RECORD / "tables.txt").read_text(encoding="utf-8") == table + "\n"
+    assert table in (DOCS / "prompt-lookup.md").read_text(encoding="utf-8")

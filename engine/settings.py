@@ -32,8 +32,8 @@ CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
 """Defaults of :attr:`EngineSettings.max_batched_tokens`."""
 CPU_BATCHED_PATCHES, GPU_BATCHED_PATCHES = 4096, 16_384
 """Defaults of :attr:`EngineSettings.max_batched_patches`."""
-CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 16, 128
-"""Defaults of :attr:`EngineSettings.prompt_lookup_rows`."""
+CPU_DRAFT_ROWS, GPU_DRAFT_ROWS = 32, 128
+"""Defaults of :attr:`EngineSettings.prompt_lookup_rows`. Measured for CPUs (docs/prompt-lookup.md), not for GPUs."""
 
 
 def choices(*values: str, unset: str | None = None) -> Meta:

@@ -19,7 +19,7 @@ BODY_PREFIX = "model."
 """Before the names of all tensors that are no head's, except in weights that a class without a head has saved."""
 _BODY_PARTS = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
 _NESTED = ("model.language_model.", "model.visual.", "language_model.")
-"""Parts of models of text and images, as releases of transformers from 4.52 on name them."""
+"""Parts of models of text and images, as releases of transformers from 4.52 on name them, and as Gemma 3 is published."""
 _DTYPES = {"F32", "F16", "BF16"}
 _OBSOLETE_BUFFER = "rotary_emb.inv_freq"
 """Stored by old exporters; recomputed here."""
@@ -74,15 +74,21 @@ def saved_without_head(stored: Mapping[str, Stored]) -> bool:
     return embedding is not None and embedding.name == EMBEDDING
 
 
-def check(stored: Mapping[str, Stored], wanted: Mapping[str, Tensor], ignored: Iterable[str] = ()) -> None:
+def check(
+    stored: Mapping[str, Stored], wanted: Mapping[str, Tensor], ignored: Iterable[str] = (), unread: tuple[str, ...] = ()
+) -> None:
     """Raise :class:`ModelError` unless ``stored`` has exactly the wanted tensors, in their shapes and a known dtype.
 
-    ``ignored`` may be stored or not.
+    ``ignored`` may be stored or not, and so may names that begin as ``unread``, with or without :data:`BODY_PREFIX`.
     """
     if missing := [name for name in wanted if name not in stored]:
         raise ModelError(f"The weights lack {_some(missing)}; a file is incomplete or {_MISMATCH}.")
     known = {*wanted, *ignored}
-    if extra := [found.name for name, found in stored.items() if name not in known and not name.endswith(_OBSOLETE_BUFFER)]:
+    if extra := [
+        found.name
+        for name, found in stored.items()
+        if name not in known and not name.endswith(_OBSOLETE_BUFFER) and not name.removeprefix(BODY_PREFIX).startswith(unread)
+    ]:
         raise ModelError(f"The weights have {_some(extra)}, which the model has no place for; {_MISMATCH}.")
     for name, tensor in wanted.items():
         found = stored[name]
@@ -139,7 +145,8 @@ def _unnested(name: str) -> str:
     """``model.language_model.X`` is ``model.X``, and ``model.visual.X`` is ``visual.X``; the same without ``model.``."""
     inner = name.removeprefix(BODY_PREFIX)
     if inner.startswith("language_model."):
-        return BODY_PREFIX + inner.removeprefix("language_model.").removeprefix(BODY_PREFIX)
+        part = inner.removeprefix("language_model.").removeprefix(BODY_PREFIX)
+        return part if part.startswith("lm_head.") else BODY_PREFIX + part
     return inner if inner.startswith("visual.") else name
 
 

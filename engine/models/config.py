@@ -14,14 +14,16 @@ from engine.models.keys import Keys
 from engine.models.layer_config import ExpertConfig, experts, factors, unrotated, windows
 from engine.models.pooling import MODULES_FILE, Pooling, load_pooling
 from engine.models.registry import Family, Norms, family_of
-from engine.models.rope import LongRope, Rope, YarnRope
-from engine.models.rope_config import parse_ropes, parse_sections, rope_scaling, rotary_dim
+from engine.models.rope import LongRope, Rope
+from engine.models.rope_config import longest_context, parse_ropes, parse_sections, rope_scaling, rotary_dim
 from engine.models.vision.config import VisionConfig, flat, load_preprocessing, parse_vision
 from kernels.attention_spec import PLAIN, AttentionSpec
 from kernels.soft_cap import NO_CAP
 
-GELU = ("gelu_pytorch_tanh", "gelu")
-"""Names of GELU, approximated by tanh; the second is what early configurations of Gemma call it."""
+GELU = "gelu_pytorch_tanh"
+"""GELU, approximated by tanh."""
+OLD_GELU = "gelu"
+"""What ``hidden_act`` of early configurations of Gemma calls it. ``hidden_activation`` means another function by it."""
 DEFAULT_CLASSES = 2
 """Default of Hugging Face transformers for ``num_labels``."""
 MULTI_LABEL = "multi_label_classification"
@@ -157,9 +159,10 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
 
     Raises :class:`ModelError`.
     """
-    architecture = Keys(raw, "config.json").strings("architectures")[0]
+    architecture = _architecture(raw)
     family = family_of(architecture)
-    keys = Keys(flat(raw) if family.vision else raw, "config.json")
+    written, generation = flat(raw) if family.nested else raw, generation or {}
+    keys = Keys(family.defaults | written, "config.json")
     _refuse_unsupported(keys, family)
     attention_bias = keys.flag("attention_bias", False)
     hidden_size, heads = keys.count("hidden_size"), keys.count("num_attention_heads")
@@ -176,10 +179,10 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         num_heads=heads,
         num_kv_heads=keys.count("num_key_value_heads", heads),
         head_dim=head_dim,
-        max_context=_max_context(keys.count("max_position_embeddings"), rope, max_context),
+        max_context=longest_context(keys.count("max_position_embeddings"), rope, max_context),
         rope=rope,
         rotary_dim=None if rotated == head_dim else rotated,
-        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        norm_eps=keys.number("rms_norm_eps"),
         tied=keys.flag("tie_word_embeddings", False),
         qk_norm=family.qk_norm,
         qk_norm_over_heads=family.qk_norm_over_heads,
@@ -192,16 +195,29 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None, 
         unrotated=unrotated(keys, family, layers),
         **factors(keys, family, hidden_size),
         experts=experts(keys, family, layers),
-        qkv_bias=family.qkv_bias_only or attention_bias,
+        qkv_bias=keys.flag("qkv_bias", True) if family.qkv_bias_only else attention_bias,
         o_bias=attention_bias and not family.qkv_bias_only,
         mlp_bias=keys.flag("mlp_bias", False),
-        eos_token_ids=_eos_token_ids(vocab_size, Keys(generation or {}, "generation_config.json"), keys),
+        eos_token_ids=_eos_token_ids(
+            vocab_size, Keys(generation, "generation_config.json"), Keys(written, "config.json"), Keys(family.defaults, "")
+        ),
         lm_head=family.head == "lm",
         classes=_classes(keys) if family.head == "classes" else (),
         multi_label=family.head == "classes" and keys.text("problem_type", "") == MULTI_LABEL,
         vision=parse_vision(keys, hidden_size, vocab_size) if family.vision else None,
         rope_sections=parse_sections(keys, head_dim) if family.vision else (),
     )
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """The first of ``architectures``, which release 4.57 of transformers writes into ``text_config`` of Qwen2.5-VL."""
+    keys = Keys(raw, "config.json")
+    inner = keys.section("text_config")
+    if inner is not None and inner.present("architectures") and not keys.present("architectures"):
+        architecture = inner.strings("architectures")[0]
+        if family_of(architecture).nested:
+            return architecture
+    return keys.strings("architectures")[0]
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -228,8 +244,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": config.o_bias,
         "mlp_bias": config.mlp_bias,
     }
-    if config.eos_token_ids:
-        raw["eos_token_id"] = list(config.eos_token_ids)
+    raw["eos_token_id"] = list(config.eos_token_ids) or None
     if config.classes:
         raw["id2label"] = {str(number): name for number, name in enumerate(config.classes)}
         raw["label2id"] = {name: number for number, name in enumerate(config.classes)}
@@ -248,28 +263,16 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _refuse_unsupported(keys: Keys, family: Family) -> None:
-    known = GELU if family.gelu else ("silu",)
+    known = GELU if family.gelu else "silu"
     for key in ("hidden_act", "hidden_activation"):
-        if keys.text(key, known[0]) not in known:
-            raise keys.error(key, f"is not supported; only {known[0]} is")
+        old = family.gelu and key == "hidden_act" and keys.text(key, known) == OLD_GELU
+        if keys.text(key, known) != known and not old:
+            raise keys.error(key, f"is not supported; only {known} is")
     if keys.present("quantization_config"):
         raise keys.error("quantization_config", "is set, and quantised weights are not supported; use a float checkpoint")
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if keys.flag(key, causal) is not causal:
             raise keys.error(key, "asks for attention to later tokens, which is not supported; use a model with causal attention")
-
-
-def _max_context(written: int, rope: Rope, wanted: int | None) -> int:
-    """YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for.
-
-    A longer context than the original one costs LongRoPE accuracy in shorter ones, so it has to be ``wanted``.
-    """
-    most = max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
-    if wanted is None:
-        return min(most, rope.original_context) if isinstance(rope, LongRope) else most
-    if wanted > most:
-        raise ModelError(f"--max-context is {wanted}, and the model has a context of {most}; lower it.")
-    return wanted
 
 
 def _classes(keys: Keys) -> tuple[str, ...]:
@@ -281,7 +284,10 @@ def _classes(keys: Keys) -> tuple[str, ...]:
     return tuple(names) or tuple(f"LABEL_{number}" for number in range(count))
 
 
-def _eos_token_ids(vocab_size: int, *sources: Keys) -> tuple[int, ...]:
-    """Every source's ids, each once; ids beyond the vocabulary can never be drawn and are left out."""
-    ids = (token for keys in sources for token in keys.ids("eos_token_id"))
+def _eos_token_ids(vocab_size: int, generation: Keys, config: Keys, defaults: Keys) -> tuple[int, ...]:
+    """Ids of both files, each once, or the default where neither names any. Ids beyond the vocabulary can never be drawn and are
+    left out."""
+    ids = generation.ids("eos_token_id") + config.ids("eos_token_id")
+    if not ids and not config.is_null("eos_token_id"):
+        ids = defaults.ids("eos_token_id")
     return tuple(dict.fromkeys(token for token in ids if token < vocab_size))

@@ -9,8 +9,9 @@ from typing import Any
 from engine.models.keys import Keys
 from engine.models.registry import Family
 
-DEFAULT_PATTERN = 6
-"""Default of Hugging Face transformers for ``sliding_window_pattern``."""
+SHARED_SIZE = "shared_expert_intermediate_size"
+_SWITCHED = ("late", "switched", "early")
+"""Values of :data:`~engine.models.registry.Windows` that ``use_sliding_window`` switches on."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,8 @@ class ExpertConfig:
 
 def windows(keys: Keys, family: Family, layers: int) -> tuple[int | None, ...]:
     """Read the window of each layer; return nothing if no layer has one."""
-    if keys.is_null("sliding_window") or (family.windows == "late" and not keys.flag("use_sliding_window", False)):
-        window = None
-    else:
-        window = keys.count("sliding_window") if keys.present("sliding_window") else family.default_window
+    on = family.windows not in _SWITCHED or keys.flag("use_sliding_window", False)
+    window = keys.count("sliding_window") if on and keys.present("sliding_window") else None
     if keys.present("layer_types"):
         kinds = keys.strings("layer_types")
         if len(kinds) != layers:
@@ -45,25 +44,35 @@ def windows(keys: Keys, family: Family, layers: int) -> tuple[int | None, ...]:
         if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
             raise keys.error("layer_types", f"asks for {unknown.pop()}, which is not supported; use another model")
         local = [kind == "sliding_attention" for kind in kinds]
-    elif family.windows == "late":
-        first = keys.count("max_window_layers", layers) if window is not None else layers
-        local = [layer >= first for layer in range(layers)]
+        if window is None and any(local):
+            raise keys.error("sliding_window", "is missing, and layer_types asks for it; correct the file")
     else:
-        interval = {"all": 0, "alternate": 2, "five_of_six": keys.count("sliding_window_pattern", DEFAULT_PATTERN)}[family.windows]
-        local = [not interval or (layer + 1) % interval != 0 for layer in range(layers)]
-    if window is None and any(local) and keys.present("layer_types"):
-        raise keys.error("sliding_window", "is missing, and layer_types asks for it; correct the file")
-    return tuple(window if is_local else None for is_local in local) if window is not None and any(local) else ()
+        local = [_is_local(keys, family, layer, layers) for layer in range(layers)] if window is not None else []
+    return tuple(window if is_local else None for is_local in local) if any(local) else ()
+
+
+def _is_local(keys: Keys, family: Family, layer: int, layers: int) -> bool:
+    """Whether ``layer`` has a window in a configuration without ``layer_types``."""
+    if family.windows == "late":
+        if "no_rope_layer_interval" in family.defaults:
+            return layer in unrotated(keys, family, layers)
+        return layer >= keys.count("max_window_layers", layers)
+    if family.windows == "early":
+        return layer % 2 == 0 and layer < keys.count("max_window_layers")
+    if family.windows in ("all", "switched"):
+        return True
+    interval = 2 if family.windows == "alternate" else keys.count("sliding_window_pattern")
+    return (layer + 1) % interval != 0
 
 
 def unrotated(keys: Keys, family: Family, layers: int) -> tuple[int, ...]:
     """Read the layers without a rotation."""
-    if family.rotation_interval is None:
+    if "no_rope_layer_interval" not in family.defaults:
         return ()
     rotated = keys.flags("no_rope_layers")  # which names the layers that have one
     if rotated and len(rotated) != layers:
         raise keys.error("no_rope_layers", f"has {len(rotated)} entries, and num_hidden_layers is {layers}; correct the file")
-    interval = keys.count("no_rope_layer_interval", family.rotation_interval)
+    interval = keys.count("no_rope_layer_interval")
     return tuple(layer for layer in range(layers) if not (rotated[layer] if rotated else (layer + 1) % interval))
 
 
@@ -72,19 +81,16 @@ def factors(keys: Keys, family: Family, hidden_size: int) -> dict[str, Any]:
     factors: dict[str, Any] = {}
     if family.scaled_embeddings:
         factors["embedding_scale"] = math.sqrt(hidden_size)
-    if family.query_scalar is not None:
-        factors["attention_scale"] = keys.number("query_pre_attn_scalar", family.query_scalar) ** -0.5
-        for key, name, default in (
-            ("attn_logit_softcapping", "attention_cap", family.attention_cap),
-            ("final_logit_softcapping", "logit_cap", family.logit_cap),
-        ):
-            if keys.present(key) or (default is not None and not keys.is_null(key)):
-                factors[name] = keys.number(key, default)
+    if "query_pre_attn_scalar" in family.defaults:
+        factors["attention_scale"] = keys.number("query_pre_attn_scalar") ** -0.5
+        for key, name in (("attn_logit_softcapping", "attention_cap"), ("final_logit_softcapping", "logit_cap")):
+            if keys.present(key):
+                factors[name] = keys.number(key)
     if family.multipliers:
-        factors["embedding_scale"] = keys.number("embedding_multiplier", 1.0)
-        factors["attention_scale"] = keys.number("attention_multiplier", 1.0)
-        factors["residual_scale"] = keys.number("residual_multiplier", 1.0)
-        factors["logit_divisor"] = keys.number("logits_scaling", 1.0)
+        factors["embedding_scale"] = keys.number("embedding_multiplier")
+        factors["attention_scale"] = keys.number("attention_multiplier")
+        factors["residual_scale"] = keys.number("residual_multiplier")
+        factors["logit_divisor"] = keys.number("logits_scaling")
     return factors
 
 
@@ -105,5 +111,5 @@ def experts(keys: Keys, family: Family, layers: int) -> ExpertConfig | None:
         keys.count("moe_intermediate_size"),
         renormalise=keys.flag("norm_topk_prob", False),
         layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % interval == 0),
-        shared_size=keys.count("shared_expert_intermediate_size") if keys.present("shared_expert_intermediate_size") else 0,
+        shared_size=keys.count(SHARED_SIZE) if SHARED_SIZE in family.defaults else 0,
     )

@@ -20,6 +20,7 @@ from engine.models.kv_scales import bounded, kv_bounds
 from engine.models.modules import RMSNorm
 from engine.models.pooling import load_pooling
 from engine.models.quantization import FORMATS, pack_head
+from engine.models.registry import family_of
 from engine.models.source import locate
 from engine.models.vision.decoder import VisionDecoder
 
@@ -56,7 +57,8 @@ def read_checked(directory: Path, decoder: Decoder) -> dict[str, Stored]:
     fit.
     """
     stored = checkpoint.read_headers(directory)
-    checkpoint.check(stored, decoder_views(decoder, stored), ignored=[HEAD] if decoder.head is None else [])
+    unread = family_of(decoder.config.architecture).unread
+    checkpoint.check(stored, decoder_views(decoder, stored), [HEAD] if decoder.head is None else [], unread)
     return stored
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from engine.models.class_defaults import DEFAULTS
 from engine.models.errors import ModelError
 
 Head = Literal["lm", "classes", "none"]
@@ -14,9 +15,10 @@ Norms = Literal["before", "after", "around"]
 """Place of a layer's norms: before attention and MLP, after them, or both. Norms after them precede the sum with the residual."""
 ExpertNames = Literal["qwen", "mixtral", "granite"]
 """Names of experts in configurations and checkpoints."""
-Windows = Literal["late", "all", "alternate", "five_of_six"]
-"""Layers with a sliding window if the configuration has no ``layer_types``: those from ``max_window_layers`` on if
-``use_sliding_window`` is set, all, every other one from the first, or all but each sixth (or ``sliding_window_pattern``-th)."""
+Windows = Literal["late", "all", "alternate", "five_of_six", "switched", "early"]
+"""Layers with a sliding window if the configuration has no ``layer_types``. If ``use_sliding_window`` is set: ``late``: those from
+``max_window_layers`` on, ``switched``: all, ``early``: every other one from the first, below ``max_window_layers``. Without such a
+switch: all, every other one from the first, or all but each sixth (or ``sliding_window_pattern``-th)."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +44,6 @@ class Family:
     fused_projections: bool = False
     """The checkpoint stores one projection for queries, keys and values, and one for gate and up."""
     windows: Windows = "late"
-    default_window: int | None = None
-    """Length of the window if the configuration has no ``sliding_window``."""
-    theta: float = 10000.0
-    """Base of the rotation if the configuration names none."""
-    local_theta: float | None = None
-    """Base of the rotation in layers with a window, if the configuration names none; None: that of the other layers."""
-    rotation_interval: int | None = None
-    """Each layer whose number, counted from 1, is a multiple of this has no rotation, if the configuration has no
-    ``no_rope_layers``."""
-    query_scalar: float | None = None
-    """The scale of attention is one over the square root of this, if the configuration has no ``query_pre_attn_scalar``; None: of
-    the size of a head."""
-    attention_cap: float | None = None
-    """Soft cap of attention's logits, if the configuration has no ``attn_logit_softcapping``."""
-    logit_cap: float | None = None
-    """Soft cap of the logits of tokens, if the configuration has no ``final_logit_softcapping``."""
     partial_rotation: bool = False
     """``partial_rotary_factor`` of each head may be rotated, and the rotation may be LongRoPE, whose old names are ``su`` and
     ``yarn``."""
@@ -65,15 +51,23 @@ class Family:
     """The configuration has factors of embeddings, attention, residuals and logits."""
     experts: ExpertNames | None = None
     """A router chooses a few experts for each token in place of the feed-forward layer."""
+    nested: bool = False
+    """The configuration of the text model may be in ``text_config``."""
     vision: bool = False
     """A tower embeds images, and positions of their tokens have three axes (Qwen2.5-VL)."""
+    unread: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are not loaded: of a tower whose images are not supported."""
     head: Head = "lm"
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Values of keys that the configuration leaves out."""
+        return DEFAULTS[self.model_type]
 
 
 _GEMMA = Family("gemma", norms_add_one=True, gelu=True, scaled_embeddings=True)
-_AROUND = dataclasses.replace(_GEMMA, norms="around", query_scalar=256.0, default_window=4096)
-_GEMMA_2 = dataclasses.replace(_AROUND, model_type="gemma2", windows="alternate", attention_cap=50.0, logit_cap=30.0)
-_GEMMA_3 = dataclasses.replace(_AROUND, model_type="gemma3_text", qk_norm=True, windows="five_of_six", theta=1e6, local_theta=1e4)
+_GEMMA_2 = dataclasses.replace(_GEMMA, model_type="gemma2", norms="around", windows="alternate")
+_GEMMA_3 = dataclasses.replace(_GEMMA, model_type="gemma3_text", norms="around", qk_norm=True, windows="five_of_six")
 
 BODIES: dict[str, Family] = {
     "Llama": Family("llama"),
@@ -83,14 +77,14 @@ BODIES: dict[str, Family] = {
     "Gemma2": _GEMMA_2,
     "Gemma3": _GEMMA_3,
     "Gemma3Text": _GEMMA_3,
-    "Mistral": Family("mistral", windows="all", default_window=4096),
-    "Ministral": Family("ministral", windows="all", default_window=4096),
+    "Mistral": Family("mistral", windows="all"),
+    "Ministral": Family("ministral", windows="all"),
     "Phi3": Family("phi3", fused_projections=True, windows="all", partial_rotation=True),
-    "SmolLM3": Family("smollm3", rotation_interval=4),
+    "SmolLM3": Family("smollm3"),
     "Olmo2": Family("olmo2", qk_norm_over_heads=True, norms="after"),
     "Granite": Family("granite", multipliers=True),
-    "Qwen2Moe": Family("qwen2_moe", qkv_bias_only=True, experts="qwen"),
-    "Qwen3Moe": Family("qwen3_moe", qk_norm=True, experts="qwen"),
+    "Qwen2Moe": Family("qwen2_moe", qkv_bias_only=True, windows="early", experts="qwen"),
+    "Qwen3Moe": Family("qwen3_moe", qk_norm=True, windows="switched", experts="qwen"),
     "Mixtral": Family("mixtral", windows="all", experts="mixtral"),
     "GraniteMoe": Family("granitemoe", multipliers=True, experts="granite"),
 }
@@ -99,14 +93,19 @@ BODIES: dict[str, Family] = {
 HEADS: dict[str, Head] = {"ForCausalLM": "lm", "ForSequenceClassification": "classes", "Model": "none"}
 """Second part of an architecture's name."""
 _MULTIMODAL = {"Gemma3ForSequenceClassification", "Gemma3Model"}
-"""Names that Hugging Face transformers gives to models of text and images, whose text models have others."""
+"""Names that Hugging Face transformers gives to models of text and images, whose text models have others. They are refused."""
 
 FAMILIES: dict[str, Family] = {
     body + suffix: dataclasses.replace(family, head=head)
     for body, family in BODIES.items()
     for suffix, head in HEADS.items()
     if body + suffix not in _MULTIMODAL
-} | {"Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", qkv_bias_only=True, theta=1e6, vision=True)}
+} | {
+    "Gemma3ForConditionalGeneration": dataclasses.replace(
+        _GEMMA_3, nested=True, unread=("vision_tower.", "multi_modal_projector.")
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Family("qwen2_5_vl", qkv_bias_only=True, nested=True, vision=True),
+}
 """All supported architectures, by their names in ``config.json``."""
 
 

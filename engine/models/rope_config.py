@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from engine.models.errors import ModelError
 from engine.models.keys import Keys
 from engine.models.registry import Family
 from engine.models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope, long_attention_factor, yarn_attention_factor
 
 OLD_NAMES = ("su", "yarn")
 """Older names of ``longrope`` in configurations of Phi-3."""
-ORIGINAL_CONTEXT = 4096
-"""Default of Hugging Face transformers for ``original_max_position_embeddings`` of Phi-3."""
+LOCAL_THETA = "rope_local_base_freq"
+"""Key of the base of the rotation in layers with a window."""
 
 
 def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> tuple[Rope, Rope | None]:
@@ -28,13 +29,29 @@ def parse_ropes(keys: Keys, family: Family, max_context: int | None = None) -> t
         kind = inner.text("rope_type", inner.text("type", "default"))
         if kind == "longrope" or kind in OLD_NAMES:
             return _parse_long(keys, inner, family, max_context), None
+    has_local = LOCAL_THETA in family.defaults
     if inner is None or inner.first_object() is None:
-        local = None if family.local_theta is None else Rope(keys.number("rope_local_base_freq", family.local_theta))
-        return _parse_rope(keys, inner, family.theta, "mrope" if family.vision else "default"), local
-    if family.local_theta is None:
+        local = Rope(keys.number(LOCAL_THETA)) if has_local else None
+        return _parse_rope(keys, inner, plain="mrope" if family.vision else "default"), local
+    if not has_local:
         raise inner.error(inner.first_object() or "", "gives some layers a rotary embedding of their own, which is not supported")
-    local = _parse_rope(keys, inner.section("sliding_attention"), family.local_theta)
-    return _parse_rope(keys, inner.section("full_attention"), family.theta), local
+    local = _parse_rope(keys, inner.section("sliding_attention"), LOCAL_THETA)
+    return _parse_rope(keys, inner.section("full_attention")), local
+
+
+def longest_context(written: int, rope: Rope, wanted: int | None) -> int:
+    """Return the context that is served, of at most ``written`` tokens, or what ``rope`` scales them to.
+
+    YaRN checkpoints often keep the unscaled ``max_position_embeddings``; the scaled context is what YaRN is switched on for.
+
+    A longer context than the original one costs LongRoPE accuracy in shorter ones, so it has to be ``wanted``.
+    """
+    most = max(written, round(rope.original_context * rope.factor)) if isinstance(rope, YarnRope) else written
+    if wanted is None:
+        return min(most, rope.original_context) if isinstance(rope, LongRope) else most
+    if wanted > most:
+        raise ModelError(f"--max-context is {wanted}, and the model has a context of {most}; lower it.")
+    return wanted
 
 
 def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:
@@ -48,11 +65,11 @@ def parse_sections(keys: Keys, head_dim: int) -> tuple[int, ...]:
     return tuple(sections)
 
 
-def _parse_rope(keys: Keys, inner: Keys | None, default_theta: float, plain: str = "default") -> Rope:
-    """``plain``: another name of an unscaled rotation."""
+def _parse_rope(keys: Keys, inner: Keys | None, base: str = "rope_theta", plain: str = "default") -> Rope:
+    """``base``: key of the base if ``inner`` has none. ``plain``: another name of an unscaled rotation."""
+    theta = inner.number("rope_theta") if inner is not None and inner.present("rope_theta") else keys.number(base)
     if inner is None:
-        return Rope(keys.number("rope_theta", default_theta))
-    theta = inner.number("rope_theta", keys.number("rope_theta", default_theta))
+        return Rope(theta)
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind in ("default", plain):
         return Rope(theta)
@@ -84,14 +101,14 @@ def _parse_yarn(keys: Keys, theta: float, original: int) -> YarnRope:
 
 
 def _parse_long(keys: Keys, inner: Keys, family: Family, max_context: int | None) -> LongRope:
-    longest, original = keys.count("max_position_embeddings"), keys.count("original_max_position_embeddings", ORIGINAL_CONTEXT)
+    longest, original = keys.count("max_position_embeddings"), keys.count("original_max_position_embeddings")
     is_long = max_context is not None and max_context > original
     sets = {name: tuple(inner.numbers(name)) for name in ("short_factor", "long_factor")}
     for name, factors in sets.items():
         if (angles := rotary_dim(keys, family) // 2) != len(factors):
             raise inner.error(name, f"has {len(factors)} factors, and heads have {angles} angles; correct the file")
     return LongRope(
-        inner.number("rope_theta", keys.number("rope_theta", family.theta)),
+        inner.number("rope_theta", keys.number("rope_theta")),
         sets["long_factor" if is_long else "short_factor"],
         original,
         is_long,

@@ -108,7 +108,13 @@ def logprobs(replies: list[wire.Reply]) -> list[float]:
 
 @pytest.mark.parametrize(
     "model",
-    ["qwen3", *[pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2", "gemma2", "qwen2_moe")]],
+    [
+        "qwen3",
+        *[
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("llama", "qwen2", "gemma2", "qwen2_moe", "qwen3_moe", "mixtral")
+        ],
+    ],
     indirect=True,
 )
 def test_two_processes_give_the_numbers_of_one(model: Path, start):
@@ -125,7 +131,24 @@ def test_two_processes_give_the_numbers_of_one(model: Path, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen2_moe", "granitemoe"], indirect=True)
+@pytest.mark.parametrize("model", ["qwen3", "gemma2", "mixtral"], indirect=True)
+def test_drafts_of_two_processes_change_no_token(model: Path, start):
+    """The prompt repeats itself, and the logits of its tokens are raised, so some drafts are taken and some are not."""
+    words = [7, 30, 41, 55]
+    sampling = wire.Sampling(max_tokens=60, temperature=0.7, seed=5, ignore_eos=True, logit_bias=dict.fromkeys(words, 5.0), n=2)
+    plain = wire.Generate("g", words * 8, sampling, logprobs=2)
+    loop = build_loop(EngineSettings(model=str(model), name="alone", **SETTINGS))
+    loop.submit(plain)
+    expected: list[wire.Reply] = []
+    while not loop.idle:
+        expected += loop.step()
+    found = start(model).stream(msgspec.structs.replace(plain, prompt_lookup=wire.DraftOptions(max_tokens=6, ngram=2)))
+    assert [drawn(found, index) for index in (0, 1)] == [drawn(expected, index) for index in (0, 1)]
+    assert 0 < sum(reply.accepted_draft_tokens for reply in found) < sum(reply.draft_tokens for reply in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen2_moe", "qwen3_moe", "mixtral", "granitemoe"], indirect=True)
 def test_two_processes_with_whole_experts_give_the_numbers_of_one(model: Path, start):
     alone, pod = answers(model), start(model, "--expert-parallel", "2")
     for _ in range(2):
@@ -213,9 +236,9 @@ def test_an_idle_worker_killed_ends_the_pod(qwen3: Path, start):
     assert lines[-1].startswith("engine: ")
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "granitemoe"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "granitemoe"])
 def test_whole_experts_make_up_the_whole(family: str, tmp_path: Path):
-    model = make_checkpoint(tmp_path, family)
+    model = make_checkpoint(tmp_path, family, **({"decoder_sparse_step": 1} if family == "qwen3_moe" else {}))
     config, whole = load_config(model), load_model(model).checkpoint_views()
     parts = [ShardedDecoder(config, torch.float32, rank, 2, expert_parallel=2) for rank in range(2)]
     for part in parts:
@@ -234,14 +257,17 @@ def test_whole_experts_make_up_the_whole(family: str, tmp_path: Path):
         torch.testing.assert_close(added, load_model(model).layers[0].mlp(x), atol=1e-5, rtol=1e-5)
 
 
-def test_whole_experts_have_the_scales_of_one_process(tmp_path: Path):
-    model = make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=32)
-    config, whole = load_config(model), load_model(model, quantize="fp8").layers[1].mlp
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "granitemoe"])
+def test_whole_experts_have_the_scales_of_one_process(family: str, tmp_path: Path):
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64} if family.startswith("qwen") else {}
+    model = make_checkpoint(tmp_path, family, **sizes)
+    layer = 1 if family == "qwen3_moe" else 0
+    config, whole = load_config(model), load_model(model, quantize="fp8").layers[layer].mlp
     parts = [ShardedDecoder(config, torch.float32, rank, 2, expert_parallel=2) for rank in range(2)]
     for part in parts:
         load_part(part, model, "fp8")
     for name in ("gate_up", "down"):
-        found = [part.layers[1].mlp.get_submodule(name) for part in parts]
+        found = [part.layers[layer].mlp.get_submodule(name) for part in parts]
         for tensor in ("weight", "scales"):
             joined = torch.cat([getattr(module, tensor).float() for module in found])
             assert torch.equal(joined, getattr(whole.get_submodule(name), tensor).float())

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from engine import wire
 from engine.build import build_loop
 from engine.distributed.shard import part_of
+from engine.kvcache.prefix_cache import PrefixCache
 from engine.models.config import load_config
 from engine.models.errors import ModelError
 from engine.models.loader import load_model
+from engine.requests.core import Request
+from engine.scheduling.allocation import Allocator
 from engine.settings import EngineSettings
 from tests.checkpoints import FAMILIES, TRAINED, every, make_checkpoint
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
@@ -44,7 +50,7 @@ def reference(family: str, checkpoint: Path) -> Reference:
 
 
 def build(checkpoint: Path, **settings: object):
-    return build_loop(EngineSettings(model=str(checkpoint), name="test", max_total_tokens=2048, **settings))
+    return build_loop(EngineSettings(model=str(checkpoint), name="test", **({"max_total_tokens": 2048} | settings)))
 
 
 def test_scores_equal_transformers(checkpoint: Path, reference: Reference) -> None:
@@ -70,6 +76,45 @@ def test_greedy_tokens_equal_transformers(checkpoint: Path, reference: Reference
     # transformers forbids the end of the text before the 200th token
     sampling = wire.Sampling(max_tokens=200, min_tokens=200, temperature=0.0)
     assert tokens_of(run(build(checkpoint), wire.Generate("g", prompt, sampling)), "g") == expected
+
+
+@pytest.mark.parametrize("overlap", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="overlapped")])
+def test_few_slots_change_nothing(checkpoint: Path, reference: Reference, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores and greedy generations share steps, wait for slots, are evicted from the prefix cache and are preempted."""
+    counts = Counter[str]()
+    preempt, evict = Allocator.preempt, PrefixCache.evict
+
+    def preempting(self: Allocator, request: Request) -> None:
+        counts["preempted"] += 1
+        preempt(self, request)
+
+    def evicting(self: PrefixCache, count: int) -> int:
+        freed = evict(self, count)
+        counts["evicted"] += freed
+        return freed
+
+    monkeypatch.setattr(Allocator, "preempt", preempting)
+    monkeypatch.setattr(PrefixCache, "evict", evicting)
+    rng = random.Random(4)
+    prompts = [some_tokens(rng, 25, 35) for _ in range(3)]
+    sampling = wire.Sampling(max_tokens=45, temperature=0.0, ignore_eos=True)
+    generations = [wire.Generate(f"g{place}", prompt, sampling) for place, prompt in enumerate(prompts)]
+    scores = [
+        wire.Score(f"s{place}", some_tokens(rng, 20, 40), [some_tokens(rng, 1, 30) for _ in range(3)], wire.Labels([5, 17, 300]))
+        for place in range(4)
+    ]
+    again = [msgspec.structs.replace(score, id=f"again {score.id}") for score in scores]
+    loop = build(checkpoint, max_total_tokens=150, max_batched_tokens=33, overlap=overlap)
+    mixed = [message for pair in zip_longest(scores, generations) for message in pair if message is not None]
+    replies = run(loop, *mixed, *again, checked=True)
+    rows = {reply.id: reply.rows for reply in replies if isinstance(reply, wire.Scored)}
+    for score in scores:
+        expected = reference.rows(score)
+        assert_equal_rows(rows[score.id], expected)
+        assert_equal_rows(rows[f"again {score.id}"], expected)
+    for message in generations:
+        assert tokens_of(replies, message.id) == reference.greedy(message.prompt, 45)
+    assert min(counts["preempted"], counts["evicted"]) > 0
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"])

@@ -43,13 +43,24 @@ SLOTS = 400
 BUCKETS = (1, 4, 13)
 
 
+WINDOWED = {"num_hidden_layers": 2, "sliding_window": 6}
+"""A window that is shorter than the contexts of :func:`mixed_steps`, in one of two layers."""
+SHAPES: dict[str, dict[str, int]] = {
+    "qwen3": {"num_hidden_layers": 2},
+    "llama": {"num_hidden_layers": 1},
+    "gemma2": WINDOWED,
+    "gemma3": WINDOWED,
+    "granite": {"num_hidden_layers": 1},
+}
+"""With and without QK-norm; windows, soft caps and a scale; windows and two rotations; a scale alone."""
+
+
 @pytest.fixture(
-    scope="module", params=[pytest.param(("qwen3", 2), id="qwen3"), pytest.param(("llama", 1), marks=pytest.mark.slow, id="llama")]
+    scope="module",
+    params=[pytest.param(family, marks=[] if family in ("qwen3", "gemma2") else pytest.mark.slow) for family in SHAPES],
 )
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Decoder:
-    """With and without QK-norm."""
-    family, layers = request.param
-    directory = make_checkpoint(tmp_path_factory.mktemp(family), family, num_hidden_layers=layers)
+    directory = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **SHAPES[request.param])
     return load_model(directory).to(device)
 
 
@@ -157,17 +168,34 @@ def compare(decoder: Decoder, graphs: StepGraphs, kept: KVCache, eager: Attentio
 def test_fixed_tables_give_what_launched_steps_give(decoder: Decoder, capture, small_work) -> None:
     """Replays the record alone; nothing in it plans again."""
     kv = cache(decoder)
-    graphs = StepGraphs(decoder, FixedTritonAttention(kv, decoder.config.num_heads, max(BUCKETS)), capture, BUCKETS)
-    tolerance = 1e-4 if kv.keys.is_cuda else 2e-6  # products of other shapes add up in another order there
-    compare(decoder, graphs, kv, TritonAttention(cache(decoder), decoder.config.num_heads), tolerance)
+    heads, specs = decoder.config.num_heads, decoder.config.attention_specs
+    graphs = StepGraphs(decoder, FixedTritonAttention(kv, heads, max(BUCKETS), specs), capture, BUCKETS)
+    if decoder.config.attends_plainly or kv.keys.is_cuda:
+        tolerance = 1e-4 if kv.keys.is_cuda else 2e-6  # products of other shapes add up in another order there
+        compare(decoder, graphs, kv, TritonAttention(cache(decoder), heads, specs), tolerance)
+    else:
+        compare(decoder, graphs, kv, ReferenceAttention(cache(decoder), heads, specs), 2e-5)
+
+
+def test_steps_differ_without_the_specs(decoder: Decoder) -> None:
+    """So the comparisons would find a backend that drops them."""
+    if decoder.config.attends_plainly:
+        pytest.skip("it has none")
+    specs = decoder.config.attention_specs
+    whole, dropped = (ReferenceAttention(cache(decoder), decoder.config.num_heads, given) for given in (specs, []))
+    segments = next(mixed_steps())
+    tokens, positions = inputs(segments, 0, torch.device("cpu"))
+    with torch.inference_mode():
+        found = [decoder(tokens, positions, backend.plan(segments)) for backend in (whole, dropped)]
+    assert (found[0] - found[1]).abs().max() > 1e-2
 
 
 def test_padding_changes_nothing_for_the_reference(decoder: Decoder) -> None:
     if decoder.embed.weight.is_cuda:
         pytest.skip("it computes on the CPU")
-    heads, kv = decoder.config.num_heads, cache(decoder)
-    graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, heads)), Rerun(), BUCKETS)
-    compare(decoder, graphs, kv, ReferenceAttention(cache(decoder), heads), 2e-6)
+    heads, specs, kv = decoder.config.num_heads, decoder.config.attention_specs, cache(decoder)
+    graphs = StepGraphs(decoder, Replanned(ReferenceAttention(kv, heads, specs)), Rerun(), BUCKETS)
+    compare(decoder, graphs, kv, ReferenceAttention(cache(decoder), heads, specs), 2e-6)
 
 
 def test_what_fits_no_bucket_is_left_to_be_launched(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,11 +277,15 @@ def captured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="overlapped")])
+@pytest.mark.parametrize(
+    ("family", "overlap"), [("qwen3", False), ("qwen3", True), ("gemma2", True), ("gemma3", True), ("granite", False)]
+)
 def test_the_whole_engine_answers_the_same(
-    checkpoint: Path, overlap: bool, captured_anywhere, small_work, caplog: pytest.LogCaptureFixture
+    family: str, overlap: bool, tmp_path: Path, captured_anywhere, small_work, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With two steps in flight, too, whose tokens the first one draws; some steps are too large for every bucket."""
+    shape = SHAPES[family] if family in ("gemma2", "gemma3") else {"num_hidden_layers": 1}
+    checkpoint = make_checkpoint(tmp_path, family, **shape)
     given = {"overlap": overlap, "attention": "triton", "dtype": "float32"}
     launched = build_loop(settings(checkpoint, cuda_graphs="off", **given))
     with caplog.at_level(logging.INFO, "engine.runner.graphs"):

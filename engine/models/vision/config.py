@@ -79,8 +79,9 @@ def flat(raw: dict[str, Any]) -> dict[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return raw
-    tied = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
-    return {**raw, **text, "architectures": raw.get("architectures"), "tie_word_embeddings": tied}
+    said = [level["tie_word_embeddings"] for level in (raw, text) if level.get("tie_word_embeddings") is not None]
+    tied = {"tie_word_embeddings": True if True in said else said[0]} if said else {}
+    return {**raw, **text, "architectures": raw.get("architectures")} | tied
 
 
 def parse_vision(keys: Keys, hidden_size: int, vocab_size: int) -> VisionConfig:
@@ -98,16 +99,16 @@ def parse_vision(keys: Keys, hidden_size: int, vocab_size: int) -> VisionConfig:
     if rope is not None and rope.text("rope_type", "axial") not in ("axial", "default"):
         raise rope.error("rope_type", "is not supported; only axial is")
     merge, patch = inner.count("spatial_merge_size", 2), inner.count("patch_size", 14)
-    depth = inner.count("depth")
+    # Releases 4 of transformers leave out values of vision_config that are the defaults of its class, which these are.
     config = VisionConfig(
-        depth=depth,
-        hidden_size=inner.count("hidden_size"),
-        intermediate_size=inner.count("intermediate_size"),
-        heads=inner.count("num_heads"),
-        out_size=inner.count("out_hidden_size"),
-        full_attention=tuple(inner.ids("fullatt_block_indexes")),
+        depth=inner.count("depth", 32),
+        hidden_size=inner.count("hidden_size", 3584),
+        intermediate_size=inner.count("intermediate_size", 3420),
+        heads=inner.count("num_heads", 16),
+        out_size=inner.count("out_hidden_size", 3584),
+        full_attention=tuple(inner.ids("fullatt_block_indexes")) if inner.present("fullatt_block_indexes") else (7, 15, 23, 31),
         window=inner.count("window_size", 112) // merge // patch,
-        image_token=keys.count("image_token_id"),
+        image_token=keys.count("image_token_id", 151655),
         patch_size=patch,
         merge_size=merge,
         frames=inner.count("temporal_patch_size", 2),

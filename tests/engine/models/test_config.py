@@ -47,7 +47,7 @@ def parse(**changes: Any) -> ModelConfig:
 
 
 def test_what_is_left_out_is_derived() -> None:
-    config = parse(num_key_value_heads=None)
+    config = parse(num_key_value_heads=None, head_dim=None)
     assert config.head_dim == 16
     assert config.num_kv_heads == 4
     assert config.rope == Rope(10000.0)
@@ -139,6 +139,15 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     assert parse_config({**BASE, "eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
 
 
+def test_the_default_eos_id_counts_where_no_file_names_any() -> None:
+    llama = {**BASE, "architectures": ["LlamaForCausalLM"]}
+    assert parse_config(llama).eos_token_ids == (2,)
+    assert parse_config(llama, {"eos_token_id": 7}).eos_token_ids == (7,)
+    assert parse_config(llama | {"eos_token_id": 8}).eos_token_ids == (8,)
+    assert parse_config(llama | {"eos_token_id": None}).eos_token_ids == ()
+    assert parse_config({**BASE, "architectures": ["SmolLM3ForCausalLM"]}).eos_token_ids == ()  # 128001 is beyond the vocabulary
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -146,6 +155,7 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
         {"sliding_window": None, "use_sliding_window": True},
         {"sliding_window": 4096, "use_sliding_window": True, "layer_types": ["full_attention"] * 2},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": None},
         {"an_unknown_key": {"of": "no importance"}},
     ],
 )
@@ -180,6 +190,10 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, "x"]}, "no_rope_layers"),
         (
             {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"},
+            "hidden_activation in config.json is not supported",
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"},
             "hidden_activation in config.json is not supported",
         ),
         ({"architectures": ["Gemma3ForSequenceClassification"]}, "Gemma3ForSequenceClassification in config.json is not supported"),

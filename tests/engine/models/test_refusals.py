@@ -57,8 +57,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "images beside text": [
         (
-            {"architectures": ["Gemma3ForConditionalGeneration"]},
-            "architecture Gemma3ForConditionalGeneration in config.json is not",
+            {"architectures": ["Qwen2VLForConditionalGeneration"]},
+            "architecture Qwen2VLForConditionalGeneration in config.json is not",
         ),
     ],
     "experts in int8": [

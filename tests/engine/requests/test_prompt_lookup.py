@@ -146,6 +146,26 @@ def test_drafts_change_no_token_on_any_schedule(checkpoint: Path, overlap: bool,
         assert loop.stats.slots_free == loop.stats.slots_total
 
 
+WINDOWED = ("gemma2", "gemma3", "mistral", "ministral", "phi3")
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name == "gemma2" else pytest.mark.slow) for name in WINDOWED])
+def test_drafts_change_no_token_of_models_with_windows(family: str, tmp_path: Path) -> None:
+    """The windows are shorter than the texts, so drafts cross their edges."""
+    directory = make_checkpoint(tmp_path, family, sliding_window=13)
+    rng = random.Random(1)
+    messages = [random_message(rng, f"g{place}") for place in range(4)]
+    for place, words in enumerate(((7, 7), (7, 30))):
+        sampling = wire.Sampling(max_tokens=50, seed=5, ignore_eos=True, allowed_token_ids=words)
+        messages.append(wire.Generate(f"w{place}", list(words) * 8, sampling, logprobs=2))
+    expected = outputs(build(directory, overlap=False), messages)
+    drafting = [msgspec.structs.replace(each, prompt_lookup=DRAFTS) for each in messages]
+    for schedule in ({}, {"max_total_tokens": 220, "max_batched_tokens": 40}):
+        loop = build(directory, overlap=True, **schedule)
+        assert_equal(outputs(loop, drafting, rng), expected)
+        assert 0 < loop.stats.accepted_draft_tokens < loop.stats.draft_tokens
+
+
 @pytest.mark.parametrize("overlap", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="overlapped")])
 def test_a_copied_text_takes_few_steps(checkpoint: Path, overlap: bool) -> None:
     sampling = wire.Sampling(max_tokens=60, ignore_eos=True, allowed_token_ids=(7,))

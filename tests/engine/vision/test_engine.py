@@ -185,6 +185,17 @@ def test_greedy_tokens_equal_transformers(settings: dict, checkpoint: Path, refe
     assert drawn(replies["text"]) == reference.greedy(text, [], 20)
 
 
+@pytest.mark.slow
+def test_200_greedy_tokens_equal_transformers(checkpoint: Path, reference: Reference) -> None:
+    rng, image = random.Random(16), some_image(61, 6, 10)
+    prompt = some_text(rng, 5, 9) + shown(0, image) + some_text(rng, 5, 9)
+    wanted = reference.greedy(prompt, [image], 200)
+    assert len(set(wanted)) > 5
+    sampling = wire.Sampling(max_tokens=200, min_tokens=200, temperature=0.0)
+    replies = run(build(checkpoint), wire.Generate("g", prompt, sampling, images=[image]))
+    assert drawn(replies["g"]) == wanted
+
+
 def test_prompt_logprobs_and_penalties(checkpoint: Path, reference: Reference) -> None:
     """Both read the prompt, in which an image is the token that marks its merged patches."""
     rng, image = random.Random(7), some_image(70, 4, 8)

@@ -1,0 +1,190 @@
+"""Gemma 3 of 4B and more: the text model of a checkpoint for text and images."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, PreTrainedModel, SiglipVisionConfig
+
+from engine import wire
+from engine.build import build_loop
+from engine.models.config import parse_config
+from engine.models.errors import ModelError
+from engine.models.loader import load_model
+from engine.models.rope import LinearRope, Rope
+from engine.settings import EngineSettings
+from tests.checkpoints import DEFAULTS, OVERRIDES, write_tokenizer
+from tests.engine.models.causal import causal_of
+from tests.engine.parity import some_tokens
+from tests.engine.test_loop import run, tokens_of
+from tests.engine.vision.models import some_image
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+NEWER_NAMES = (("language_model.lm_head.", "lm_head."), ("language_model.model.", "model.language_model."), ("", "model."))
+"""What names begin with in files, and as modules of releases from 4.52 on."""
+
+
+def write(directory: Path, **text: Any) -> PreTrainedModel:
+    """Write a small random model; see :func:`~tests.checkpoints.make_checkpoint`."""
+    values = DEFAULTS | OVERRIDES["gemma3"] | {"tie_word_embeddings": True} | text
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(**values).to_dict(),
+        vision_config=SiglipVisionConfig(**VISION).to_dict(),
+        mm_tokens_per_image=4,
+        image_token_index=310,
+        tie_word_embeddings=values["tie_word_embeddings"],
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = Gemma3ForConditionalGeneration(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                else:
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return model.eval()
+
+
+def rename(directory: Path) -> None:
+    """Give tensors the names of modules."""
+    path = directory / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        old, new = next((old, new) for old, new in NEWER_NAMES if name.startswith(old))
+        tensors[new + name.removeprefix(old)] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def shorten(directory: Path) -> None:
+    """Leave out keys of the text model that are defaults, as in published files."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    defaults = Gemma3TextConfig().to_dict()
+    text = {key: value for key, value in config["text_config"].items() if key == "model_type" or value != defaults.get(key, "none")}
+    for key in ("rope_parameters", "layer_types", "_sliding_window_pattern"):
+        text.pop(key, None)
+    config["text_config"] = text | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    if config.get("tie_word_embeddings"):
+        del config["tie_word_embeddings"]
+    path.write_text(json.dumps(config), encoding="utf-8")
+
+
+def own_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    decoder = load_model(directory)
+    return decoder.logits(decoder(tokens, torch.arange(len(tokens)), causal_of(decoder.config)))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+@pytest.mark.parametrize("renamed", [False, True], ids=["names of files", "names of modules"])
+@torch.inference_mode()
+def test_logits_equal_transformers(tmp_path: Path, renamed: bool, tied: bool) -> None:
+    write(tmp_path, tie_word_embeddings=tied)
+    shorten(tmp_path)
+    if renamed:
+        rename(tmp_path)
+    model = Gemma3ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = torch.randint(3, 300, (60,), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=tokens[None]).logits[0]
+    assert expected.std() > 0.3
+    torch.testing.assert_close(own_logits(tmp_path, tokens), expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
+    """And scores, in steps of few tokens."""
+    model = write(tmp_path)
+    prompt = [token for token in some_tokens(random.Random(3), 60, 60) if token != 310]
+    given = torch.tensor([prompt])
+    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(given, attention_mask=torch.ones_like(given), **options)[0, len(prompt) :].tolist()
+    loop = build_loop(EngineSettings(model=str(tmp_path), name="test", max_total_tokens=1024, max_batched_tokens=33))
+    sampling = wire.Sampling(max_tokens=60, min_tokens=60, temperature=0.0)
+    assert tokens_of(run(loop, wire.Generate("g", prompt, sampling)), "g") == expected
+    (scored,) = run(loop, wire.Score("s", prompt, [[7, 9]], wire.Labels([5, 17])))
+    row = model(torch.tensor([[*prompt, 7, 9]])).logits[0, -1].log_softmax(-1)[[5, 17]]
+    torch.testing.assert_close(torch.tensor(scored.rows[0]), row, atol=1e-5, rtol=1e-5)
+
+
+def test_images_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    loop = build_loop(EngineSettings(model=str(tmp_path), name="test", max_total_tokens=256))
+    message = wire.Generate("g", [5, 6], wire.Sampling(max_tokens=2), images=[some_image(1, 4, 4)])
+    (refused,) = run(loop, message)
+    assert isinstance(refused, wire.Failed)
+    assert refused.code == "invalid"
+    assert refused.message == "This model reads no images."
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("audio_tower.weight", "have tensor audio_tower.weight, which the model has no place for"),
+        ("language_model.model.layers.0.self_attn.extra.weight", "extra.weight, which the model has no place for"),
+    ],
+)
+def test_only_the_tower_and_the_projector_are_left_unread(tmp_path: Path, name: str, problem: str) -> None:
+    write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    assert {key.split(".")[0] for key in tensors} == {"language_model", "vision_tower", "multi_modal_projector"}
+    save_file(tensors | {name: torch.zeros(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=problem):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ({"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}, (34, 8, 4, 256, 1 / 16)),
+        (
+            {
+                "hidden_size": 3840,
+                "intermediate_size": 15360,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+            },
+            (48, 16, 8, 256, 1 / 16),
+        ),
+        (
+            {
+                "hidden_size": 5376,
+                "intermediate_size": 21504,
+                "num_hidden_layers": 62,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 16,
+                "head_dim": 128,
+                "query_pre_attn_scalar": 168,
+            },
+            (62, 32, 16, 128, 168**-0.5),
+        ),
+    ],
+    ids=["4B", "12B", "27B"],
+)
+def test_published_configurations(text: dict[str, Any], expected: tuple[int, int, int, int, float]) -> None:
+    """They name few keys of the text model."""
+    text = text | {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    top = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]}
+    vision = {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model", "patch_size": 14}
+    config = parse_config(top | {"text_config": text, "vision_config": vision, "image_token_index": 262144})
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale) == expected
+    assert (config.vocab_size, config.max_context, config.tied, config.vision) == (262208, 131072, True, None)
+    assert (config.rope, config.local_rope) == (LinearRope(1e6, 8.0), Rope(1e4))
+    assert config.windows[:6] == (1024,) * 5 + (None,)
+    assert config.eos_token_ids == (1, 106)

@@ -17,7 +17,7 @@ from engine import wire
 from engine.attention.branches import FixedBranches
 from engine.attention.select import make_attention, problem_of
 from engine.attention.triton import FixedTritonAttention
-from engine.capacity import default_slots
+from engine.capacity import default_slots, slot_bytes
 from engine.description import describe
 from engine.device.compilations import Compilations
 from engine.device.cuda_graphs import CudaCapture
@@ -162,7 +162,8 @@ def assemble(
     length = (None, None) if paired is None else (paired.model, paired.gamma)
     info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
-    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info)
+    size = slot_bytes(decoder, kept[0]) * settings.tensor_parallel
+    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info, slot_bytes=size)
     registry = make_registry(memory, decoder, settings, info)
 
     def make_loop(adapters: AdapterRegistry, structured: StructuredRequests | None, max_waiting: int, max_wait: float) -> Loop:

@@ -58,6 +58,7 @@ from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
 from gateway.pool.handover import Handover
+from gateway.pool.item_caches import ItemCaches
 from gateway.pool.names import Names
 from gateway.pool.pool import Pool
 from gateway.process.lifecycle import Lifecycle
@@ -134,6 +135,7 @@ def create_app(
         names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
         leaving=handover.begin,
     )
+    item_caches = ItemCaches(pool, telemetry)
     share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
     results = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
     scorer = Scorer(MeteredCache(results, telemetry), fan_out)
@@ -146,7 +148,8 @@ def create_app(
     stored: CatalogueStore = share.catalogues if share else catalogues_in_memory(settings, telemetry)
     catalogues = Catalogues(stored, telemetry)
     prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
-    scanner = Scanner(prompts, scoring, RetryDeadline(telemetry, settings.scan_wait_seconds))
+    patience = RetryDeadline(telemetry, settings.scan_wait_seconds)
+    scanner = Scanner(prompts, scoring, patience)
     adapters = AdapterManager(pool, share.adapters if share else MemoryLoaded(), telemetry)
     restorer = Restorer(pool, adapters, telemetry, interval=settings.probe_seconds)
     kept = Kept(responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
@@ -162,6 +165,7 @@ def create_app(
         workers.start()
         pool.start()
         restorer.start()
+        item_caches.start()
         if exporter:
             exporter.start()
         if keys:
@@ -173,6 +177,7 @@ def create_app(
         finally:
             if keys:
                 keys.stop()
+            await item_caches.stop()
             await restorer.stop()
             await pool.stop()
             await handover.stop()
@@ -190,7 +195,7 @@ def create_app(
             score_route(pool, reader, scoring, scanner),
             rerank_route(pool, reader, scoring, scanner),
             *catalogue_routes(pool, reader, catalogues, quotas),
-            warm_route(reader, prompts, scoring, fan_out),
+            warm_route(reader, prompts, scoring, fan_out, patience),
             classify_route(pool, reader, scoring),
             embeddings_route(pool, reader, scoring),
             completion_route(pool, reader, generator),

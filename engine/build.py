@@ -46,7 +46,7 @@ from engine.scheduling.drafting import LookupSettings
 from engine.scheduling.scheduler import Budget, Scheduler
 from engine.scheduling.structured_requests import StructuredRequests
 from engine.settings import CPU_BATCHED_TOKENS, CPU_DRAFT_ROWS, GPU_BATCHED_TOKENS, GPU_DRAFT_ROWS, EngineSettings
-from engine.startup.capacity import default_slots
+from engine.startup.capacity import default_slots, slot_bytes
 from engine.startup.description import describe
 from engine.startup.warm_up import warm_up
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
@@ -162,7 +162,8 @@ def assemble(
     length = (None, None) if paired is None else (paired.model, paired.gamma)
     info = describe(config, settings, slots, digest, *length, grammar=vocabulary is not None)
     arithmetic = arithmetic_of(decoder.embed.weight.dtype, settings.quantize, settings.kv_dtype)
-    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info)
+    size = slot_bytes(decoder, kept[0]) * settings.tensor_parallel
+    info = msgspec.structs.replace(info, arithmetic=arithmetic, attention=description, vision=vision.info, slot_bytes=size)
     registry = make_registry(memory, decoder, settings, info)
 
     def make_loop(adapters: AdapterRegistry, structured: StructuredRequests | None, max_waiting: int, max_wait: float) -> Loop:

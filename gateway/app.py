@@ -55,6 +55,7 @@ from gateway.pool.discovery.create import discover
 from gateway.pool.dispatch import Dispatcher
 from gateway.pool.fanout import FanOut
 from gateway.pool.handover import Handover
+from gateway.pool.item_caches import ItemCaches
 from gateway.pool.names import Names
 from gateway.pool.pool import Pool
 from gateway.process.lifecycle import Lifecycle
@@ -129,6 +130,7 @@ def create_app(
         names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
         leaving=handover.begin,
     )
+    item_caches = ItemCaches(pool, telemetry)
     results = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
     scorer = Scorer(MeteredCache(results, telemetry), fan_out)
     streams = Streams(settings.keepalive_seconds)
@@ -138,7 +140,8 @@ def create_app(
     stored: CatalogueStore = share.catalogues if share else catalogues_in_memory(settings, telemetry)
     catalogues = Catalogues(stored, telemetry)
     prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
-    scanner = Scanner(prompts, scoring, RetryDeadline(telemetry, settings.scan_wait_seconds))
+    retries = RetryDeadline(telemetry, settings.scan_wait_seconds)
+    scanner = Scanner(prompts, scoring, retries)
     adapters = AdapterManager(pool, share.adapters if share else MemoryLoaded(), telemetry)
     kept = Kept(responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
     keys = key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
@@ -151,6 +154,7 @@ def create_app(
         workers=workers,
         pool=pool,
         restorer=Restorer(pool, adapters, telemetry, interval=settings.probe_seconds),
+        item_caches=item_caches,
         handover=handover,
         connections=connections,
         keys=keys,
@@ -164,7 +168,7 @@ def create_app(
             score_route(pool, reader, scoring, scanner),
             rerank_route(pool, reader, scoring, scanner),
             *catalogue_routes(pool, reader, catalogues, quotas),
-            warm_route(reader, prompts, scoring, fan_out),
+            warm_route(reader, prompts, scoring, fan_out, retries),
             classify_route(pool, reader, scoring),
             embeddings_route(pool, reader, scoring),
             completion_route(pool, reader, generator),

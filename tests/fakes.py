@@ -95,6 +95,8 @@ class Faults:
     """The answer is no msgpack."""
     seconds_per_token: float = 0.0
     """Seconds of work for each token that is not in the prefix cache, where the engine has one."""
+    seconds_per_item: float = 0.0
+    """Seconds of work for each branch of a score. The scores of an engine work one after the other, as on one device."""
     probe_delay: float = 0.0
     """Seconds before the answer to a probe."""
     tokenizer_hangs: bool = False
@@ -138,6 +140,9 @@ class FakeEngine:
     generates: list[wire.Generate] = field(default_factory=list)
     values: list[wire.Score] = field(default_factory=list)
     """Requests for length values; `scores` has the others."""
+    stats: wire.Stats | None = None
+    device: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the score that works, if `seconds_per_item` is set."""
     left: list[str] = field(default_factory=list)
     """Requests whose caller closed the connection before their end."""
     running: set[str] = field(default_factory=set)
@@ -217,6 +222,8 @@ class _Call:
             await self._reply(200 if self.engine.ready else 503, b"", (wire.MODEL_HEADER.encode(), self.engine.model.encode()))
         elif path == "/info":
             await self._reply(200, wire.encode(self.engine.info()))
+        elif path == "/stats" and self.engine.stats is not None:
+            await self._reply(200, wire.encode(self.engine.stats))
         elif path == "/tokenizer":
             while self.engine.faults.tokenizer_hangs:  # noqa: ASYNC110  as above
                 await asyncio.sleep(0.01)
@@ -315,6 +322,9 @@ class _Call:
         if await self._behaves(request):
             before = seasoned(request.prefix, request.adapter)
             classes = next((len(each.classes) for each in self.engine.adapters.values() if each.digest == request.adapter), 0)
+            if seconds := self.engine.faults.seconds_per_item * len(request.branches):
+                async with self.engine.device:
+                    await asyncio.sleep(seconds)
             rows = [_row(self.engine, before, branch, request.readout, classes) for branch in request.branches]
             cached = [await self._cached(request.caller, prefix) for prefix in prefixes]
             whole = sum(found == len(prefix) for found, prefix in zip(cached, prefixes, strict=True))

@@ -69,6 +69,7 @@ class Counters:
             slots_free=scheduler.pool.available,
             slots_cached=scheduler.cache.evictable,
             slots_items=scheduler.cache.item_tokens,
+            item_bytes=scheduler.cache.item_tokens * info.slot_bytes,
             slots_pinned=scheduler.cache.pins.tokens,
             slots_reserved=scheduler.reserved_slots,
             unpinned_items=self.unpinned_items,

@@ -20,6 +20,7 @@ GAUGES = {
     "yardstick_engine_attention_fallback": ("1 if `auto` could not choose the fastest attention backend.", "attention_fallback"),
     "yardstick_engine_slots_cached": ("Slots that only the prefix cache holds.", "slots_cached"),
     "yardstick_engine_slots_items": ("Slots of items that came first, in the prefix cache.", "slots_items"),
+    "yardstick_engine_item_bytes": ("Bytes of keys and values of these items.", "item_bytes"),
     "yardstick_engine_slots_pinned": ("Slots of pinned items.", "slots_pinned"),
     "yardstick_engine_slots_reserved": ("Slots that items leave to generations and queries.", "slots_reserved"),
     "yardstick_engine_adapters": ("LoRA adapters that requests may name.", "adapters"),

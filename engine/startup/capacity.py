@@ -19,11 +19,14 @@ def default_slots(decoders: Sequence[Decoder], kept: Sequence[torch.dtype], proc
     those of each in its dtype of ``kept``. On a CPU all processes share one memory; on GPUs each has its own.
     """
     weight = decoders[0].embed.weight
-    slot_bytes = 0
-    for decoder, dtype in zip(decoders, kept, strict=True):
-        config = decoder.config
-        slot_bytes += 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    size = sum(map(slot_bytes, decoders, kept))
     if weight.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(weight.device)
-        return max(1024, int(free * GPU_MEMORY_SHARE) // slot_bytes)
-    return max(1024, min(MAX_SLOTS, int(cgroup.available_memory() * MEMORY_SHARE) // (processes * slot_bytes)))
+        return max(1024, int(free * GPU_MEMORY_SHARE) // size)
+    return max(1024, min(MAX_SLOTS, int(cgroup.available_memory() * MEMORY_SHARE) // (processes * size)))
+
+
+def slot_bytes(decoder: Decoder, kept: torch.dtype) -> int:
+    """Return the bytes of keys and values of one token in this process."""
+    config = decoder.config
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kept.itemsize

@@ -66,6 +66,8 @@ class Info(msgspec.Struct, tag="info", frozen=True):
     """None from an engine that does not say."""
     vision: VisionInfo | None = None
     """None where the model reads no images."""
+    slot_bytes: int = 0
+    """Bytes of keys and values of one token; 0 from an engine that does not say."""
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -82,6 +84,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     cached_tokens: int
     slots_items: int = 0
     """Held by items of :class:`ScoreItems` in the prefix cache, in use or not."""
+    item_bytes: int = 0
+    """Bytes of keys and values of these items."""
     slots_pinned: int = 0
     """Tokens of pinned items."""
     slots_reserved: int = 0

@@ -1,6 +1,6 @@
 """Local copies of items that are stored in Redis, so that a hot request reads one version and no items.
 
-A copy of a record is valid as of the version that its catalogue is known to have: nothing that a later version has changed is kept.
+A copy of a record is valid as of the *mark* that its catalogue is known to have: nothing that a later change has touched is kept.
 """
 
 from __future__ import annotations
@@ -8,11 +8,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from gateway.catalogues.freeing import Waste
 from gateway.catalogues.store import ITEM_BYTES, Spec, without_expired
 
 MOST_CATALOGUES = 10_000
 """Most catalogues of which anything is known."""
+
+
+class Mark(NamedTuple):
+    """A version of a catalogue in one history of it."""
+
+    version: int
+    stamp: str
+    """Random; another history that reaches the same version has another one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,12 +30,13 @@ class Copy:
     """One catalogue as the gateway knows it."""
 
     epoch: str
-    version: int
+    mark: Mark
     spec: Spec | None = None
-    records: dict[str, bytes] = field(default_factory=dict)
+    records: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
+    """In the order of reading. A plain dict would take ever longer to find its first entry while entries leave at the front."""
     bytes: int = 0
     dropped: bool = False
-    """Whether a request that began earlier still holds this object, but nothing else does."""
+    """Whether nothing but one request, or some that began earlier, holds this object."""
 
 
 class Copies:
@@ -35,6 +46,7 @@ class Copies:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._of: OrderedDict[tuple[str, str], Copy] = OrderedDict()
+        self._waste = Waste()
         self.bytes = 0
         """Bytes of all copies."""
 
@@ -42,21 +54,25 @@ class Copies:
         """Return what is known of a catalogue."""
         return self._of.get((owner, name))
 
-    def follow(self, owner: str, name: str, epoch: str, version: int, changed: Sequence[str] | None) -> Copy:
-        """Bring the copies to ``version``. ``changed``: ids that have changed since the version that was known when Redis was
-        asked, or None if all may have."""
+    def follow(self, owner: str, name: str, asked: Mark, epoch: str, mark: Mark, changed: Sequence[str] | None) -> Copy | None:
+        """Bring the copies to ``mark``, which may be earlier than theirs: Redis may have lost changes.
+
+        ``asked``: the copies' mark when Redis was asked; ``changed``: ids that have changed since, or None if all may have. Return
+        None if another request has moved the copies elsewhere meanwhile, so that this answer is about other copies; ask again then.
+        """
         place = (owner, name)
         copy = self._of.get(place)
         if copy is None or copy.epoch != epoch:
             self.forget(owner, name)
-            copy = self._of[place] = Copy(epoch, version)
-        elif version > copy.version:
-            # Another request may have moved the copy on meanwhile; then this list holds more than it has to.
+            copy = self._of[place] = Copy(epoch, mark)
+        elif copy.mark != mark:
+            if copy.mark != asked:
+                return None
             if changed is None:
                 self._clear(copy)
             for id in changed or ():
                 self._drop(copy, id)
-            copy.version = version
+            copy.mark = mark
         self._of.move_to_end(place)
         while len(self._of) > MOST_CATALOGUES:
             self.forget(*next(iter(self._of)))
@@ -67,10 +83,10 @@ class Copies:
         records = [*map(copy.records.get, ids)]
         return records if copy.spec is not None and copy.spec.ttl_seconds is None else without_expired(records, now)
 
-    def keep(self, copy: Copy, version: int, records: Mapping[str, bytes]) -> None:
-        """Keep copies of records that were read at ``version``. If the copies are of a later one already, these may be out of
-        date, and are not kept."""
-        if version < copy.version or copy.dropped:
+    def keep(self, copy: Copy, mark: Mark, records: Mapping[str, bytes]) -> None:
+        """Keep copies of records that were read from a catalogue that has, or had, ``mark``. If the copies have moved on since,
+        these records may be out of date, and are not kept."""
+        if mark != copy.mark or copy.dropped:
             return
         for id, record in records.items():
             self._drop(copy, id)
@@ -86,18 +102,21 @@ class Copies:
             copy.dropped = True
 
     def _make_room(self, kept: Copy) -> None:
-        while self.bytes > self._most_bytes:
-            oldest = next((copy for copy in self._of.values() if copy.records), kept)
-            if not oldest.records:
+        if self.bytes <= self._most_bytes:
+            return
+        for oldest in [copy for copy in self._of.values() if copy.records and copy is not kept]:
+            self._clear(oldest)
+            if self.bytes <= self._most_bytes:
                 return
-            if oldest is kept:
-                self._drop(kept, next(iter(kept.records)))
-            else:
-                self._clear(oldest)
+        while self.bytes > self._most_bytes and kept.records:
+            id, record = kept.records.popitem(last=False)
+            self._grow(kept, -_size(id, record))
 
     def _clear(self, copy: Copy) -> None:
         self._grow(copy, -copy.bytes)
-        copy.records = {}
+        if copy.records:
+            self._waste.add(copy.records)
+            copy.records = OrderedDict()
 
     def _drop(self, copy: Copy, id: str) -> None:
         record = copy.records.pop(id, None)

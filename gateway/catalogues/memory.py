@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
-import itertools
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
+from gateway.catalogues.freeing import Waste
+from gateway.catalogues.order import ChangeOrder
 from gateway.catalogues.record import digest_of, expiry_of, tokens_of, with_expiry
 from gateway.catalogues.store import (
     CATALOGUE_BYTES,
@@ -20,8 +20,10 @@ from gateway.catalogues.store import (
     Found,
     Full,
     Missing,
+    Page,
     Spec,
     State,
+    WarmUp,
     Written,
     check_size,
     lives,
@@ -29,8 +31,8 @@ from gateway.catalogues.store import (
 )
 from gateway.configuration.bounds import CatalogueBounds
 
-FREED_AT_ONCE = 5000
-"""Items that are freed before other requests run, in about a millisecond."""
+EXAMINED_AT_ONCE = 2000
+"""Items that a page passes over before other requests run, in about a millisecond."""
 
 
 class _Entry(NamedTuple):
@@ -45,10 +47,12 @@ class _Catalogue:
         self.spec = spec
         self.epoch = secrets.token_hex(8)
         self.version = version
-        self.items: OrderedDict[str, _Entry] = OrderedDict()  # in order of change, which is that of expiry
+        self.items: dict[str, _Entry] = {}
+        self.order = ChangeOrder()  # it is the order of expiry too
         self.bytes = CATALOGUE_BYTES
         self.tokens = 0
         self.warmed: int | None = None
+        self.warm_up: WarmUp | None = None
 
 
 class MemoryCatalogues:
@@ -59,6 +63,7 @@ class MemoryCatalogues:
         self._clock = clock
         self._owners: dict[str, dict[str, _Catalogue]] = {}
         self._bytes: dict[str, int] = {}
+        self._waste = Waste()
         self.bytes = 0
         """Bytes of all catalogues."""
 
@@ -94,6 +99,7 @@ class MemoryCatalogues:
             bytes=catalogue.bytes,
             tokens=catalogue.tokens,
             warmed=catalogue.warmed,
+            warm_up=catalogue.warm_up,
         )
 
     async def names(self, owner: str) -> list[str]:
@@ -118,6 +124,7 @@ class MemoryCatalogues:
             changed += known is not None and not same
             catalogue.version += 1
             catalogue.items[id] = _Entry(with_expiry(record, expires), catalogue.version)
+            catalogue.order.add(catalogue.version, id)
             catalogue.tokens += tokens_of(record)
             self._count(owner, catalogue, _size(id, record))
         return Written(added, changed, len(items) - added - changed, catalogue.version)
@@ -133,21 +140,32 @@ class MemoryCatalogues:
 
     async def pages(self, owner: str, name: str, epoch: str) -> AsyncIterator[list[tuple[str, bytes]]]:
         """See :class:`CatalogueStore`."""
-        catalogue = self._find(owner, name, epoch)
-        ids = list(catalogue.items)
-        for begin in range(0, len(ids), PAGE_ITEMS):
-            catalogue, now = self._find(owner, name, epoch), int(self._clock() * 1000)
-            found = ((id, catalogue.items.get(id)) for id in ids[begin : begin + PAGE_ITEMS])
-            yield [(id, entry.record) for id, entry in found if entry is not None and lives(entry.record, now)]
+        after: int | None = 0
+        while after is not None:
+            page = await self._page(owner, name, after, PAGE_ITEMS, epoch)
+            if page.items:
+                yield page.items
+            after = page.next
 
-    async def page(self, owner: str, name: str, after: int, count: int) -> list[tuple[str, int, bytes]]:
+    async def page(self, owner: str, name: str, after: int, count: int) -> Page:
         """See :class:`CatalogueStore`."""
-        catalogue, now = self._find(owner, name), int(self._clock() * 1000)
-        ids = list(catalogue.items)
-        begin = bisect.bisect_right(ids, after, key=lambda id: catalogue.items[id].version)
-        found = ((id, catalogue.items[id]) for id in itertools.islice(ids, begin, None))
-        live = ((id, entry.version, entry.record) for id, entry in found if lives(entry.record, now))
-        return list(itertools.islice(live, count))
+        return await self._page(owner, name, after, count)
+
+    async def _page(self, owner: str, name: str, after: int, count: int, epoch: str | None = None) -> Page:
+        found: list[tuple[str, bytes]] = []
+        while True:
+            catalogue, now = self._find(owner, name, epoch), int(self._clock() * 1000)
+            few = list(islice(catalogue.order.after(after), EXAMINED_AT_ONCE))
+            for version, id in few:
+                record = catalogue.items[id].record
+                if lives(record, now):
+                    found.append((id, record))
+                if len(found) == count:
+                    return Page(found, version)
+            if len(few) < EXAMINED_AT_ONCE:
+                return Page(found, None)
+            after = few[-1][0]
+            await asyncio.sleep(0)
 
     async def remove(self, owner: str, name: str, ids: Sequence[str]) -> int:
         """See :class:`CatalogueStore`."""
@@ -166,14 +184,13 @@ class MemoryCatalogues:
         self._grow(owner, -catalogue.bytes)
         if not self._owners[owner]:
             del self._owners[owner], self._bytes[owner]
-        while catalogue.items:  # freeing many at once would block the event loop
-            for _ in range(min(FREED_AT_ONCE, len(catalogue.items))):
-                catalogue.items.popitem()
-            await asyncio.sleep(0)
+        self._waste.add(catalogue.items, *catalogue.order.clear())
 
-    async def warmed(self, owner: str, name: str, epoch: str, version: int) -> None:
+    async def note_warm_up(self, owner: str, name: str, epoch: str, warm_up: WarmUp, warmed: int | None = None) -> None:
         """See :class:`CatalogueStore`."""
-        self._find(owner, name, epoch).warmed = version
+        catalogue = self._find(owner, name, epoch)
+        catalogue.warm_up = warm_up
+        catalogue.warmed = catalogue.warmed if warmed is None else warmed
 
     def _find(self, owner: str, name: str, epoch: str | None = None) -> _Catalogue:
         catalogue = self._owners.get(owner, {}).get(name)
@@ -185,14 +202,15 @@ class MemoryCatalogues:
         """Remove expired items."""
         now = int(self._clock() * 1000)
         for _ in range(PURGED_AT_ONCE):
-            oldest = next(iter(catalogue.items.items()), None)
-            if oldest is None or lives(oldest[1].record, now):
+            oldest = catalogue.order.oldest
+            if oldest is None or lives(catalogue.items[oldest].record, now):
                 return
-            self._drop(owner, catalogue, oldest[0])
+            self._drop(owner, catalogue, oldest)
             catalogue.version += 1
 
     def _drop(self, owner: str, catalogue: _Catalogue, id: str) -> None:
-        record = catalogue.items.pop(id).record
+        record, version = catalogue.items.pop(id)
+        catalogue.order.remove(version)
         catalogue.tokens -= tokens_of(record)
         self._count(owner, catalogue, -_size(id, record))
 

@@ -68,3 +68,8 @@ def tokens_of(record: bytes) -> int:
     """Return the number of token ids."""
     count: int = _HEADER.unpack_from(record)[2]
     return count
+
+
+def tail_bytes(record: bytes) -> int:
+    """Return the length of the tail."""
+    return len(record) - _HEADER.size - ID_BYTES * tokens_of(record)

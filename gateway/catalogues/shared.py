@@ -5,16 +5,22 @@ atomically:
 
 ======================  ============================================================================================
 ``of:OWNER``            hash: epoch of each catalogue, by name
-``at:OWNER:EPOCH:meta`` hash: spec, version, floor, items, bytes, tokens, warmed
+``at:OWNER:EPOCH:meta`` hash: spec, version, stamp, floor, items, bytes, tokens, warmed, warm_up
 ``at:OWNER:EPOCH:items`` hash: record of each item, by id
 ``at:OWNER:EPOCH:log``  sorted set of ids, scored by the version of their last change
+``at:OWNER:EPOCH:gone`` sorted set of the ids that were removed last, scored by the version of the removal
 ``at:OWNER:EPOCH:ends`` sorted set of ids that expire, scored by expiry time in milliseconds
+``at:OWNER:EPOCH:stamps`` list: version and stamp of the last calls that changed items
 ``sizes``               hash: bytes of each owner's catalogues
 ``totals``              hash: catalogues, items and bytes of all owners
 ======================  ============================================================================================
 
-Gateways keep local copies of records (``copies.py``). The log tells them which copies an update has made invalid. A removal leaves
-no entry in the log; it raises the floor, and copies of versions below the floor are all invalid.
+Gateways keep local copies of records (``copies.py``). Log and removed ids tell them which copies an update has made invalid. The
+floor is the version of the last removal that is not kept; copies of versions below it are all invalid.
+
+A version alone does not tell two histories apart: when a replica that lags takes over, or the end of the append-only file is lost,
+Redis has an earlier version of a catalogue, and later changes reach the same numbers again. So each call that changes items signs
+the version that it reaches with a random stamp. A copy is of use only if Redis has its version with its stamp, now or in the past.
 """
 
 from __future__ import annotations
@@ -27,9 +33,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.catalogues.copies import Copies
+from gateway.catalogues.copies import Copies, Copy, Mark
 from gateway.catalogues.record import tokens_of, with_expiry
-from gateway.catalogues.scripts import CHECK, CREATE, DELETE, PAGE, PUT, READ, REMOVE, STATE
+from gateway.catalogues.scripts import CHECK, CREATE, DELETE, PAGE, PUT, READ, REMOVE, STATE, WARM_UP
 from gateway.catalogues.store import (
     CATALOGUE_BYTES,
     ITEM_BYTES,
@@ -38,9 +44,11 @@ from gateway.catalogues.store import (
     Found,
     Full,
     Missing,
+    Page,
     Spec,
     State,
     Unavailable,
+    WarmUp,
     Written,
     check_size,
     lives,
@@ -58,12 +66,16 @@ WRITTEN_AT_ONCE = 200
 READ_AT_ONCE = 500
 READ_BYTES = 2 << 20
 """Most items of one call that reads them, and bytes after which it reads no more."""
-MOST_CHANGES = 1000
-"""Changes for which a gateway asks; after more, it drops all its copies of the catalogue."""
+MOST_CHECKS = 3
+"""Looks at a catalogue's version while other requests move the copies on; after as many, a request reads without copies."""
+
+STAMP_BYTES = 6
+"""Random bytes of a stamp."""
 
 T = TypeVar("T")
 
 _spec_decoder = msgspec.msgpack.Decoder(Spec)
+_warm_up_decoder = msgspec.msgpack.Decoder(WarmUp)
 
 
 class RedisCatalogues:
@@ -95,7 +107,7 @@ class RedisCatalogues:
 
     async def state(self, owner: str, name: str) -> State:
         """See :class:`CatalogueStore`."""
-        epoch, spec, version, items, size, tokens, warmed = await self._call(
+        epoch, spec, version, items, size, tokens, warmed, warm_up = await self._call(
             STATE, owner, name, self._now(), PURGED_AT_ONCE, ITEM_BYTES
         )
         return State(
@@ -107,6 +119,7 @@ class RedisCatalogues:
             bytes=int(size),
             tokens=int(tokens),
             warmed=None if warmed is None else int(warmed),
+            warm_up=None if warm_up is None else _warm_up_decoder.decode(warm_up),
         )
 
     async def names(self, owner: str) -> list[str]:
@@ -128,45 +141,44 @@ class RedisCatalogues:
 
     async def find(self, owner: str, name: str, ids: Sequence[str]) -> Found:
         """See :class:`CatalogueStore`."""
-        known = self._copies.known(owner, name)
-        epoch, version = ("", -1) if known is None else (known.epoch, known.version)
-        answer = await self._call(CHECK, owner, name, epoch, version, MOST_CHANGES)
-        epoch, version = answer[0].decode(), int(answer[1])
-        copy = self._copies.follow(owner, name, epoch, version, None if answer[2] is None else [id.decode() for id in answer[2]])
+        copy = await self._current(owner, name)
         if copy.spec is None:
-            packed = await self._ask(lambda: self._link.client.execute_command("HGET", self._name(owner, epoch, "meta"), "spec"))
+            meta = self._name(owner, copy.epoch, "meta")
+            packed = await self._ask(lambda: self._link.client.execute_command("HGET", meta, "spec"))
             if packed is None:
                 raise Missing
             copy.spec = _spec_decoder.decode(packed)
-        self._telemetry.catalogues.totals(*map(int, answer[3:6]))
         now = self._now()
         records = self._copies.get(copy, ids, now)
         missing = [id for id, record in zip(ids, records, strict=True) if record is None]
         self._telemetry.catalogues.items_found(len(ids) - len(missing), len(missing))
         if missing:
-            read = await self._read(owner, epoch, copy, list(dict.fromkeys(missing)), now)
+            read = await self._read(owner, copy, list(dict.fromkeys(missing)), now)
             records = [record or read.get(id) for id, record in zip(ids, records, strict=True)]
         check_size(records)
-        return Found(copy.spec, epoch, version, records)
+        return Found(copy.spec, copy.epoch, copy.mark.version, records)
 
     async def pages(self, owner: str, name: str, epoch: str) -> AsyncIterator[list[tuple[str, bytes]]]:
         """See :class:`CatalogueStore`."""
-        after = 0
-        while page := await self.page(owner, name, after, PAGE_ITEMS, epoch=epoch):
-            yield [(id, record) for id, _, record in page]
-            after = page[-1][1]
+        after: int | None = 0
+        while after is not None:
+            page = await self.page(owner, name, after, PAGE_ITEMS, epoch=epoch)
+            if page.items:
+                yield page.items
+            after = page.next
 
-    async def page(self, owner: str, name: str, after: int, count: int, *, epoch: str = "") -> list[tuple[str, int, bytes]]:
+    async def page(self, owner: str, name: str, after: int, count: int, *, epoch: str = "") -> Page:
         """See :class:`CatalogueStore`. ``epoch``: that the catalogue must have, if not empty."""
-        found: list[tuple[str, int, bytes]] = []
-        while not found:
+        while True:
             ids, versions, records = await self._call(PAGE, owner, name, epoch, READ_BYTES, after, count)
-            if not ids:
-                return []
-            after, now = int(versions[len(records) - 1]), self._now()
-            read = zip(ids, versions, records, strict=False)
-            found = [(id.decode(), int(version), record) for id, version, record in read if record and lives(record, now)]
-        return found
+            if records:
+                after = int(versions[len(records) - 1])
+            now = self._now()
+            found = [(id.decode(), each) for id, each in zip(ids, records, strict=False) if each and lives(each, now)]
+            if len(records) == len(ids) < count:
+                return Page(found, None)
+            if found:
+                return Page(found, after)
 
     async def remove(self, owner: str, name: str, ids: Sequence[str]) -> int:
         """See :class:`CatalogueStore`."""
@@ -181,22 +193,36 @@ class RedisCatalogues:
         await self._call(DELETE, owner, name)
         self._copies.forget(owner, name)
 
-    async def warmed(self, owner: str, name: str, epoch: str, version: int) -> None:
+    async def note_warm_up(self, owner: str, name: str, epoch: str, warm_up: WarmUp, warmed: int | None = None) -> None:
         """See :class:`CatalogueStore`."""
-        meta = self._name(owner, epoch, "meta")
-        await self.state(owner, name)
-        await self._ask(lambda: self._link.client.execute_command("HSET", meta, "warmed", version))
+        await self._call(WARM_UP, owner, name, epoch, msgspec.msgpack.encode(warm_up), "" if warmed is None else warmed)
 
-    async def _read(self, owner: str, epoch: str, copy: Any, ids: list[str], now: int) -> dict[str, bytes]:
+    async def _current(self, owner: str, name: str) -> Copy:
+        """Return copies that are valid as of now."""
+        epoch, mark = "", Mark(-1, "")
+        for _ in range(MOST_CHECKS):
+            known = self._copies.known(owner, name)
+            asked = Mark(-1, "") if known is None else known.mark
+            answer = await self._call(CHECK, owner, name, "" if known is None else known.epoch, *asked)
+            epoch, mark = answer[0].decode(), Mark(int(answer[1]), answer[2].decode())
+            changed = None if answer[3] is None else [id.decode() for id in answer[3]]
+            self._telemetry.catalogues.totals(*map(int, answer[4:7]))
+            copy = self._copies.follow(owner, name, asked, epoch, mark, changed)
+            if copy is not None:
+                return copy
+        return Copy(epoch, mark, dropped=True)
+
+    async def _read(self, owner: str, copy: Copy, ids: list[str], now: int) -> dict[str, bytes]:
         """Return the live records of ``ids``, and keep copies of them."""
         read: dict[str, bytes] = {}
         begin = 0
         while begin < len(ids):
-            few = ids[begin : begin + READ_AT_ONCE]
-            version, records = await self._call(READ, owner, "", epoch, READ_BYTES, *few)
+            few, mark = ids[begin : begin + READ_AT_ONCE], copy.mark
+            same, records = await self._call(READ, owner, "", copy.epoch, READ_BYTES, *mark, *few)
             begin += len(records)
             found = {id: record for id, record in zip(few, records, strict=False) if record is not None and lives(record, now)}
-            self._copies.keep(copy, int(version), found)
+            if same:
+                self._copies.keep(copy, mark, found)
             read |= found
             check_size(read.values())
         return read
@@ -204,7 +230,8 @@ class RedisCatalogues:
     async def _call(self, script: Any, owner: str, name: str, *arguments: Any) -> Any:
         """Run a script. Raises :class:`Missing`, :class:`Unavailable`."""
         keys = [f"{self._prefix}{each}" for each in (f"of:{owner}", "sizes", "totals")]
-        answer = await self._ask(lambda: script(self._link.client, keys, [self._prefix, owner, name, *arguments]))
+        given = [self._prefix, owner, name, secrets.token_urlsafe(STAMP_BYTES), *arguments]
+        answer = await self._ask(lambda: script(self._link.client, keys, given))
         if answer is None:
             raise Missing
         return answer

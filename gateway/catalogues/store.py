@@ -8,7 +8,7 @@ the same name.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -41,6 +41,21 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the model's preset that template, labels and the formula of a rank come from; empty for a catalogue with its own."""
 
 
+class WarmUp(msgspec.Struct, frozen=True, kw_only=True):
+    """A warm-up of a catalogue, as far as it has come."""
+
+    model: str
+    state: Literal["running", "done", "stopped"]
+    """A warm-up whose gateway was killed stays ``running``, with an old time."""
+    items: int
+    total: int
+    cached_items: int
+    computed_tokens: int
+    pinned_items: int
+    updated: int
+    """Time of this report, in seconds since 1970."""
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """A catalogue without its items."""
 
@@ -53,6 +68,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     warmed: int | None
     """Version that was warmed."""
+    warm_up: WarmUp | None = None
+    """The last warm-up."""
 
 
 class Found(NamedTuple):
@@ -63,6 +80,15 @@ class Found(NamedTuple):
     version: int
     records: list[bytes | None]
     """None for an id without an item."""
+
+
+class Page(NamedTuple):
+    """Some items of a catalogue, in the order of their last change."""
+
+    items: list[tuple[str, bytes]]
+    """Ids and records. There may be fewer than asked for, also where more follow."""
+    next: int | None
+    """Version after which the next page begins; None at the end."""
 
 
 class Written(NamedTuple):
@@ -127,12 +153,12 @@ class CatalogueStore(Protocol):
         ...
 
     def pages(self, owner: str, name: str, epoch: str) -> AsyncIterator[list[tuple[str, bytes]]]:
-        """Yield all items in pages. Each item that is there all the time comes at least once; one that changes meanwhile may come
-        again."""
+        """Yield all items in pages of :data:`PAGE_ITEMS` at most. Each item that is there all the time comes at least once; one
+        that changes meanwhile may come again."""
         ...
 
-    async def page(self, owner: str, name: str, after: int, count: int) -> list[tuple[str, int, bytes]]:
-        """Return id, version and record of the first ``count`` items that changed after version ``after``, in order of change."""
+    async def page(self, owner: str, name: str, after: int, count: int) -> Page:
+        """Return up to ``count`` of the first items that changed after version ``after``; at least one if there are any."""
         ...
 
     async def remove(self, owner: str, name: str, ids: Sequence[str]) -> int:
@@ -143,8 +169,8 @@ class CatalogueStore(Protocol):
         """Remove a catalogue and its items."""
         ...
 
-    async def warmed(self, owner: str, name: str, epoch: str, version: int) -> None:
-        """Note that all items of ``version`` were warmed."""
+    async def note_warm_up(self, owner: str, name: str, epoch: str, warm_up: WarmUp, warmed: int | None = None) -> None:
+        """Note how far a warm-up has come, and with ``warmed`` the version of which all items were warmed."""
         ...
 
 

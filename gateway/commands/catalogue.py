@@ -23,6 +23,7 @@ from gateway.errors import ErrorBody
 from gateway.schemas.catalogue import CatalogueItem, RegisteredItems, WarmProgress
 
 MAX_REQUEST_BYTES = 4 << 20
+_AGAIN = "the same command continues it."
 
 
 @dataclass(frozen=True)
@@ -201,28 +202,40 @@ def delete(access: Access, catalogue: str) -> None:
     print(f"{catalogue} is deleted", file=sys.stderr)
 
 
-def warm(access: Access, catalogue: str, pin_seconds: float | None = None) -> None:
-    """Warm a catalogue, with progress on standard error. ``pin_seconds``: time for which engines keep the items. Raises
-    :class:`CommandError`."""
-    asked = {"stream": True} | ({} if pin_seconds is None else {"pin_seconds": pin_seconds})
+def warm(access: Access, catalogue: str, pin_seconds: float | None = None, model: str | None = None) -> None:
+    """Warm a catalogue, with progress on standard error. ``pin_seconds``: time for which engines keep the items. ``model``: an
+    adapter, if not the catalogue's model. Raises :class:`CommandError`."""
+    given = {"stream": True, "pin_seconds": pin_seconds, "model": model}
+    asked = {name: value for name, value in given.items() if value is not None}
+    done: WarmProgress | None = None
     with Report("Warming", 1) as report, _client(access) as client:
-        done = None
-        with client.stream("POST", f"{_path(catalogue)}/warm", json=asked) as response:
-            if not response.is_success:
-                response.read()
-                raise CommandError(_refusal(response))
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = line.removeprefix("data: ")
-                if '"error"' in event[:10]:
-                    raise CommandError(f"the warm-up broke off: {msgspec.json.decode(event, type=ErrorBody).error.message}")
-                done = msgspec.json.decode(event, type=WarmProgress)
-                report.progress(done.items, done.total)
+        try:
+            with client.stream("POST", f"{_path(catalogue)}/warm", json=asked) as response:
+                if not response.is_success:
+                    response.read()
+                    raise CommandError(_refusal(response))
+                for done in _progress(response):
+                    report.progress(done.items, done.total)
+        except httpx.RequestError as error:
+            if done is None:
+                raise _unanswered(access, error) from None
+            raise CommandError(f"the connection broke off ({_named(error)}) after {done.items} items; {_AGAIN}") from None
     if done is None or not done.done:
-        raise CommandError("the warm-up broke off; the same command continues it")
+        raise CommandError(f"the warm-up broke off; {_AGAIN}")
     pinned = f"; {done.pinned_items} are pinned" if pin_seconds else ""
     print(f"{catalogue}: {done.items} items are warm, {done.cached_items} of them were before{pinned}", file=sys.stderr)
+
+
+def _progress(response: httpx.Response) -> Iterator[WarmProgress]:
+    """Yield the events of a warm-up. Raises :class:`CommandError` for an error among them."""
+    for line in response.iter_lines():
+        event = line.removeprefix("data: ")
+        if not event.startswith("{"):
+            continue
+        if '"error"' in event[:10]:
+            message = msgspec.json.decode(event, type=ErrorBody).error.message
+            raise CommandError(f"the warm-up broke off: {message} {_AGAIN.capitalize()}")
+        yield msgspec.json.decode(event, type=WarmProgress)
 
 
 def _plain(access: Access, method: str, path: str) -> bytes:
@@ -230,10 +243,18 @@ def _plain(access: Access, method: str, path: str) -> bytes:
         try:
             response = client.request(method, path)
         except httpx.RequestError as error:
-            raise CommandError(f"no answer from {access.url} ({error or type(error).__name__}); check --url") from None
+            raise _unanswered(access, error) from None
     if not response.is_success:
         raise CommandError(_refusal(response))
     return response.content
+
+
+def _unanswered(access: Access, error: httpx.RequestError) -> CommandError:
+    return CommandError(f"no answer from {access.url} ({_named(error)}); check --url")
+
+
+def _named(error: httpx.RequestError) -> str:
+    return str(error) or type(error).__name__
 
 
 def _client(access: Access) -> httpx.Client:

@@ -15,6 +15,7 @@ from gateway.composition.share import Share
 from gateway.metrics.telemetry import Telemetry
 from gateway.pool.client import Connections
 from gateway.pool.handover import Handover
+from gateway.pool.item_caches import ItemCaches
 from gateway.pool.pool import Pool
 from gateway.process.watchdog import Watchdog
 from gateway.workers.workers import Workers
@@ -32,6 +33,7 @@ class Background:
     workers: Workers
     pool: Pool
     restorer: Restorer
+    item_caches: ItemCaches
     handover: Handover
     connections: Connections
     keys: KeyRing | None
@@ -53,6 +55,7 @@ class Background:
         self.workers.start()
         self.pool.start()
         self.restorer.start()
+        self.item_caches.start()
         if self.exporter:
             self.exporter.start()
         if self.keys:
@@ -63,6 +66,7 @@ class Background:
     async def _stop(self) -> None:
         if self.keys:
             self.keys.stop()
+        await self.item_caches.stop()
         await self.restorer.stop()
         await self.pool.stop()
         await self.handover.stop()

@@ -33,6 +33,7 @@ export function startStatus(served) {
   let timer = null;
   let abort = null;
   let sampled = 0;
+  let opened = new Map(); // what engines had counted when the panel was opened
 
   async function sample() {
     clearTimeout(timer);
@@ -49,6 +50,7 @@ export function startStatus(served) {
       });
       drawTiles(series);
       drawEngines(metrics);
+      drawItemCaches(metrics, opened);
       if (sampled++ % CATALOGUE_SAMPLES === 0) await drawCatalogues(abort.signal);
       say(byId("status-error"), "");
       byId("status-line").textContent = lineOf(metrics);
@@ -73,6 +75,7 @@ export function startStatus(served) {
     shown(now) {
       open = now;
       sampled = 0;
+      opened = new Map();
       if (open) sample();
       else abort?.abort();
     },
@@ -116,13 +119,32 @@ async function drawCatalogues(signal) {
   let hint = "There are no catalogues of registered items.";
   try {
     const { data } = await call("v1/catalogues", { signal });
-    rows = data.slice(0, MAX_ROWS).map(({ id, model, items, tokens, bytes, version, warmed_version: warmed }) =>
-      [id, model, count(items), count(tokens), count(bytes), warmed === null ? "no" : warmed === version ? "yes" : "changed since"]);
+    rows = data.slice(0, MAX_ROWS).map(({ id, model, items, tokens, bytes, version, warmed_version: warmed, warm_up: warmUp }) =>
+      [id, model, count(items), count(tokens), count(bytes), warmUp?.state === "running" ? `${count(warmUp.items)} of ${count(warmUp.total)}`
+        : warmed === null ? "no" : warmed === version ? "yes" : "changed since"]);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     hint = error.text ?? String(error);
   }
   drawTable("status-catalogues", ["Catalogue", "Model", "Items", "Tokens", "Bytes", "Warmed"], rows, hint);
+}
+
+function drawItemCaches(metrics, opened) {
+  const caches = new Map();
+  for (const name of ["tokens", "bytes", "pinned_tokens", "scored_items_total", "found_items_total", "evicted_tokens_total"]) {
+    for (const { labels: { engine }, value } of (metrics.get(`yardstick_item_cache_${name}`) ?? []).slice(0, MAX_ROWS)) {
+      caches.set(engine, { ...caches.get(engine), [name]: value });
+    }
+  }
+  const rows = [...caches].filter(([, cache]) => cache.scored_items_total > 0).map(([engine, cache]) => {
+    if (!opened.has(engine)) opened.set(engine, cache);
+    const since = (name) => cache[name] - (cache.scored_items_total > opened.get(engine).scored_items_total ? opened.get(engine)[name] : 0);
+    const hits = `${Math.round(100 * since("found_items_total") / since("scored_items_total"))} %`;
+    return [engine, count(cache.tokens), count(cache.bytes), count(cache.pinned_tokens), hits, count(since("evicted_tokens_total"))];
+  });
+  drawTable("status-item-caches", ["Engine", "Tokens", "Bytes", "Pinned tokens", "Hit rate", "Evicted tokens"], rows, "No engine has told of items.");
+  const hint = "Hit rate and evictions since the panel was opened; where nothing was scored since, from the engine's start on.";
+  if (rows.length) byId("status-item-caches").append(make("p", { class: "hint", text: hint }));
 }
 
 function drawLimits() {

@@ -1,13 +1,19 @@
-"""Scores a whole catalogue: part by part, so that its items are in memory for a moment only and other requests run in between."""
+"""Scores a whole catalogue: part by part, so that its items are in memory for a moment only and other requests run in between.
+
+A few parts are computed at one time. Placement divides each of them among the engines, and while an engine waits for the others to
+end a part, it computes its share of the next ones.
+"""
 
 from __future__ import annotations
 
-import heapq
+import asyncio
+import math
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from litestar import Request
 
@@ -19,7 +25,7 @@ from gateway.catalogues.record import tokens_of
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.handling.body import Body
-from gateway.handling.catalogue_prompts import CataloguePrompts, Whole
+from gateway.handling.catalogue_prompts import CataloguePrompts, Query, Whole
 from gateway.handling.reader import INLINE_BYTES, Reading
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
@@ -30,10 +36,14 @@ from gateway.presets.fitted import Fitted
 from gateway.schemas.rerank import RerankRequest
 from gateway.schemas.score import ScoreRequest
 from gateway.schemas.truncation import MAX_ITEMS
+from gateway.scoring.scorer import Scores
 from gateway.text.prepared import Prepared
 
+PARTS_PER_ENGINE, MOST_PARTS = 2, 32
+"""Parts of one request that are computed at one time, for each engine, and most of them. A request of the same key waits behind
+them."""
 SLACK = 1000
-"""Results that may be kept besides many best ones, because sorting thousands takes milliseconds."""
+"""Results that are kept besides the best ones: an item that is scored again may leave its place to one of them."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,14 @@ class Result:
     """Place of the item in the order of scoring."""
     id: str
     row: Row
+
+
+class _Part(NamedTuple):
+    """Some items of a catalogue, scored."""
+
+    ids: list[str]
+    tokens: int
+    scores: Scores
 
 
 @dataclass(kw_only=True)
@@ -59,6 +77,10 @@ class Scan:
     """Whether labels are compared with each other only, so that logits serve as log-probabilities do."""
     priority: int
     cache_salt: str | None
+    size: int
+    """Bytes of the request's body."""
+    lease: Lease | None = None
+    charged: bool = False
     items: int = 0
     hits: int = 0
     tokens: int = 0
@@ -88,7 +110,15 @@ class Scanner:
         check_whole(data, top_n=fields.top_n, stream=bool(fields.stream))
         whole = await self.prompts.open(request, fields.catalogue or "", fields.model)
         priority = priority_of(request, fields.priority)
-        return Scan(request=request, body=body, whole=whole, relative=relative, priority=priority, cache_salt=fields.cache_salt)
+        return Scan(
+            request=request,
+            body=body,
+            whole=whole,
+            relative=relative,
+            priority=priority,
+            cache_salt=fields.cache_salt,
+            size=len(data.content),
+        )
 
     async def best(self, scan: Scan, rank: Callable[[Row], float], most: int) -> list[Result]:
         """Return the ``most`` items with the highest ranks, the highest first. Raises :class:`GatewayError`."""
@@ -99,67 +129,104 @@ class Scanner:
         return best.results
 
     async def parts(self, scan: Scan) -> AsyncGenerator[list[Result], None]:
-        """Yield the results of all items, part by part. Raises :class:`GatewayError`."""
-        account = RequestContext.of(scan.request).account
-        caller, policy = caller_of(scan.request, cache_salt=scan.cache_salt), CachePolicy.of(scan.request)
-        model = scan.whole.model
-        lease: Lease | None = None
-        charged = False
-        async with aclosing(self.prompts.pages(scan.whole)) as pages:
-            async for page in pages:
-                ids, records = [id for id, _ in page], [record for _, record in page]
-                spec = scan.whole.state.spec
-                prepared = await self.prompts.rows(scan.body, model, spec, records, "ids", reads_labels=scan.fitted is None)
-                scan.labels = prepared.labels
-                if not charged:
-                    charged = True
-                    expected = _expected(scan.whole, prepared, records[0])
-                    lease = await self.scoring.quotas.charge(scan.request, tokens=expected, items=scan.whole.state.items)
-                raw = scan.relative and len(prepared.labels) > 1
-                readout = wire.Labels(prepared.labels, raw=raw) if scan.fitted is None else scan.fitted.readout
-                branches = Prompts((), prepared.rows, readout, scan.priority, caller, prepared.suffix)
-                part = partial(self.scoring.scorer.score, model, branches, policy, lease)
-                scores = await (self.retries.score(part, model.name) if scan.items else part())
-                first = scan.items
-                scan.items += len(ids)
-                scan.hits += scores.hits
-                scan.tokens += prepared.tokens
-                scan.cached_tokens += scores.cached_tokens
-                account.prompt_tokens, account.items = scan.tokens, scan.items
-                account.cache_hits, account.cached_tokens = scan.hits, scan.cached_tokens
-                account.queue_seconds = max(account.queue_seconds, scores.queue_seconds)
-                if lease is not None:
-                    lease.used_tokens = scan.tokens
-                rows = zip(ids, scores.rows, strict=True)
-                yield [Result(first + place, id, row) for place, (id, row) in enumerate(rows)]
-        if not charged:
+        """Yield the results of all items, part by part, in the order of the catalogue. Raises :class:`GatewayError`."""
+        begun: deque[asyncio.Task[_Part]] = deque()
+        try:
+            async with aclosing(self._prepared(scan)) as prepared:
+                async for ids, prompts in prepared:
+                    begun.append(asyncio.create_task(self._score(scan, ids, prompts, first=not scan.items and not begun)))
+                    most = min(MOST_PARTS, PARTS_PER_ENGINE * max(1, len(scan.whole.model.ready)))
+                    while begun[0].done() or len(begun) >= most:
+                        yield self._taken(scan, await begun.popleft())
+                        if not begun:
+                            break
+            while begun:
+                yield self._taken(scan, await begun.popleft())
+        finally:
+            for task in begun:
+                task.cancel()
+            await asyncio.gather(*begun, return_exceptions=True)
+        if not scan.charged:
             await self.scoring.quotas.charge(scan.request, tokens=0)
-        self.scoring.telemetry.scored(account)
+        self.scoring.telemetry.scored(RequestContext.of(scan.request).account)
+
+    async def _prepared(self, scan: Scan) -> AsyncGenerator[tuple[list[str], Prepared], None]:
+        """Yield ids and prompts of each part. The first part charges the request."""
+        whole = scan.whole
+        query = Query(scan.body, whole.model, whole.state.spec, size=scan.size, reads_labels=scan.fitted is None)
+        async with aclosing(self.prompts.pages(whole, query)) as pages:
+            async for page in pages:
+                prepared = await self.prompts.rows(query, [record for _, record in page], "ids")
+                scan.labels = prepared.labels
+                if not scan.charged:
+                    scan.charged = True
+                    expected = _expected(whole, prepared, page[0][1])
+                    scan.lease = await self.scoring.quotas.charge(scan.request, tokens=expected, items=whole.state.items)
+                yield [id for id, _ in page], prepared
+
+    async def _score(self, scan: Scan, ids: list[str], prepared: Prepared, *, first: bool) -> _Part:
+        """Score a part. Raises :class:`GatewayError`; for the first part at once, because no results are lost."""
+        caller, policy = caller_of(scan.request, cache_salt=scan.cache_salt), CachePolicy.of(scan.request)
+        raw = scan.relative and len(prepared.labels) > 1
+        readout = wire.Labels(prepared.labels, raw=raw) if scan.fitted is None else scan.fitted.readout
+        branches = Prompts((), prepared.rows, readout, scan.priority, caller, prepared.suffix)
+        part = partial(self.scoring.scorer.score, scan.whole.model, branches, policy, scan.lease)
+        scores = await (part() if first else self.retries.score(part, scan.whole.model.name))
+        return _Part(ids, prepared.tokens, scores)
+
+    def _taken(self, scan: Scan, part: _Part) -> list[Result]:
+        """Count the cost of a part, and return its results."""
+        account, scores, first = RequestContext.of(scan.request).account, part.scores, scan.items
+        scan.items += len(part.ids)
+        scan.hits += scores.hits
+        scan.tokens += part.tokens
+        scan.cached_tokens += scores.cached_tokens
+        account.prompt_tokens, account.items = scan.tokens, scan.items
+        account.cache_hits, account.cached_tokens = scan.hits, scan.cached_tokens
+        account.queue_seconds = max(account.queue_seconds, scores.queue_seconds)
+        self.scoring.telemetry.catalogues.scored(account.model, part.tokens, scores.cached_tokens)
+        if scan.lease is not None:
+            scan.lease.used_tokens = scan.tokens
+        rows = zip(part.ids, scores.rows, strict=True)
+        return [Result(first + place, id, row) for place, (id, row) in enumerate(rows)]
 
 
 class Best:
-    """The results with the highest ranks, in bounded memory."""
+    """The results with the highest ranks, in bounded memory.
+
+    An item that changes during a scan may come twice, and its later result counts. If that has a lower rank, a result that the
+    first one displaced is among the best again; :data:`SLACK` displaced results are kept for this.
+    """
 
     def __init__(self, rank: Callable[[Row], float], most: int) -> None:
         self._rank = rank
         self._most = most
         self._kept: dict[str, tuple[float, Result]] = {}
+        self._last = (math.inf, 0)
+        """Place of the last of the best results so far, as :func:`_place` gives it."""
 
     def add(self, part: list[Result]) -> list[Result]:
         """Add results; return those that may be among the best. A later result of an item replaces an earlier one."""
         for result in part:
             self._kept[result.id] = (self._rank(result.row), result)
-        if len(self._kept) > self._most + (SLACK if self._most > SLACK else 0):
-            self._kept = {result.id: (rank, result) for rank, result in self._sorted()}
-        return [result for result in part if result.id in self._kept]
+        overfull = len(self._kept) > self._most + 2 * SLACK
+        if overfull or self._most < len(self._kept) <= 4 * SLACK:  # sorting more takes milliseconds, so it is done rarely
+            ranked = sorted(self._kept.values(), key=_place)
+            self._last = _place(ranked[self._most - 1])
+            if overfull:
+                self._kept = {result.id: (rank, result) for rank, result in ranked[: self._most + SLACK]}
+        found = ((result, self._kept.get(result.id)) for result in part)
+        return [result for result, kept in found if kept is not None and _place(kept) <= self._last]
 
     @property
     def results(self) -> list[Result]:
         """The best results, the highest rank first; of equal ones, the one that was scored first."""
-        return [result for _, result in self._sorted()]
+        return [result for _, result in sorted(self._kept.values(), key=_place)[: self._most]]
 
-    def _sorted(self) -> list[tuple[float, Result]]:
-        return heapq.nsmallest(self._most, self._kept.values(), key=lambda kept: (-kept[0], kept[1].index))
+
+def _place(kept: tuple[float, Result]) -> tuple[float, int]:
+    """Return the place of a result in the order of ranks, as a value to sort by."""
+    return -kept[0], kept[1].index
 
 
 def check_whole(body: Body[Any], *, top_n: int | None, stream: bool) -> None:

@@ -113,6 +113,8 @@ class Scoring:
         policy = CachePolicy.of(job.request)
         scores = await self.scorer.score(job.model, prompts, policy, lease, arrived=arrived, partial=job.partial)
         account.cache_hits, account.cached_tokens, account.queue_seconds = scores.hits, scores.cached_tokens, scores.queue_seconds
+        if prepared.suffix:
+            self.telemetry.catalogues.scored(account.model, prepared.tokens, scores.cached_tokens)
         if isinstance(job.readout, wire.LengthValue):
             self.telemetry.valued(account)
         else:

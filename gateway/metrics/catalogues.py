@@ -7,13 +7,15 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from gateway.metrics.base import Metrics
+from gateway.metrics.model_labels import ModelLabels
 
 
 class CatalogueMetrics(Metrics):
     """Sizes of catalogues, and operations on their items."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, label: ModelLabels) -> None:
         super().__init__(registry)
+        self._label = label
         self._catalogues = {
             name: self._gauge(name, f"{text} in the store of catalogues.")
             for name, text in (("catalogues", "Catalogues"), ("catalogue_items", "Registered items"), ("catalogue_bytes", "Bytes"))
@@ -23,6 +25,12 @@ class CatalogueMetrics(Metrics):
         )
         self._registered = self._counter("registered_items", "Items registered: added, changed or unchanged.", "result")
         self._warmed = self._counter("warmed_items", "Registered items warmed, by what engines did: cached or computed.", "result")
+        self._item_tokens = self._counter(
+            "item_first_tokens",
+            "Tokens of prompts whose item comes first: saved by a cache of results or a prefix cache, or computed.",
+            "model",
+            "result",
+        )
         self._moved = self._counter(
             "moved_items",
             "Items of engines that leave, by what other engines did (cached or computed), or left where the handover ended before.",
@@ -54,6 +62,12 @@ class CatalogueMetrics(Metrics):
         """Count warmed items."""
         self._warmed.labels("cached").inc(cached)
         self._warmed.labels("computed").inc(computed)
+
+    def scored(self, model: str | None, tokens: int, saved: int) -> None:
+        """Count the ``tokens`` of prompts whose item comes first, and how many of them were ``saved``."""
+        label = self._label(model)
+        self._item_tokens.labels(label, "saved").inc(saved)
+        self._item_tokens.labels(label, "computed").inc(max(0, tokens - saved))
 
     def items_moved(self, cached: int, computed: int) -> None:
         """Count items of an engine that leaves, which another engine has now."""

@@ -24,6 +24,7 @@ from gateway.metrics.collectors import (
 )
 from gateway.metrics.engines import EngineMetrics
 from gateway.metrics.images import ImageMetrics
+from gateway.metrics.item_caches import ItemCacheSample, ItemCachesCollector
 from gateway.metrics.model_labels import ModelLabels
 from gateway.metrics.text import TextMetrics
 
@@ -48,7 +49,7 @@ class Telemetry(Metrics):
         super().__init__(CollectorRegistry())
         self._label = ModelLabels()
         self.engines = EngineMetrics(self._registry, self._label)
-        self.catalogues = CatalogueMetrics(self._registry)
+        self.catalogues = CatalogueMetrics(self._registry, self._label)
         self.adapters = AdapterMetrics(self._registry)
         self.text = TextMetrics(self._registry)
         self.images = ImageMetrics(self._registry)
@@ -204,6 +205,10 @@ class Telemetry(Metrics):
         """Report the replicas and models that these functions return whenever the metrics are read. Series of removed replicas
         disappear."""
         self._registry.register(ReplicasCollector(read, models, self._begin))
+
+    def watch_item_caches(self, read: Callable[[], Iterable[ItemCacheSample]]) -> None:
+        """Report what engines tell of their items, which ``read`` returns whenever the metrics are read."""
+        self._registry.register(ItemCachesCollector(read))
 
     def looked_up(self, model: str, hits: int, misses: int, seconds: float) -> None:
         """Record the cache lookup of a request."""

@@ -43,6 +43,7 @@ T = TypeVar("T")
 _scored = msgspec.msgpack.Decoder(wire.Scored)
 _failed = msgspec.msgpack.Decoder(wire.Failed)
 _info = msgspec.msgpack.Decoder(wire.Info)
+_stats = msgspec.msgpack.Decoder(wire.Stats)
 _adapters = msgspec.msgpack.Decoder(wire.Adapters)
 _adapter = msgspec.msgpack.Decoder(wire.Adapter)
 _tokenizer = msgspec.msgpack.Decoder(wire.TokenizerFiles)
@@ -179,6 +180,11 @@ class EngineClient:
         """Fetch the adapters of the pod."""
         answer = await self._get("/adapters", self._probe_timeout)
         return NO_ADAPTERS if answer.status == 404 else _read(_adapters, answer.status, answer.content)
+
+    async def stats(self) -> wire.Stats:
+        """Fetch the counters and gauges of the pod."""
+        answer = await self._get("/stats", self._probe_timeout)
+        return _read(_stats, answer.status, answer.content)
 
     async def load_adapter(self, load: wire.LoadAdapter) -> wire.Adapter:
         """Load an adapter, which may take minutes."""

@@ -38,6 +38,7 @@ from gateway.schemas.catalogue import (
     ItemPage,
     ItemsRequest,
     RegisteredItems,
+    WarmUpBody,
 )
 from gateway.schemas.usage import Usage
 
@@ -172,7 +173,8 @@ def _read_routes(parts: _Parts) -> list[HTTPRouteHandler]:
         limit: FromQuery[str] = str(PAGE_ITEMS),
         after: FromQuery[str] = "0",
     ) -> ItemPage:
-        """List items in the order of their last change: at most `limit` (1 to 1000), behind `after`, the page before's `next`."""
+        """List items in the order of their last change: at most `limit` (1 to 1000), behind `after`, the page before's `next`. A
+        page may have fewer although more follow; `next` tells."""
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 4 and 1 <= int(limit) <= MOST_PAGE_ITEMS):
             raise InvalidRequest(f"`limit` is a number from 1 to {MOST_PAGE_ITEMS}.", param="limit")
         if not (after.isascii() and after.isdigit() and len(after) <= 15):
@@ -180,8 +182,7 @@ def _read_routes(parts: _Parts) -> list[HTTPRouteHandler]:
         await quotas.charge(request, tokens=0)
         with catalogues.errors(name):
             found = await catalogues.store.page(owner_of(request), name, int(after), int(limit))
-        items = [_item(id, record) for id, _, record in found]
-        return ItemPage(data=items, next=str(found[-1][1]) if len(found) == int(limit) else None)
+        return ItemPage(data=[_item(*item) for item in found.items], next=None if found.next is None else str(found.next))
 
     return [list_all, describe, list_items]
 
@@ -234,6 +235,7 @@ def _described(state: State) -> CatalogueBody:
         bytes=state.bytes,
         version=version_of(state.epoch, state.version),
         warmed_version=None if state.warmed is None else version_of(state.epoch, state.warmed),
+        warm_up=None if state.warm_up is None else WarmUpBody(**msgspec.structs.asdict(state.warm_up)),
     )
 
 

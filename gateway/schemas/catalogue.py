@@ -60,12 +60,32 @@ class WarmRequest(Parameters, kw_only=True):
     """Compute the keys and values of items, so that engines have them before they are scored."""
 
     endpoint: ClassVar[Endpoint] = "catalogue_warm"
+    model: str | None = None
+    """The catalogue's model, which is the default, or an adapter of it."""
     ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=10_000)] | None = None
     """Items; all of the catalogue by default."""
     stream: bool = False
     """Send the progress as server-sent events."""
     pin_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
     """Time for which engines keep the items, however many others are scored; 0 ends it. It needs a key that may write."""
+
+
+class WarmUpBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The last warm-up of a catalogue, as far as it has come."""
+
+    model: str
+    state: Literal["running", "done", "stopped"]
+    """`stopped`: an error or the client ended it. A warm-up whose gateway was killed stays `running`, with an old time."""
+    items: int
+    """Items that engines have now."""
+    total: int
+    """Items of the catalogue, or of the request, when it began."""
+    cached_items: int
+    """Items that engines had already."""
+    computed_tokens: int
+    pinned_items: int
+    updated: int
+    """Time of this report, in seconds since 1970."""
 
 
 class CatalogueBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +110,10 @@ class CatalogueBody(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     """Changes with every change of an item."""
     warmed_version: str | None
-    """Version at the end of the last complete warm-up; null if there was none. Engines may have evicted items since."""
+    """Version at the beginning of the last complete warm-up for the catalogue's model; null if there was none. Engines may have
+    evicted items since."""
+    warm_up: WarmUpBody | None
+    """The last warm-up, also if it runs, was stopped or had only some items; null if there was none."""
 
 
 class CatalogueList(msgspec.Struct, frozen=True, kw_only=True):

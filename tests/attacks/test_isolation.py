@@ -309,6 +309,13 @@ def registered_item(server: Server, key: str, tokens: list[int]) -> Seen:
     return server.ask(key, "score", body, **{"cache-control": "no-cache"})
 
 
+def warm(server: Server, key: str) -> None:
+    """Have the engine compute the items of a catalogue of ``key``."""
+    asked = {"headers": {"authorization": f"Bearer {key}"}, "json": {}}
+    warmed = server.program.client.post(f"/v1/catalogues/of-{key}/warm", **asked).raise_for_status().json()
+    assert (warmed["items"], warmed["done"]) == (1, True)
+
+
 @pytest.mark.parametrize("guess", [item_in_request, registered_item])
 def test_the_oracle_recovers_no_item_of_a_catalogue(
     server: Server, shared_by_all: Server, guess: Callable[[Server, str, list[int]], Seen]
@@ -318,15 +325,50 @@ def test_the_oracle_recovers_no_item_of_a_catalogue(
     def recovered(server: Server, attacker: str, victim: str) -> list[int]:
         known = next(prompts)[:20]
         register(server, victim, [*known, *secret, 9])
-        warm = {"headers": {"authorization": f"Bearer {victim}"}, "json": {}}
-        warmed = server.program.client.post(f"/v1/catalogues/of-{victim}/warm", **warm).raise_for_status().json()
-        assert warmed["items"] == 1
+        warm(server, victim)
         return recover(lambda tokens: guess(server, attacker, tokens).cached_tokens, known, len(secret))
 
     secret = random.Random("item").choices(VOCABULARY, k=2)
     assert recovered(shared_by_all, "a", "b") == secret, "the attack works where caches are shared"
     assert recovered(server, "a", "b") == []
     assert recovered(server, "d", "c") == secret, "and within a trust group"
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("guess", [item_in_request, registered_item])
+def test_time_tells_of_items_of_ones_own_group_only(
+    server: Server, slow: FakeEngine, guess: Callable[[Server, str, list[int]], Seen]
+) -> None:
+    """Whether another key has warmed an item shows in no time of an answer, also if both register the same item."""
+    own, friends = next(prompts), next(prompts)
+    for tokens, victim, strangers, friend in ((own, "b", "ac", "b"), (friends, "c", "ab", "d")):
+        register(server, victim, tokens)
+        warm(server, victim)
+        for stranger in strangers:
+            assert guess(server, stranger, tokens).seconds >= MISS
+        assert guess(server, friend, tokens).seconds < MISS, "a hit is quicker, so the test can tell them apart"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guess", [item_in_request, registered_item])
+def test_a_real_engine_tells_nothing_of_items(keys: Path, tmp_path: Path, guess: Callable[[Server, str, list[int]], Seen]) -> None:
+    pod = Pod(make_checkpoint(tmp_path, "qwen3"), "--name", "tiny")
+    try:
+        pod.wait_ready()
+        with gateway(pod.url, keys) as server:
+            secret = random.Random(2).choices(VOCABULARY, k=2)
+
+            def recovered(attacker: str, victim: str) -> list[int]:
+                known = next(prompts)[:20]
+                register(server, victim, [*known, *secret, 9])
+                warm(server, victim)
+                return recover(lambda tokens: guess(server, attacker, tokens).cached_tokens, known, len(secret))
+
+            assert recovered("d", "c") == secret, "within a trust group it works"
+            assert recovered("a", "b") == []
+            assert recovered("a", "c") == []
+    finally:
+        pod.close()
 
 
 @pytest.mark.slow

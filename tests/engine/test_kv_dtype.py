@@ -63,6 +63,8 @@ def test_cached_keys_and_values_are_those_of_the_first_request(checkpoint: Path)
     assert before[0].any(), "keys were written"
     warm = answer(run(loop, message("warm", items, query)))
     assert (warm.cached_items, warm.cached_tokens) == (6, 180)
+    assert loop.info.slot_bytes == (kv.keys.nbytes + kv.values.nbytes) // kv.keys.shape[1]
+    assert loop.stats.item_bytes == 180 * loop.info.slot_bytes
     again = answer(run(loop, message("again", items, query)))
     assert torch.equal(kv.keys.view(torch.uint8)[:, slots], before[0])
     assert torch.equal(kv.values.view(torch.uint8)[:, slots], before[1])

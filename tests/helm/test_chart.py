@@ -19,6 +19,7 @@ from engine.serving import metrics
 from engine.settings import EngineSettings, ServerSettings
 from gateway.keys import ApiKey
 from gateway.metrics.collectors import KeySample, ModelSample, ReplicaSample
+from gateway.metrics.item_caches import ItemCacheSample
 from gateway.metrics.telemetry import Telemetry
 from gateway.settings import PREFIX, Settings
 from tests.helm.chart import (
@@ -358,6 +359,7 @@ def metric_names() -> set[str]:
     telemetry.watch_log(lambda: 0)
     telemetry.watch_traces(lambda: 0)
     telemetry.text.watch_queue(lambda: 0)
+    telemetry.watch_item_caches(lambda: [ItemCacheSample("http://engine", 0, 0, 0, 0, 0, 0)])
     stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
     text = b"".join(telemetry.exposition()).decode() + metrics.render(stats, 0.0, 0)
     families = [(family.name, family.type) for family in text_string_to_metric_families(text)]

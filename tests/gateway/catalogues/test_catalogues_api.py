@@ -145,6 +145,19 @@ def test_json_lines_and_token_ids(client: httpx.Client, name: str) -> None:
     assert rest["next"] is None
 
 
+def test_pages_of_a_listing_lead_to_every_item(client: httpx.Client, name: str) -> None:
+    """Redis is read up to about 2 MiB at a time, so a page may have fewer items than its limit although more follow."""
+    for begin in (0, 500):
+        items = [{"id": f"i{place}", "token_ids": [20] * 1000} for place in range(begin, begin + 500)]
+        client.put(f"/v1/catalogues/{name}/items", json=items).raise_for_status()
+    found, after = list[str](), "0"
+    while after is not None:
+        page = client.get(f"/v1/catalogues/{name}/items", params={"limit": 1000, "after": after}).raise_for_status().json()
+        found += [item["id"] for item in page["data"]]
+        after = page["next"]
+    assert found == [f"i{place}" for place in range(1000)]
+
+
 def test_a_hot_request_does_not_send_the_items_tokens(served: tuple[FakeEngine, httpx.Client], name: str) -> None:
     engine, client = served
     register(client, name, {f"i{place}": "the quick brown fox " * 5 + str(place) for place in range(20)})

@@ -109,7 +109,7 @@ def test_a_part_that_breaks_engines_is_sent_a_few_times(start: Start) -> None:
     engine.item_scores = Trouble(lambda: breaking(engine))
     _, error = streamed(scan(started(start, engine), stream=True))
     assert error["code"] == "engine_lost"
-    assert len(engine.item_scores) <= 3 + 2 * MOST_LOSSES, "two messages for each part at one time"
+    assert len(engine.item_scores) <= 3 + 2 * 2 * MOST_LOSSES, "two messages of each of two parts at one time"
 
 
 def test_a_scan_that_has_no_results_yet_is_refused_at_once(start: Start) -> None:

@@ -100,6 +100,7 @@ class ScriptedServer:
         """Set the answers by the last part of their path, such as ``rerank``: a function, or an object to send as JSON. Returns the
         URL."""
         paths = {"models": "/v1/models", "rerank": "/v1/rerank", "chat": "/v1/chat/completions", "metrics": "/metrics"}
+        paths |= {"catalogues": "/v1/catalogues"}
         given = {"models": {"object": "list", "data": [MODEL]}} | answers
         self._server.answers = {paths[name]: answer if callable(answer) else _json(answer) for name, answer in given.items()}
         return self.url

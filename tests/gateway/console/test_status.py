@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.gateway.console.conftest import KEY, Open
-from tests.gateway.console.scripted import ScriptedServer
+from tests.gateway.console.scripted import Connection, ScriptedServer
 from tests.processes import Pod
 
 pytestmark = pytest.mark.browser
@@ -30,6 +30,29 @@ def test_engines_models_and_rates(page: Page, engine: Pod) -> None:
     for language, words in (("curl", "curl http"), ("Python", "client.models.list()")):
         page.locator("#status-code").get_by_role("button", name=language, exact=True).click()
         expect(page.locator("#status-code code")).to_contain_text(words)
+
+
+CACHES = {"tokens": 1200, "bytes": 137_625_600, "pinned_tokens": 180, "scored_items_total": 40, "found_items_total": 10}
+
+
+def test_catalogues_and_items_in_caches(visit: Open, scripted: ScriptedServer) -> None:
+    """Hit rate and evictions are from the engine's start on until it scores items while the panel is open."""
+    told = CACHES | {"evicted_tokens_total": 500}
+    catalogue = {"id": "shoes", "model": "yardstick-demo", "items": 400, "tokens": 72_000, "bytes": 9000, "version": "a-1"}
+    catalogue |= {"warmed_version": None, "warm_up": {"state": "running", "items": 120, "total": 400}}
+
+    def metrics(connection: Connection) -> None:
+        lines = [f'yardstick_item_cache_{name}{{engine="http://one"}} {value}' for name, value in told.items()]
+        lines += [f'yardstick_item_cache_{name}{{engine="http://idle"}} 0' for name in told]
+        connection.send(200, "text/plain", "\n".join([*lines, ""]).encode())
+
+    page = visit(scripted.answer(metrics=metrics, catalogues={"data": [catalogue]}))
+    page.click("#tab-status")
+    cells = page.locator("#status-item-caches td")
+    expect(cells).to_have_text(["http://one", "1,200", "137,625,600", "180", "25 %", "500"])
+    expect(page.locator("#status-catalogues td").last).to_have_text("120 of 400")
+    told |= {"scored_items_total": 140, "found_items_total": 100, "evicted_tokens_total": 560}
+    expect(cells).to_have_text(["http://one", "1,200", "137,625,600", "180", "90 %", "60"])
 
 
 @pytest.mark.slow

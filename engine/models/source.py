@@ -32,6 +32,9 @@ FILES = [
 ]
 """Files of a hub repository that the engine or the gateway needs; other formats of the same weights are not downloaded."""
 
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "config.json"]
+"""Files of a LoRA adapter's repository."""
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 

@@ -6,7 +6,15 @@
 {{- define "yardstick.fullname" -}}
 {{- $name := include "yardstick.name" . -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
-{{- .Values.fullnameOverride | default $full | trunc 40 | trimSuffix "-" -}}
+{{- include "yardstick.shortened" (list (.Values.fullnameOverride | default $full) 40) -}}
+{{- end }}
+
+{{/* A name of at most so many characters. The end of a longer one is a digest of it, so that no two are shortened to the same:
+     (list NAME CHARACTERS) */}}
+{{- define "yardstick.shortened" -}}
+{{- $name := index . 0 -}}
+{{- $most := index . 1 -}}
+{{- if gt (len $name) $most }}{{ printf "%s-%s" ($name | trunc (int (sub $most 9)) | trimSuffix "-") ($name | sha256sum | trunc 8) }}{{ else }}{{ $name }}{{ end -}}
 {{- end }}
 
 {{/* Labels: (dict "root" $ "component" "engine") */}}
@@ -52,12 +60,17 @@ app.kubernetes.io/component: {{ .component }}
 {{- toYaml $pools -}}
 {{- end }}
 
-{{/* `base` with the values of `own`. Groups of values are merged; lists, labels, selectors and quantities are replaced as a whole,
-     so that an empty one removes what was inherited */}}
+{{/* `base` with the values of `own`. Groups of values are merged; lists, labels, selectors, adapters and quantities are replaced as a
+     whole, so that an empty one removes what was inherited. What belongs to the model of `base` does not go with another model */}}
 {{- define "yardstick.overridden" -}}
 {{- $result := deepCopy .base -}}
+{{- if and (hasKey .own "model") (ne .own.model .base.model) -}}
+{{- range list "revision" "lenvmModel" "lenvmRevision" "servedName" }}{{ $_ := set $result . "" }}{{ end -}}
+{{- range list "existingClaim" "directory" "root" }}{{ $_ := set $result.lora . "" }}{{ end -}}
+{{- $_ := set $result.lora "adapters" dict -}}
+{{- end -}}
 {{- range $key, $value := .own -}}
-{{- if has $key (list "modelCache" "hubToken" "serviceAccount" "resources" "autoscaling" "podDisruptionBudget" "updateStrategy") -}}
+{{- if has $key (list "lora" "modelCache" "hubToken" "serviceAccount" "resources" "autoscaling" "podDisruptionBudget" "updateStrategy") -}}
 {{- range $inner, $part := $value }}{{ $_ := set (get $result $key) $inner $part }}{{ end -}}
 {{- else -}}
 {{- $_ := set $result $key $value -}}
@@ -66,35 +79,10 @@ app.kubernetes.io/component: {{ .component }}
 {{- toYaml $result -}}
 {{- end }}
 
-{{/* Fails where the values of a pool contradict each other: (dict "pool" NAME "engine" VALUES) */}}
-{{- define "yardstick.checkPool" -}}
-{{- $gpus := include "yardstick.gpus" .engine | int -}}
-{{- $processes := int .engine.tensorParallel -}}
-{{- if and (or (gt $gpus 0) (not .engine.device)) (or (gt $gpus 1) (gt $processes 1)) (ne $gpus $processes) -}}
-{{- fail (printf "the pool %s has %d GPUs and `tensorParallel` is %d; set `resources.limits.\"nvidia.com/gpu\"` to the same number, or `device` to cpu and no GPU" .pool $gpus $processes) -}}
-{{- end -}}
-{{- if and (gt $gpus 0) (eq .engine.device "cpu") -}}
-{{- fail (printf "the pool %s has GPUs and `device` is cpu; set `resources.limits` to {}" .pool) -}}
-{{- end -}}
-{{- with .engine.modelCache -}}
-{{- if and (eq .download "job") (not .existingClaim) -}}
-{{- fail (printf "the pool %s: `modelCache.download: job` fills a claim that all pods share; set `modelCache.existingClaim`" $.pool) -}}
-{{- end -}}
-{{- if and (eq .download "init") .readOnly -}}
-{{- fail (printf "the pool %s: `modelCache.download: init` writes to the volume; set `modelCache.readOnly` to false, or `download` to job" $.pool) -}}
-{{- end -}}
-{{- end -}}
-{{- with .engine.autoscaling -}}
-{{- if and .enabled (eq .kind "hpa") (eq (int .minReplicas) 0) -}}
-{{- fail (printf "the pool %s: an HPA does not scale to zero; set `autoscaling.kind` to keda" $.pool) -}}
-{{- end -}}
-{{- end -}}
-{{- end }}
-
 {{/* Name of a pool's StatefulSet and Service. The names of its pods' revisions are 11 characters longer, and a label holds 63 */}}
 {{- define "yardstick.poolName" -}}
 {{- $name := printf "%s-engine%s" (include "yardstick.fullname" .root) (ternary "" (printf "-%s" .pool) (eq .pool "default")) -}}
-{{- if gt (len $name) 52 }}{{ printf "%s-%s" ($name | trunc 43 | trimSuffix "-") ($name | sha256sum | trunc 8) }}{{ else }}{{ $name }}{{ end -}}
+{{- include "yardstick.shortened" (list $name 52) -}}
 {{- end }}
 
 {{/* Name of a pool's model for clients */}}
@@ -277,13 +265,18 @@ topologySpreadConstraints:
 {{ .engine.serviceAccount.name | default (ternary .name "" .engine.serviceAccount.create) }}
 {{- end }}
 
-{{/* Models of a pool that may have to be downloaded, as arguments of `python -m engine.download` */}}
+{{/* Models and hub adapters of a pool that may have to be downloaded, as arguments of `python -m engine.download` */}}
 {{- define "yardstick.models" -}}
 {{- if .model }}
 - {{ printf "%s%s" .model (ternary "" (printf "@%s" .revision) (eq .revision "")) | quote }}
 {{- end }}
 {{- if .lenvmModel }}
 - {{ printf "%s%s" .lenvmModel (ternary "" (printf "@%s" .lenvmRevision) (eq .lenvmRevision "")) | quote }}
+{{- end }}
+{{- range $name, $path := .lora.adapters }}
+{{- if regexMatch "^[\\w-][\\w.-]*/[\\w-][\\w.-]*$" $path }}
+- {{ printf "--lora=%s=%s" $name $path | quote }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -326,8 +319,7 @@ env:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 resources:
-  requests: {cpu: 100m, memory: 512Mi}
-  limits: {memory: 2Gi}
+  {{- toYaml .engine.modelCache.downloadResources | nindent 2 }}
 securityContext:
   {{- include "yardstick.containerSecurity" .root | nindent 2 }}
 volumeMounts:
@@ -337,4 +329,36 @@ volumeMounts:
   {{- with .engine.extraVolumeMounts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- end }}
+
+{{/* Pod of the Job that downloads the models of a pool, placed as the pool's pods are: (dict "root" $ "engine" VALUES "name" NAME-OF-THE-POOL
+     "component" LABELS) */}}
+{{- define "yardstick.downloadPod" -}}
+metadata:
+  labels:
+    {{- include "yardstick.podLabels" (dict "root" .root "selector" (include "yardstick.selector" .component) "own" .engine.podLabels) | nindent 4 }}
+spec:
+  restartPolicy: OnFailure
+  {{- with include "yardstick.pullSecrets" .root }}{{ . | nindent 2 }}{{ end }}
+  {{- with include "yardstick.engineAccount" (dict "name" .name "engine" .engine) }}
+  serviceAccountName: {{ . }}
+  {{- end }}
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  securityContext:
+    {{- toYaml .root.Values.podSecurityContext | nindent 4 }}
+  {{- with include "yardstick.placement" (dict "values" (omit .engine "spread")) }}{{ . | nindent 2 }}{{ end }}
+  containers:
+    - {{ include "yardstick.downloadContainer" (dict "root" .root "engine" .engine "waits" false) | nindent 6 | trim }}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    - name: cache
+      emptyDir: {}
+    - name: models
+      persistentVolumeClaim:
+        claimName: {{ .engine.modelCache.existingClaim }}
+    {{- with .engine.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end }}

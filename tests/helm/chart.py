@@ -125,7 +125,6 @@ EVERYTHING: Values = {
     },
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-        "podMonitor": {"enabled": True, "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}]},
         "rules": {"enabled": True, "runbookURL": "https://docs.example.com/operations"},
         "dashboards": {"enabled": True},
     },
@@ -150,6 +149,7 @@ GITOPS: Values = {
     "auth": {"existingSecret": "keys"},
     "engineToken": {"existingSecret": "token"},
     "redis": {"existingSecret": "cache", "existingSecretKey": "secret"},
+    "monitoring": {"podMonitor": {"enabled": True, "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}]}},
 }
 BARE: Values = {
     "redis": {"enabled": False},

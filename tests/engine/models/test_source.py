@@ -184,3 +184,22 @@ def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: P
         assert missing.returncode == 1
     offline = located("me/value", "http://127.0.0.1:1", tmp_path, "v1")
     assert Path(offline.stdout.splitlines()[-1]).name == OLD_COMMIT
+
+
+@pytest.mark.slow
+def test_adapters_are_downloaded_beside_models(tmp_path: Path) -> None:
+    """The adapter of a repository is complete on its own: its model's files are others."""
+
+    class Adapter(Hub):
+        root = tmp_path / "adapter"
+
+    Adapter.root.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "model.safetensors"):
+        (Adapter.root / name).write_text(name)
+    with hub(Adapter) as endpoint, download(endpoint, tmp_path, "--wait=60", "--lora=sql=me/value") as waits:
+        with download(endpoint, tmp_path, "--lora=sql=me/value", f"--lora=here={tmp_path}") as done:
+            assert (done.wait(60), waits.wait(60)) == (0, 0)
+        with download(endpoint, tmp_path, "--wait=0.1", "me/value") as other:
+            assert "me/value was not downloaded" in other.communicate(timeout=60)[1]
+    (snapshot,) = (tmp_path / "hub/models--me--value/snapshots").iterdir()
+    assert {file.name for file in snapshot.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}

@@ -148,7 +148,7 @@ GITOPS: Values = {
     "gateway": {"autoscaling": {"enabled": True}, "settings": {"wait_seconds": 300}},
     "auth": {"existingSecret": "keys"},
     "engineToken": {"existingSecret": "token"},
-    "redis": {"existingSecret": "cache", "existingSecretKey": "secret"},
+    "redis": {"existingSecret": "cache", "existingSecretKey": "secret", "persistence": {"enabled": True, "storageClass": "fast"}},
     "monitoring": {"podMonitor": {"enabled": True, "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}]}},
 }
 BARE: Values = {

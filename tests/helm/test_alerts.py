@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.parser import text_string_to_metric_families
 
+from engine import wire
+from engine.serving import metrics
 from gateway.metrics.telemetry import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one
 
@@ -242,12 +245,15 @@ def test_a_request_without_an_engine_wakes_its_pool(
     promtool("test", "rules", file)
 
 
-def test_the_dashboard_filters_each_series_that_has_a_model() -> None:
+def test_the_dashboard_filters_each_series_that_has_a_model_or_a_pool() -> None:
     """Series of the gateway by their labels; engines' series get theirs from Prometheus (`yardstick.relabelings`)."""
     of_models = ("yardstick_engines", "yardstick_model_", "yardstick_engine_")  # and those of the collectors
     counters = {collector for collector in Telemetry()._registry._collector_to_names if isinstance(collector, MetricWrapperBase)}
     labelled = {collector._name for collector in counters if "model" in collector._labelnames}
     assert labelled >= {"yardstick_cache_lookups", "yardstick_engine_errors", "yardstick_requests"}
+    stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
+    page = text_string_to_metric_families(metrics.render(stats, 0.0, 0))
+    of_engines = {sample.name for family in page for sample in family.samples}
     dashboard = json.loads((CHART / "dashboards" / "yardstick.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     found = [pair for expression in asked for pair in re.findall(r"(yardstick_\w+)\{([^}]*)\}", expression)]
@@ -255,3 +261,4 @@ def test_the_dashboard_filters_each_series_that_has_a_model() -> None:
     for name, selector in found:
         has_model = re.sub(r"_(total|bucket|sum|count)$", "", name) in labelled or name.startswith(of_models)
         assert ('model=~"$model"' in selector) == has_model, name
+        assert ('pool=~"$pool"' in selector) == (name in of_engines), name

@@ -42,7 +42,7 @@ from tests.helm.readme import readme
 
 VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
 OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
-"""Kinds that are not Kubernetes's own."""
+"""Kinds that are not Kubernetes's own; ``tests/clients/test_manifests.py`` validates them."""
 LOCKED_DOWN = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 POD_KINDS = ("StatefulSet", "Deployment", "Pod", "Job")
 ADDED = {"prepare", "sidecar"}

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.models.errors import ModelError
-from engine.models.source import ADAPTER_FILES, FILES, locate
+from engine.models.source import ADAPTER_FILES, FILES, locate, split_revision
 
 POLL_SECONDS = 1.0
 """Time between two looks for another process's download."""
@@ -42,9 +42,8 @@ def main() -> int:
 
 def _download(model: str, files: Sequence[str]) -> None:
     """Download ``files`` of ``model`` and leave a mark that they are complete. A download that was interrupted continues."""
-    name, _, revision = model.partition("@")
     print(f"downloading {model}", flush=True)
-    locate(name, revision or None, files)
+    locate(*split_revision(model), files=files)
     mark = _mark(model, files)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()

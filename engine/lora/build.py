@@ -15,7 +15,7 @@ from engine.lora.registry import AdapterRegistry
 from engine.lora.slots import DeviceSlots
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
-from engine.models.source import ADAPTER_FILES, locate
+from engine.models.source import ADAPTER_FILES, locate, split_revision
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: Engi
         if not equals or not path:
             raise ModelError(f"--lora is {given!r:.80}, and must be NAME=PATH.")
         try:
-            registry.load(name, locate(path, files=ADAPTER_FILES))
+            registry.load(name, locate(*split_revision(path), files=ADAPTER_FILES))
         except (AdapterError, ModelError) as error:
             raise ModelError(f"The LoRA adapter {name} cannot be loaded. {error}") from None
     return registry

@@ -38,6 +38,14 @@ ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "config.jso
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
+def split_revision(source: str) -> tuple[str, str | None]:
+    """Split ``ORG/NAME@REVISION`` into the hub id and the revision; a directory has none."""
+    if Path(source).expanduser().is_dir():
+        return source, None
+    name, _, revision = source.partition("@")
+    return name, revision or None
+
+
 def locate(model: str | Path, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
     """The directory of ``model``, downloaded first where it is a hub id such as ``Qwen/Qwen3-0.6B``.
 

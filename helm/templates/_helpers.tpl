@@ -274,7 +274,7 @@ topologySpreadConstraints:
 - {{ printf "%s%s" .lenvmModel (ternary "" (printf "@%s" .lenvmRevision) (eq .lenvmRevision "")) | quote }}
 {{- end }}
 {{- range $name, $path := .lora.adapters }}
-{{- if regexMatch "^[\\w-][\\w.-]*/[\\w-][\\w.-]*$" $path }}
+{{- if regexMatch "^[\\w-][\\w.-]*/[\\w-][\\w.-]*(@.+)?$" $path }}
 - {{ printf "--lora=%s=%s" $name $path | quote }}
 {{- end }}
 {{- end }}

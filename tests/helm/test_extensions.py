@@ -196,14 +196,14 @@ def test_an_init_container_fills_the_volume_of_each_pod() -> None:
 def test_adapters_of_a_hub_are_downloaded_with_the_model(download: str) -> None:
     """Engines are offline then, so an adapter that is not downloaded before would end them at their start."""
     cache = {"download": download, "existingClaim": "models"}
-    lora = {"adapters": {"sql": "org/sql-lora", "support": "/adapters/support"}, "existingClaim": "tuned"}
+    lora = {"adapters": {"sql": "org/sql-lora@v1", "support": "/adapters/support"}, "existingClaim": "tuned"}
     found = manifests({"engine": {"model": "org/ranker", "modelCache": cache, "lora": lora}})
     pod = one(found, "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]
     waits = ["--wait=1800"] if download == "job" else []
-    assert pod["initContainers"][0]["args"] == [*waits, "org/ranker", "--lora=sql=org/sql-lora"]
-    assert "--lora=sql=org/sql-lora" in pod["containers"][0]["args"]
+    assert pod["initContainers"][0]["args"] == [*waits, "org/ranker", "--lora=sql=org/sql-lora@v1"]
+    assert "--lora=sql=org/sql-lora@v1" in pod["containers"][0]["args"]
     jobs = [m["spec"]["template"]["spec"]["containers"][0]["args"] for m in found if m["kind"] == "Job"]
-    assert jobs == ([["org/ranker", "--lora=sql=org/sql-lora"]] if download == "job" else [])
+    assert jobs == ([["org/ranker", "--lora=sql=org/sql-lora@v1"]] if download == "job" else [])
     alone = engine({"engine": {"modelCache": {"download": "init"}, "lora": {"adapters": {"sql": "org/sql-lora"}}}})
     assert alone["initContainers"][0]["args"] == ["--lora=sql=org/sql-lora"], "the demo model is in the image"
 

@@ -220,7 +220,7 @@ def test_pools_override_single_values_of_adapters(own: Values, flags: list[str])
 
 
 def test_removed_values_of_adapters_leave_them_off():
-    """`null` removes a value; `--set pools.b.lora=` of nothing leaves an empty group."""
+    """Helm removes a value that is null, and a pool may have an empty group."""
     lora = {"existingClaim": None, "directory": None}
     assert not [argument for argument in container_of({"engine": {"lora": lora}})["args"] if "lora" in argument]
     found = container_of({"pools": {"b": {"lora": {}}}}, "yardstick-engine-b")

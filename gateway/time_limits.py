@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from gateway.errors import DeadlineExceeded, InvalidRequest
@@ -18,6 +19,8 @@ HEADER = b"x-yardstick-timeout"
 SDK_HEADERS = b"x-stainless-read-timeout", b"x-stainless-timeout"
 """Headers of OpenAI's SDKs for Python and for JavaScript, in seconds."""
 MAX_SECONDS = 86_400.0
+LATER_SECONDS = 1.0
+"""How much later than a client's limit an engine's deadline is, so that the gateway ends the request before the engine fails it."""
 
 
 class TimeLimits:
@@ -34,6 +37,7 @@ class TimeLimits:
         """Set the limits that ``headers`` name. The calling task is the one that is cancelled. Raises :class:`InvalidRequest` for a
         wrong value of our own header."""
         self._task = asyncio.current_task()
+        _current.set(self)
         for name in SDK_HEADERS:
             if (value := headers.get(name)) and (seconds := _seconds(value)) is not None:
                 self._beginning = self._timer(seconds)
@@ -61,6 +65,12 @@ class TimeLimits:
         self.response_begins(stream=False)
 
     @property
+    def remaining(self) -> float | None:
+        """Seconds until the first of the limits passes; None without a limit."""
+        ends = [timer.when() for timer in (self._beginning, self._end) if timer is not None and not timer.cancelled()]
+        return max(0.0, min(ends) - asyncio.get_running_loop().time()) if ends else None
+
+    @property
     def error(self) -> DeadlineExceeded | None:
         """The error for the client if a limit has passed."""
         if self._expired is None:
@@ -77,6 +87,18 @@ class TimeLimits:
         self._expired = seconds
         if self._task is not None:
             self._task.cancel()
+
+
+_current: ContextVar[TimeLimits | None] = ContextVar("time_limits", default=None)
+"""The limits of the request that the current task works for."""
+
+
+def engine_deadline(seconds: float) -> float:
+    """Seconds after which an engine need not begin a message of the current request: ``seconds``, or less if the client's limit
+    passes before."""
+    limits = _current.get()
+    remaining = None if limits is None else limits.remaining
+    return seconds if remaining is None else min(seconds, remaining + LATER_SECONDS)
 
 
 def _seconds(value: bytes) -> float | None:

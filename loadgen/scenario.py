@@ -36,7 +36,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache: bool = True
     """False: every request sends `Cache-Control: no-cache`, so that no result comes from the result cache."""
     metrics: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
-    """URLs of Prometheus metrics of gateways and engines, which are read during the run for the report."""
+    """URLs of Prometheus metrics of gateways and engines, which are read during the run for the report. With `dns+http://` in place
+    of `http://`, the page of each address of the host name is read."""
 
     def __post_init__(self) -> None:
         """Check the URL. Raises :class:`ValueError`, which msgspec reports with the key's path."""
@@ -44,7 +45,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("`url` is not like http://host:port, without a user name, `?` and `#`")
         if self.url.rstrip("/").endswith("/v1"):
             raise ValueError("`url` ends in /v1, which is added to it; leave that out")
-        if not all(re.fullmatch(r"https?://[^/?#@\s]+/[^#\s]*", url) for url in self.metrics):
+        if not all(re.fullmatch(r"((dns\+)?http|https)://[^/?#@\s]+/[^#\s]*", url) for url in self.metrics):
             raise ValueError("`metrics` has a URL that is not like http://host:port/metrics, without a user name")
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,6 +28,8 @@ _SECONDS = 5.0
 """Shortest time between two reads of a page."""
 _TIMEOUT = 2.0
 """Seconds for one read of a page."""
+EACH = "dns+"
+"""In front of a URL: read the page of every address of its host name."""
 
 
 class Scrape(msgspec.Struct, tag_field="record", tag="metrics"):
@@ -41,11 +45,24 @@ class Scrape(msgspec.Struct, tag_field="record", tag="metrics"):
     """Why the page could not be read."""
 
 
+async def addresses(host: str) -> list[str]:
+    """The addresses of a host name. Raises :class:`OSError`."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return sorted({str(address[0]) for *_, address in found})
+
+
 class Scraper:
     """Reads the pages in ``urls``, without the API key. :meth:`results` has what was read."""
 
-    def __init__(self, urls: Sequence[str], duration_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        duration_s: float,
+        clock: Callable[[], float],
+        resolve: Callable[[str], Awaitable[Sequence[str]]] = addresses,
+    ) -> None:
         self._urls = urls
+        self._resolve = resolve
         self._pause = max(_SECONDS, duration_s / _MOST_READS)
         self._clock = clock
         self._pages: list[tuple[str, float, bytes | str]] = []
@@ -59,13 +76,29 @@ class Scraper:
 
             time = self._clock() if now is None else now
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT)) as session:
-                await asyncio.gather(*(self._read(session, url, time) for url in self._urls))
+                found = await asyncio.gather(*(self._pages_of(url, time) for url in self._urls))
+                await asyncio.gather(*(self._read(session, url, time) for urls in found for url in urls))
 
     async def follow(self) -> None:
         """Read the pages regularly, until cancelled."""
         while self._bytes < KEPT_BYTES:
             await asyncio.sleep(self._pause)
             await self.read()
+
+    async def _pages_of(self, url: str, now: float) -> list[str]:
+        """The URLs to read for an entry. Names are looked up each time, because pods come and go."""
+        if not url.startswith(EACH):
+            return [url]
+        parts = urlsplit(url.removeprefix(EACH))
+        port = f":{parts.port}" if parts.port else ""
+        try:
+            async with asyncio.timeout(_TIMEOUT):
+                found = await self._resolve(parts.hostname or "")
+        except OSError as error:  # includes TimeoutError
+            self._pages.append((url, now, str(error) or "the name was not found in time"))
+            return []
+        hosts = [f"[{address}]" if ":" in address else address for address in found]
+        return [parts._replace(netloc=f"{host}{port}").geturl() for host in hosts]
 
     async def _read(self, session: aiohttp.ClientSession, url: str, now: float) -> None:
         import aiohttp

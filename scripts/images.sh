@@ -12,7 +12,9 @@ engine_tag=$release
 if [ "$variant" = cuda ]; then engine_tag=$release-cuda; fi
 
 revision=$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null || echo unknown)
-labels=(--build-arg "VERSION=$release" --build-arg "REVISION=$revision")
+source=$({ git remote get-url origin 2>/dev/null || true; } | sed -E 's,^git@([^:]+):,https://\1/,; s,^(https?://)[^@/]*@,\1,; s,\.git$,,')
+case $source in https://* | http://*) ;; *) source=unknown ;; esac # no path of this machine, and no password
+labels=(--build-arg "VERSION=$release" --build-arg "REVISION=$revision" --build-arg "SOURCE=$source")
 build() { docker build "${labels[@]}" ${BASE:+--build-arg "BASE=$BASE"} ${OFFLINE:+--build-arg PIP_NO_INDEX=1} "$@" .; }
 
 build --file gateway/Dockerfile --tag "${registry}yardstick-gateway:$release"

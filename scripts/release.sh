@@ -3,7 +3,7 @@
 #   release.sh check v0.2.0     compares the tag with every place that holds the version
 #   release.sh notes v0.2.0     prints the section of CHANGELOG.md
 #   release.sh chart DIRECTORY [REGISTRY]  writes the packaged chart there, the same bytes for the same files; its images are those of
-#                               REGISTRY unless values say otherwise
+#                               REGISTRY unless values say otherwise; and the list of its parts (SBOM) beside it
 #   release.sh modules [URL] [SHA256]  puts FlashInfer's compiled modules (see flashinfer_wheel.py) into wheels/, for the CUDA image
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -40,6 +40,7 @@ chart() {
   tar --create --gzip --file "$1/yardstick-$(version_of version helm/Chart.yaml).tgz" --sort=name --mtime=@0 --owner=0 --group=0 \
     --numeric-owner --mode=go=rX,u+rw --directory "$copy" yardstick
   rm -r "$copy"
+  python3 scripts/chart_sbom.py ${2:+"$2"} >"$1/yardstick-$(version_of version helm/Chart.yaml).tgz.cdx.json"
 }
 
 modules() {

@@ -34,7 +34,13 @@ def test_they_say_what_they_are(path: str) -> None:
         "licenses",
         "version",
         "revision",
+        "source",
     }
+
+
+@pytest.mark.parametrize("path", ["scripts/images.sh", ".github/workflows/release.yml"])
+def test_builds_say_where_the_source_is(path: str) -> None:
+    assert {"VERSION", "REVISION", "SOURCE"} <= set(re.findall(r"\b([A-Z]+)=", (ROOT / path).read_text()))
 
 
 def test_the_gateways_has_no_engine_but_the_contract() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -164,6 +165,14 @@ def test_a_release_has_one_version_everywhere(tmp_path: Path) -> None:
     assert packed.keys() == direct.keys()
     gateway = next(path for path in packed if path.endswith("gateway.yaml"))
     assert packed[gateway] == direct[gateway]
+    parts = json.loads(packages[0].with_name(f"{packages[0].name}.cdx.json").read_text())
+    images = {part["bom-ref"] for part in parts["components"]}
+    gpu = {"engine": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}
+    rendered = [direct, helm().Chart.load(ROOT / "helm").render(gpu, name="yardstick", namespace="apps", is_install=True)]
+    assert images == {image for found in rendered for text in found.values() for image in re.findall(r"image: (\S+:\S+)", text)}
+    (redis,) = [part for part in parts["components"] if "redis" in part["name"]]
+    tag = redis["version"]
+    assert redis["purl"] == f"pkg:oci/redis?repository_url=docker.io%2Flibrary%2Fredis&tag={tag}"
 
 
 def test_a_release_builds_both_images_for_their_machines() -> None:
@@ -261,7 +270,9 @@ def test_the_steps_of_a_release(machine: Path) -> None:
             subprocess.run(
                 command, cwd=root, env=environment | {"GITHUB_ENV": str(added), "ZIP": "modules.zip"}, check=True, timeout=60
             )
-    package = f"dist/yardstick-{version}.tgz"
+    package, wheel = f"dist/yardstick-{version}.tgz", "dist/yardstick_llm.whl"
+    torch, extras = "--extra-index-url https://download.pytorch.org/whl/cpu", "engine,parquet,s3,tracing"
+    written, files = f"--output-file {wheel}.cdx.json", f"dist/SHA256SUMS {package} {package}.cdx.json {wheel}"
     assert (root / "log").read_text().splitlines() == [
         ".ci/run",
         MODULES_URL,
@@ -271,7 +282,11 @@ def test_the_steps_of_a_release(machine: Path) -> None:
         f"helm push {package} oci://ghcr.io/example-org/charts",
         "cosign sign --yes ghcr.io/example-org/charts/yardstick@sha256:0b",
         "python -m pip wheel --no-deps --wheel-dir dist .",
-        f"gh release create v{version} --title v{version} --notes-file notes.md dist/SHA256SUMS {package} dist/yardstick_llm.whl",
+        "python -m venv --without-pip parts",
+        f"python -m pip --python parts install --quiet --constraint constraints.txt {torch} dist/yardstick_llm.whl[{extras}]",
+        "python -m pip install --quiet cyclonedx-bom==7.5.0",
+        f"python -m cyclonedx_py environment parts --pyproject pyproject.toml --output-reproducible {written}",
+        f"gh release create v{version} --title v{version} --notes-file notes.md {files}",
     ]
     assert [path.name for path in (root / "wheels").iterdir()] == [WHEEL]
     sums = dict(reversed(line.split()) for line in (root / "dist" / "SHA256SUMS").read_text().splitlines())
@@ -280,6 +295,32 @@ def test_the_steps_of_a_release(machine: Path) -> None:
     rendered = helm().Chart.load(root / package).render({}, name="yardstick", namespace="apps", is_install=True)
     images = set(re.findall(r"image: (\S*yardstick-\w+\S*)", "".join(rendered.values())))
     assert images == {f"ghcr.io/example-org/yardstick-{part}:{version}" for part in ("engine", "gateway")}
+    parts = json.loads((root / f"{package}.cdx.json").read_text())["components"]
+    assert images < {part["bom-ref"] for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("origin", "label"),
+    [
+        ("git@example.org:team/yardstick.git", "https://example.org/team/yardstick"),
+        ("https://me:secret@example.org/team/yardstick.git", "https://example.org/team/yardstick"),
+        ("/srv/yardstick", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_images_name_their_source_and_no_password(machine: Path, origin: str | None, label: str) -> None:
+    root = machine.parent
+    shutil.copytree(SCRIPTS, root / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    pretend(machine, "docker", 'echo "$*" >>"$LOG"')
+    environment = {"PATH": f"{machine}:{os.environ['PATH']}", "LOG": str(root / "log"), "GIT_CEILING_DIRECTORIES": str(root.parent)}
+    subprocess.run(["git", "init", "--quiet", "."], cwd=root, check=True, timeout=60)
+    if origin is not None:
+        subprocess.run(["git", "remote", "add", "origin", origin], cwd=root, check=True, timeout=60)
+    subprocess.run([root / "scripts" / "images.sh"], env=environment, capture_output=True, check=True, timeout=60)
+    lines = (root / "log").read_text().splitlines()
+    assert len(lines) == 2
+    assert all(f"--build-arg SOURCE={label} " in f"{line} " for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +467,8 @@ def test_images_are_built_as_make_is_told(machine: Path) -> None:
     environment = tools_of(machine, "python")
     assert make("images", **environment).returncode == 0
     assert make("images", "VARIANT=cuda", "REGISTRY=", "BASE=some/base", "OFFLINE=1", **environment).returncode == 0
-    labels = re.compile(rf" --build-arg VERSION={re.escape(version)} --build-arg REVISION=(unknown|[0-9a-f]{{40}}(-dirty)?)(?= )")
+    revision = r"(unknown|[0-9a-f]{40}(-dirty)?)"
+    labels = re.compile(rf" --build-arg VERSION={re.escape(version)} --build-arg REVISION={revision} --build-arg SOURCE=\S+(?= )")
     built, labelled = labels.subn("", (machine / "log").read_text())
     assert labelled == 4
     plain_gateway, plain_engine, gateway, engine = built.splitlines()

@@ -17,14 +17,13 @@ from engine.lora.registry import AdapterRegistry
 from engine.lora.slots import DeviceSlots
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelError
-from engine.models.source import locate
+from engine.models.source import ADAPTER_FILES, locate, split_revision
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
 MODULES: dict[str, tuple[str, ...]] = {"score": (), "lm_head": ("lm_head",), "all": WHOLE}
 """Whole modules by :attr:`~engine.settings.EngineSettings.lora_modules`."""
-FILES = ["adapter_config.json", "adapter_model.safetensors", "config.json"]
 
 
 class AdapterMemory(NamedTuple):
@@ -78,8 +77,8 @@ def make_registry(memory: AdapterMemory | None, decoder: Decoder, settings: Engi
         if not equals or not path:
             raise ModelError(f"--lora is {given!r:.80}, and must be NAME=PATH.")
         try:
-            registry.load(name, locate(path, files=FILES))
-        except AdapterError as error:
+            registry.load(name, locate(*split_revision(path), files=ADAPTER_FILES))
+        except (AdapterError, ModelError) as error:
             raise ModelError(f"The LoRA adapter {name} cannot be loaded. {error}") from None
     return registry
 

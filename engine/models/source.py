@@ -32,7 +32,18 @@ FILES = [
 ]
 """Files of a hub repository that the engine or the gateway needs; other formats of the same weights are not downloaded."""
 
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "config.json"]
+"""Files of a LoRA adapter's repository."""
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+
+
+def split_revision(source: str) -> tuple[str, str | None]:
+    """Split ``ORG/NAME@REVISION`` into the hub id and the revision; a directory has none."""
+    if Path(source).expanduser().is_dir():
+        return source, None
+    name, _, revision = source.partition("@")
+    return name, revision or None
 
 
 def locate(model: str | Path, revision: str | None = None, files: Sequence[str] = FILES) -> Path:

@@ -84,6 +84,8 @@ class StatsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, (text, field) in GAUGES.items():
             yield GaugeMetricFamily(name, text, value=getattr(self._stats, field))
+        both = self._stats.running + self._stats.waiting
+        yield GaugeMetricFamily("yardstick_engine_requests", "Requests in progress and in the queue.", value=both)
         for name, (text, field) in COUNTERS.items():
             yield CounterMetricFamily(name, text, value=getattr(self._stats, field))
         text = "Requests refused, or displaced from a full queue."

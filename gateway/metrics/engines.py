@@ -29,6 +29,9 @@ class EngineMetrics(Metrics):
             "hedges_denied", "Late scores not sent to a second engine: budget or saturation.", "model", "reason"
         )
         self._hedge_tokens = self._counter("hedge_tokens", "Tokens of scores sent to a second engine.", "model")
+        self._without_engine = self._counter(
+            "model_requests_without_engine", "Times that a request found no engine of a model ready.", "model"
+        )
         self._sub_batches = self._histogram("sub_batches", "Messages to engines for one score request.", SUB_BATCHES)
         self._engine_errors = self._counter("engine_errors", "Calls of engines that failed.", "model", "code")
 
@@ -43,6 +46,10 @@ class EngineMetrics(Metrics):
     def silent(self, model: str) -> None:
         """Count an engine in use that left a probe unanswered. ``model``: empty if it is not known."""
         self._silences.labels(self._label(model)).inc()
+
+    def without_engine(self, model: str) -> None:
+        """Count a request that found no engine of ``model`` ready, whatever becomes of it. It wakes a pool without pods."""
+        self._without_engine.labels(self._label(model)).inc()
 
     def retried(self, model: str, code: str) -> None:
         """Count a request that is about to be sent to another engine."""
@@ -69,6 +76,6 @@ class EngineMetrics(Metrics):
         self._sub_batches.observe(parts)
 
     def begin(self, model: str) -> None:
-        """Start counters of ``model`` at 0 that alerts read: Prometheus counts no increase at the first value."""
-        for counter in (self._ejections, self._silences, self._resumptions):
+        """Start counters of ``model`` at 0 that alerts and autoscalers read: Prometheus counts no increase at the first value."""
+        for counter in (self._ejections, self._silences, self._resumptions, self._without_engine):
             counter.labels(self._label(model))

@@ -24,6 +24,7 @@ from gateway.ids import new_id
 from gateway.pool.faults import lost, silent, unreachable, unreadable
 from gateway.pool.stream import Take
 from gateway.pool.streams import EngineCall, EngineStreams, Target
+from gateway.time_limits import engine_deadline
 from tracing.context import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -200,17 +201,17 @@ class EngineClient:
                 raise from_engine(_failure(stream.status, content))
 
     async def score(self, score: wire.Score | wire.ScoreItems) -> wire.Scored:
-        """Score one sub-batch. A missing deadline is set to the read timeout, so that the engine stops when the gateway does."""
-        deadline = self._engine_seconds if score.deadline is None else score.deadline
-        score = msgspec.structs.replace(score, id=new_id(), deadline=deadline)
+        """Score one sub-batch. The deadline is that of the client or the read timeout, so that the engine stops when the gateway
+        does."""
+        score = msgspec.structs.replace(score, id=new_id(), deadline=engine_deadline(self._engine_seconds))
         async with self._post(self._score_target, wire.encode(score), framed=False) as stream:
             content = await stream.read_whole()
             return _read(_scored, stream.status, content)
 
     async def generate(self, generate: wire.Generate, take: Take | None = None) -> AsyncGenerator[list[wire.Delta], None]:
         """Yield the deltas of all sequences in batches, as they arrive. ``take`` may process single deltas, which are not yielded.
-        Close the iterator to abort."""
-        generate = msgspec.structs.replace(generate, id=new_id())
+        Close the iterator to abort. The deadline to begin is set as for scores."""
+        generate = msgspec.structs.replace(generate, id=new_id(), deadline=engine_deadline(self._engine_seconds))
         async with self._post(self._generate_target, wire.encode(generate)) as stream:
             while replies := await stream.read(take):
                 deltas: list[wire.Delta] = []  # filled by a loop: a comprehension is one more call for each token

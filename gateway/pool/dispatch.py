@@ -175,6 +175,7 @@ class Dispatcher:
         return replica
 
     async def _wait(self, model: ServedModel, attempts: Attempts, caller: wire.Caller) -> None:
+        self._telemetry.engines.without_engine(model.base.name)
         if attempts.wait_seconds <= 0:
             return
         began = time.monotonic()

@@ -132,6 +132,7 @@ class Pool:
                 found = self.model(other)
                 if found.ready and may_use(other):
                     self._telemetry.fell_back(model, other)
+                    self._telemetry.engines.without_engine(model)
                     return found
         return None
 

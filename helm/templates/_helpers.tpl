@@ -6,7 +6,15 @@
 {{- define "yardstick.fullname" -}}
 {{- $name := include "yardstick.name" . -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
-{{- .Values.fullnameOverride | default $full | trunc 40 | trimSuffix "-" -}}
+{{- include "yardstick.shortened" (list (.Values.fullnameOverride | default $full) 40) -}}
+{{- end }}
+
+{{/* A name of at most so many characters. The end of a longer one is a digest of it, so that no two are shortened to the same:
+     (list NAME CHARACTERS) */}}
+{{- define "yardstick.shortened" -}}
+{{- $name := index . 0 -}}
+{{- $most := index . 1 -}}
+{{- if gt (len $name) $most }}{{ printf "%s-%s" ($name | trunc (int (sub $most 9)) | trimSuffix "-") ($name | sha256sum | trunc 8) }}{{ else }}{{ $name }}{{ end -}}
 {{- end }}
 
 {{/* Labels: (dict "root" $ "component" "engine") */}}
@@ -52,12 +60,17 @@ app.kubernetes.io/component: {{ .component }}
 {{- toYaml $pools -}}
 {{- end }}
 
-{{/* `base` with the values of `own`. Groups of values are merged; lists, labels, selectors and quantities are replaced as a whole,
-     so that an empty one removes what was inherited */}}
+{{/* `base` with the values of `own`. Groups of values are merged; lists, labels, selectors, adapters and quantities are replaced as a
+     whole, so that an empty one removes what was inherited. What belongs to the model of `base` does not go with another model */}}
 {{- define "yardstick.overridden" -}}
 {{- $result := deepCopy .base -}}
+{{- if and (hasKey .own "model") (ne .own.model .base.model) -}}
+{{- range list "revision" "lenvmModel" "lenvmRevision" "servedName" }}{{ $_ := set $result . "" }}{{ end -}}
+{{- range list "existingClaim" "directory" "root" }}{{ $_ := set $result.lora . "" }}{{ end -}}
+{{- $_ := set $result.lora "adapters" dict -}}
+{{- end -}}
 {{- range $key, $value := .own -}}
-{{- if has $key (list "modelCache" "hubToken" "serviceAccount" "resources" "autoscaling" "podDisruptionBudget" "updateStrategy") -}}
+{{- if has $key (list "lora" "modelCache" "hubToken" "serviceAccount" "resources" "autoscaling" "podDisruptionBudget" "updateStrategy") -}}
 {{- range $inner, $part := $value }}{{ $_ := set (get $result $key) $inner $part }}{{ end -}}
 {{- else -}}
 {{- $_ := set $result $key $value -}}
@@ -66,35 +79,10 @@ app.kubernetes.io/component: {{ .component }}
 {{- toYaml $result -}}
 {{- end }}
 
-{{/* Fails where the values of a pool contradict each other: (dict "pool" NAME "engine" VALUES) */}}
-{{- define "yardstick.checkPool" -}}
-{{- $gpus := include "yardstick.gpus" .engine | int -}}
-{{- $processes := int .engine.tensorParallel -}}
-{{- if and (or (gt $gpus 0) (not .engine.device)) (or (gt $gpus 1) (gt $processes 1)) (ne $gpus $processes) -}}
-{{- fail (printf "the pool %s has %d GPUs and `tensorParallel` is %d; set `resources.limits.\"nvidia.com/gpu\"` to the same number, or `device` to cpu and no GPU" .pool $gpus $processes) -}}
-{{- end -}}
-{{- if and (gt $gpus 0) (eq .engine.device "cpu") -}}
-{{- fail (printf "the pool %s has GPUs and `device` is cpu; set `resources.limits` to {}" .pool) -}}
-{{- end -}}
-{{- with .engine.modelCache -}}
-{{- if and (eq .download "job") (not .existingClaim) -}}
-{{- fail (printf "the pool %s: `modelCache.download: job` fills a claim that all pods share; set `modelCache.existingClaim`" $.pool) -}}
-{{- end -}}
-{{- if and (eq .download "init") .readOnly -}}
-{{- fail (printf "the pool %s: `modelCache.download: init` writes to the volume; set `modelCache.readOnly` to false, or `download` to job" $.pool) -}}
-{{- end -}}
-{{- end -}}
-{{- with .engine.autoscaling -}}
-{{- if and .enabled (eq .kind "hpa") (eq (int .minReplicas) 0) -}}
-{{- fail (printf "the pool %s: an HPA does not scale to zero; set `autoscaling.kind` to keda" $.pool) -}}
-{{- end -}}
-{{- end -}}
-{{- end }}
-
 {{/* Name of a pool's StatefulSet and Service. The names of its pods' revisions are 11 characters longer, and a label holds 63 */}}
 {{- define "yardstick.poolName" -}}
 {{- $name := printf "%s-engine%s" (include "yardstick.fullname" .root) (ternary "" (printf "-%s" .pool) (eq .pool "default")) -}}
-{{- if gt (len $name) 52 }}{{ printf "%s-%s" ($name | trunc 43 | trimSuffix "-") ($name | sha256sum | trunc 8) }}{{ else }}{{ $name }}{{ end -}}
+{{- include "yardstick.shortened" (list $name 52) -}}
 {{- end }}
 
 {{/* Name of a pool's model for clients */}}
@@ -275,66 +263,4 @@ topologySpreadConstraints:
 {{/* Name of a pool's ServiceAccount; empty: the namespace's default: (dict "name" NAME-OF-THE-POOL "engine" VALUES) */}}
 {{- define "yardstick.engineAccount" -}}
 {{ .engine.serviceAccount.name | default (ternary .name "" .engine.serviceAccount.create) }}
-{{- end }}
-
-{{/* Models of a pool that may have to be downloaded, as arguments of `python -m engine.models.download` */}}
-{{- define "yardstick.models" -}}
-{{- if .model }}
-- {{ printf "%s%s" .model (ternary "" (printf "@%s" .revision) (eq .revision "")) | quote }}
-{{- end }}
-{{- if .lenvmModel }}
-- {{ printf "%s%s" .lenvmModel (ternary "" (printf "@%s" .lenvmRevision) (eq .lenvmRevision "")) | quote }}
-{{- end }}
-{{- end }}
-
-{{/* Places of models and caches, as environment variables */}}
-{{- define "yardstick.cacheEnv" -}}
-- {name: HF_HOME, value: /cache/huggingface}
-- {name: HF_HUB_CACHE, value: /models/huggingface/hub}
-{{- end }}
-
-{{/* The hub's token, as an environment variable, from the values of a pool */}}
-{{- define "yardstick.hubToken" -}}
-{{- with .hubToken.secret -}}
-- name: HF_TOKEN
-  valueFrom:
-    secretKeyRef:
-      name: {{ . }}
-      key: {{ $.hubToken.key }}
-{{- end }}
-{{- end }}
-
-{{/* Container that downloads the models of a pool, or waits for a Job that does: (dict "root" $ "engine" VALUES "waits" BOOL) */}}
-{{- define "yardstick.downloadContainer" -}}
-name: download
-image: {{ include "yardstick.engineImage" (dict "root" .root "engine" .engine) }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-command: [python, -m, engine.models.download]
-args:
-  {{- if .waits }}
-  - --wait={{ .engine.startupSeconds }}
-  {{- end }}
-  {{- include "yardstick.models" .engine | trim | nindent 2 }}
-env:
-  {{- include "yardstick.cacheEnv" . | nindent 2 }}
-  {{- if not .waits }}
-  {{- with include "yardstick.hubToken" .engine }}
-  {{- . | nindent 2 }}
-  {{- end }}
-  {{- end }}
-  {{- with .engine.extraEnv }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
-resources:
-  requests: {cpu: 100m, memory: 512Mi}
-  limits: {memory: 2Gi}
-securityContext:
-  {{- include "yardstick.containerSecurity" .root | nindent 2 }}
-volumeMounts:
-  - {name: models, mountPath: /models{{ if .waits }}, readOnly: true{{ end }}}
-  - {name: cache, mountPath: /cache}
-  - {name: tmp, mountPath: /tmp}
-  {{- with .engine.extraVolumeMounts }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
 {{- end }}

@@ -99,8 +99,9 @@ def test_queue_time_and_deadline_count_from_the_receipt(build):
     for message in (score("in time", deadline=3.5), score("late", deadline=2.5), generate, items):
         loop.submit(message, received=5.0)
     loop.submit(score("now", deadline=2.5))
+    loop.submit(wire.Generate("late text", TOKENS, wire.Sampling(max_tokens=1), deadline=2.5), received=5.0)
     replies = {reply.id: reply for reply in run(loop)}
-    assert replies.pop("late").code == "deadline"
+    assert [replies.pop(name).code for name in ("late", "late text")] == ["deadline", "deadline"]
     assert {name: reply.queue_seconds for name, reply in replies.items()} == {"in time": 3.0, "g": 3.0, "i": 3.0, "now": 0.0}
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import wire
+from engine.build import build_loop
 from engine.lora import config
 from engine.lora.errors import AdapterError
 from engine.lora.layout import Layout
@@ -22,6 +23,8 @@ from engine.lora.manager import LoraManager
 from engine.lora.reader import AdapterReader
 from engine.lora.registry import AdapterRegistry
 from engine.models.config import load_config
+from engine.models.errors import ModelError
+from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine.adapters import write_adapter
 
@@ -306,3 +309,11 @@ def test_the_directory_is_watched(adapter: Path, registry: AdapterRegistry, base
     manager.execute(wire.UnloadAdapter("two"))
     manager.look()
     assert names() == [], "what a person unloaded stays unloaded until its files change"
+
+
+@pytest.mark.parametrize("path", ["nowhere", "{adapter}/adapter_config.json"])
+def test_an_adapter_that_is_absent_at_the_start_is_named(base: tuple[Path, PreTrainedModel], adapter: Path, path: str) -> None:
+    lora = [f"one={adapter}", f"gone={path.format(adapter=adapter)}"]
+    settings = EngineSettings(model=str(base[0]), name="base", lora=lora, max_total_tokens=64)
+    with pytest.raises(ModelError, match=r"The LoRA adapter gone cannot be loaded\..* is not a directory"):
+        build_loop(settings)

@@ -125,7 +125,6 @@ EVERYTHING: Values = {
     },
     "monitoring": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-        "podMonitor": {"enabled": True, "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}]},
         "rules": {"enabled": True, "runbookURL": "https://docs.example.com/operations"},
         "dashboards": {"enabled": True},
     },
@@ -149,7 +148,8 @@ GITOPS: Values = {
     "gateway": {"autoscaling": {"enabled": True}, "settings": {"wait_seconds": 300}},
     "auth": {"existingSecret": "keys"},
     "engineToken": {"existingSecret": "token"},
-    "redis": {"existingSecret": "cache", "existingSecretKey": "secret"},
+    "redis": {"existingSecret": "cache", "existingSecretKey": "secret", "persistence": {"enabled": True, "storageClass": "fast"}},
+    "monitoring": {"podMonitor": {"enabled": True, "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}]}},
 }
 BARE: Values = {
     "redis": {"enabled": False},

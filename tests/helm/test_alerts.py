@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.parser import text_string_to_metric_families
 
+from engine import wire
+from engine.serving import metrics
 from gateway.metrics.telemetry import Telemetry
 from tests.helm.chart import CHART, Values, manifests, one
 
@@ -190,12 +193,67 @@ def test_a_model_without_engines_is_named(rules: Path) -> None:
     check(rules, "YardstickNoEngine", list(ready.values()), [alarm("critical", "b", "A gateway has no ready engine{}.")])
 
 
-def test_the_dashboard_filters_each_series_that_has_a_model() -> None:
+NAMED = 'namespace="apps",service="yardstick"'
+
+
+def query(minReplicas: int) -> str:
+    autoscaling = {"enabled": True, "minReplicas": minReplicas}
+    found = one(manifests({"engine": {"autoscaling": autoscaling}}), "ScaledObject", "yardstick-engine")
+    return str(found["spec"]["triggers"][0]["metadata"]["query"])
+
+
+def gauge(name: str, labels: str, value: int) -> dict[str, str]:
+    return {"series": f"{name}{{{labels}}}", "values": f"{value}x80"}
+
+
+def missed(values: str) -> dict[str, str]:
+    """The counter of requests without an engine, read every 15 seconds."""
+    return {"series": f'yardstick_model_requests_without_engine_total{{{NAMED},model="yardstick-demo"}}', "values": values}
+
+
+GATEWAY = [gauge("yardstick_engines_ready", NAMED, 0), gauge("yardstick_model_engines_ready", f'{NAMED},model="yardstick-demo"', 0)]
+IDLE = gauge("yardstick_model_requests_waiting", f'{NAMED},model="yardstick-demo"', 0)
+ENGINE = 'namespace="apps",service="yardstick-engine",pod="one"'
+
+
+@pytest.mark.parametrize(
+    ("fewest", "series", "expected"),
+    [
+        pytest.param(0, [*GATEWAY, IDLE, missed("7x80")], {"1m": 0, "5m": 0, "10m": 0}, id="no request"),
+        pytest.param(
+            0, [*GATEWAY, IDLE, missed("7x20 8x60")], {"5m": 0, "5m15s": 1, "6m": 1, "7m": 1, "9m": 0}, id="one, gone before a read"
+        ),
+        pytest.param(0, [*GATEWAY, IDLE, missed("0x20 500x60")], {"5m30s": 1, "9m": 0}, id="a burst starts one pod"),
+        pytest.param(0, [GATEWAY[0]], {"1m": 1}, id="a gateway that does not know the model"),
+        pytest.param(0, [], {"1m": 0}, id="nothing is known"),
+        pytest.param(
+            1,
+            [gauge("yardstick_engine_requests_running", ENGINE, 30), gauge("yardstick_engine_requests_waiting", ENGINE, 12)],
+            {"1m": 42},
+            id="requests of engines",
+        ),
+    ],
+)
+def test_a_request_without_an_engine_wakes_its_pool(
+    tmp_path: Path, fewest: int, series: list[dict[str, str]], expected: dict[str, int]
+) -> None:
+    """What KEDA asks of Prometheus. It starts a pod where the answer is above 0, and another for each 32."""
+    asked = query(fewest)
+    cases = [{"expr": f"ceil({asked})", "eval_time": time, "exp_samples": [{"value": value}]} for time, value in expected.items()]
+    file = tmp_path / "tests.yaml"
+    file.write_text(yaml.safe_dump({"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": cases}]}))
+    promtool("test", "rules", file)
+
+
+def test_the_dashboard_filters_each_series_that_has_a_model_or_a_pool() -> None:
     """Series of the gateway by their labels; engines' series get theirs from Prometheus (`yardstick.relabelings`)."""
     of_models = ("yardstick_engines", "yardstick_model_", "yardstick_engine_")  # and those of the collectors
     counters = {collector for collector in Telemetry()._registry._collector_to_names if isinstance(collector, MetricWrapperBase)}
     labelled = {collector._name for collector in counters if "model" in collector._labelnames}
     assert labelled >= {"yardstick_cache_lookups", "yardstick_engine_errors", "yardstick_requests"}
+    stats = wire.Stats(*([0] * len(wire.Stats.__struct_fields__)))
+    page = text_string_to_metric_families(metrics.render(stats, 0.0, 0))
+    of_engines = {sample.name for family in page for sample in family.samples}
     dashboard = json.loads((CHART / "dashboards" / "yardstick.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     found = [pair for expression in asked for pair in re.findall(r"(yardstick_\w+)\{([^}]*)\}", expression)]
@@ -203,3 +261,4 @@ def test_the_dashboard_filters_each_series_that_has_a_model() -> None:
     for name, selector in found:
         has_model = re.sub(r"_(total|bucket|sum|count)$", "", name) in labelled or name.startswith(of_models)
         assert ('model=~"$model"' in selector) == has_model, name
+        assert ('pool=~"$pool"' in selector) == (name in of_engines), name

@@ -43,7 +43,7 @@ from tests.helm.readme import readme
 
 VERSIONS = ("v1.25.0", "v1.30.0", "v1.37.0")
 OTHERS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}
-"""Kinds that are not Kubernetes's own."""
+"""Kinds that are not Kubernetes's own; ``tests/clients/test_manifests.py`` validates them."""
 LOCKED_DOWN = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 POD_KINDS = ("StatefulSet", "Deployment", "Pod", "Job")
 ADDED = {"prepare", "sidecar"}
@@ -170,6 +170,28 @@ def test_gateways_may_read_endpoint_slices_and_nothing_else():
         assert one(found, "Deployment", "yardstick")["spec"]["template"]["spec"]["serviceAccountName"] == "yardstick"
 
 
+def test_gateways_may_read_endpoint_slices_of_the_namespaces_that_they_are_given():
+    engines = [
+        "kubernetes://models/engines:8100",
+        "kubernetes://models/others:8100",
+        "kubernetes://engines:8100",
+        "http://10.0.0.1",
+    ]
+    found = manifests({"gateway": {"engines": engines}})
+    roles = {(m["metadata"].get("namespace"), m["metadata"]["name"]) for m in found if m["kind"] == "Role"}
+    assert roles == {(None, "yardstick"), ("models", "apps-yardstick")}
+    assert roles == {(m["metadata"].get("namespace"), m["roleRef"]["name"]) for m in found if m["kind"] == "RoleBinding"}
+    for manifest in found:
+        if manifest["kind"] == "Role":
+            assert manifest["rules"] == one(found, "Role", "yardstick")["rules"]
+        if manifest["kind"] == "RoleBinding":
+            assert manifest["subjects"] == [{"kind": "ServiceAccount", "name": "yardstick", "namespace": "apps"}]
+    elsewhere = manifests({"gateway": {"engines": engines[:1]}})
+    assert [m["metadata"]["namespace"] for m in elsewhere if m["kind"] == "Role"] == ["models"]
+    own = manifests({"gateway": {"engines": engines, "serviceAccount": {"name": "mine"}}})
+    assert not {"Role", "RoleBinding", "ServiceAccount"} & {m["kind"] for m in own}
+
+
 @pytest.mark.parametrize("values", [BARE, EXTERNAL], ids=["bare", "external"])
 def test_who_does_not_ask_the_api_has_no_account(values: Values):
     found = manifests(values)
@@ -226,7 +248,7 @@ def test_a_gpu_makes_a_gpu_pod():
 
 @pytest.mark.parametrize(
     ("engine", "flags"),
-    [(GPU["engine"], ["cuda"]), ({"device": "cpu"}, ["cpu"]), ({}, []), ({"device": "cuda"}, ["cuda"])],
+    [(GPU["engine"], ["cuda"]), ({"device": "cpu"}, ["cpu"]), ({}, [])],
 )
 def test_a_pod_with_a_gpu_does_not_serve_without_it(engine: Values, flags: list[str]):
     """The engine refuses to start then; without the flag it would serve slowly on the CPU."""

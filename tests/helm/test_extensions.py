@@ -31,6 +31,36 @@ def test_an_http_route_admits_what_the_ingress_admits_and_allows_long_streams() 
         render({"gateway": {"httpRoute": {"enabled": True}}})
 
 
+def test_an_http_route_for_older_versions_of_the_gateway_api() -> None:
+    """Time limits are in the standard channel since 1.2; stricter definitions refuse a field that they do not know."""
+    route = {"enabled": True, "parentRefs": [{"name": "public"}], "timeout": ""}
+    rules = one(manifests({"gateway": {"httpRoute": route}}), "HTTPRoute", "yardstick")["spec"]["rules"]
+    assert {key for rule in rules for key in rule} == {"matches", "backendRefs"}
+
+
+@pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
+def test_the_service_of_the_gateways_takes_what_clouds_ask_for(kind: str) -> None:
+    service = {"type": kind, "ipFamilyPolicy": "PreferDualStack", "externalTrafficPolicy": "Local"}
+    service |= {"loadBalancerClass": "example.com/internal"} if kind == "LoadBalancer" else {}
+    found = one(manifests({"gateway": {"service": service}}), "Service", "yardstick")
+    kubernetes_validate.validate(found, "1.30", strict=True)
+    assert service.items() <= found["spec"].items()
+    assert set(one(manifests({}), "Service", "yardstick")["spec"]) == {"type", "selector", "ports"}
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        {"externalTrafficPolicy": "Local"},
+        {"loadBalancerClass": "example.com/internal"},
+        {"type": "NodePort", "loadBalancerClass": "a/b"},
+    ],
+)
+def test_what_kubernetes_refuses_in_a_service_is_refused(service: Values) -> None:
+    with pytest.raises(helm().HelmError, match=r"gateway.service.type` is (ClusterIP|NodePort)"):
+        render({"gateway": {"service": service}})
+
+
 @pytest.mark.parametrize(
     ("preset", "timeout"),
     [
@@ -139,7 +169,7 @@ def test_one_job_fills_the_claim_that_pods_share() -> None:
     (job,) = [manifest for manifest in found if manifest["kind"] == "Job"]
     kubernetes_validate.validate(job, "1.30", strict=True)
     (download,) = job["spec"]["template"]["spec"]["containers"]
-    assert (download["command"], download["args"]) == (["python", "-m", "engine.download"], ["org/ranker@abc"])
+    assert (download["command"], download["args"]) == (["python", "-m", "engine.models.download"], ["org/ranker@abc"])
     assert "HF_TOKEN" in {variable["name"] for variable in download["env"]}
     assert not next(mount for mount in download["volumeMounts"] if mount["name"] == "models").get("readOnly")
     pod = engine(values)
@@ -160,6 +190,68 @@ def test_an_init_container_fills_the_volume_of_each_pod() -> None:
     (download,) = pod["initContainers"]
     assert download["args"] == ["org/ranker", "org/lengths"]
     assert "initContainers" not in engine({"engine": {"modelCache": {"download": "init"}}}), "the demo model is in the image"
+
+
+@pytest.mark.parametrize("download", ["init", "job"])
+def test_adapters_of_a_hub_are_downloaded_with_the_model(download: str) -> None:
+    """Engines are offline then, so an adapter that is not downloaded before would end them at their start."""
+    cache = {"download": download, "existingClaim": "models"}
+    lora = {"adapters": {"sql": "org/sql-lora@v1", "support": "/adapters/support"}, "existingClaim": "tuned"}
+    found = manifests({"engine": {"model": "org/ranker", "modelCache": cache, "lora": lora}})
+    pod = one(found, "StatefulSet", "yardstick-engine")["spec"]["template"]["spec"]
+    waits = ["--wait=1800"] if download == "job" else []
+    assert pod["initContainers"][0]["args"] == [*waits, "org/ranker", "--lora=sql=org/sql-lora@v1"]
+    assert "--lora=sql=org/sql-lora@v1" in pod["containers"][0]["args"]
+    jobs = [m["spec"]["template"]["spec"]["containers"][0]["args"] for m in found if m["kind"] == "Job"]
+    assert jobs == ([["org/ranker", "--lora=sql=org/sql-lora@v1"]] if download == "job" else [])
+    alone = engine({"engine": {"modelCache": {"download": "init"}, "lora": {"adapters": {"sql": "org/sql-lora"}}}})
+    assert alone["initContainers"][0]["args"] == ["--lora=sql=org/sql-lora"], "the demo model is in the image"
+
+
+PLACEMENT: Values = {
+    "nodeSelector": {"pool": "gpu"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "serving",
+}
+JOB: Values = {"existingClaim": "models", "download": "job"}
+
+
+def job_of(values: Values) -> Manifest:
+    (job,) = [manifest for manifest in manifests(values) if manifest["kind"] == "Job"]
+    return job
+
+
+def test_downloads_run_where_engines_may_run() -> None:
+    limits = {"requests": {"cpu": 1, "memory": "1Gi"}, "limits": {"memory": "6Gi"}}
+    values: Values = {
+        "engine": PLACEMENT
+        | {"model": "org/ranker", "modelCache": JOB | {"downloadResources": limits}, "serviceAccount": {"create": True}}
+    }
+    job = job_of(values)
+    kubernetes_validate.validate(job, "1.30", strict=True)
+    pod = job["spec"]["template"]["spec"]
+    assert {key: pod[key] for key in PLACEMENT} == PLACEMENT
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("yardstick-engine", False)
+    assert pod["containers"][0]["resources"] == limits == engine(values)["initContainers"][0]["resources"]
+    assert "topologySpreadConstraints" not in pod, "they count pods of the engine"
+
+
+@pytest.mark.parametrize(
+    "change", [{"tolerations": PLACEMENT["tolerations"]}, {"podLabels": {"a": "b"}}, {"priorityClassName": "low"}]
+)
+def test_a_change_of_the_download_makes_another_job(change: Values) -> None:
+    """Kubernetes refuses to change a Job."""
+    values: Values = {"model": "org/ranker", "modelCache": JOB}
+    assert job_of({"engine": values})["metadata"]["name"] != job_of({"engine": values | change})["metadata"]["name"]
+
+
+def test_the_test_runs_where_gateways_may_run() -> None:
+    pod = one(manifests({"gateway": PLACEMENT}), "Pod", "yardstick-test")["spec"]
+    assert {key: pod[key] for key in PLACEMENT} == PLACEMENT
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("yardstick", False)
+    assert pod["containers"][0]["resources"]["limits"], "a quota of the namespace may demand them"
+    assert "serviceAccountName" not in one(manifests({"gateway": {"discovery": "dns"}}), "Pod", "yardstick-test")["spec"]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_the_key_is_the_first_or_a_given_one() -> None:
 
     assert key({}) == {"name": "yardstick-first-key", "key": "key"}
     assert key({"keySecret": "mine", "keySecretKey": "k"}) == {"name": "mine", "key": "k"}
-    assert key({}, {"auth": {"existingSecret": "keys"}}) is None
+    assert key({"url": "https://elsewhere.example.com"}, {"auth": {"existingSecret": "keys"}}) is None
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,41 @@ def test_gateways_admit_it_where_a_policy_restricts_them() -> None:
     (rule,) = peers["spec"]["ingress"]
     components = [peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component") for peer in rule["from"]]
     assert "load" in components
+
+
+def test_gateways_have_a_name_for_each_of_their_pods() -> None:
+    """`target.metrics` reads all of them as `dns+http://yardstick-pods:8000/metrics`."""
+    _, found = made({}, {"monitoring": {"serviceMonitor": {"enabled": True}}})
+    service = one(found, "Service", "yardstick-pods")
+    assert (service["spec"]["clusterIP"], service["spec"]["ports"][0]["port"]) == ("None", 8000)
+    pods = one(found, "Deployment", "yardstick")["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= pods.items()
+    monitored = one(found, "ServiceMonitor", "yardstick-gateway")["spec"]["selector"]["matchLabels"]
+    assert not monitored.items() <= service["metadata"]["labels"].items(), "Prometheus would read each gateway twice"
+    assert not [m for m in manifests({}) if m["metadata"]["name"] == "yardstick-pods"]
+
+
+@pytest.mark.parametrize("url", ["", "https://elsewhere.example.com"])
+def test_it_may_read_metrics_of_gateways_and_engines(url: str) -> None:
+    job, found = made({"url": url, "keySecret": "mine"})
+    load = job["spec"]["template"]["metadata"]["labels"]
+    egress = one(found, "NetworkPolicy", "yardstick-load")["spec"]["egress"]
+    reached = {
+        (rule["to"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"], rule["ports"][0]["port"])
+        for rule in egress
+        if "podSelector" in rule.get("to", [{}])[0]
+    }
+    assert reached == {("gateway", "http"), ("engine", "health")}
+    admitted = [rule for rule in one(found, "NetworkPolicy", "yardstick-engine")["spec"]["ingress"] if admits(rule, load)]
+    assert [rule["ports"] for rule in admitted] == [[{"port": "health", "protocol": "TCP"}]]
+    off = one(manifests({}), "NetworkPolicy", "yardstick-engine")["spec"]["ingress"]
+    assert not [rule for rule in off if admits(rule, load)]
+
+
+def admits(rule: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a rule names pods with these labels."""
+    selectors = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
+    return any(selector.items() <= labels.items() for selector in selectors)
 
 
 @pytest.mark.parametrize("address", ["runs/nightly", "s3://", "s3://Runs/x", "https://runs.example.com"])

@@ -27,7 +27,7 @@ def container_of(values: Values, name: str = "yardstick-engine") -> dict[str, An
     [
         ({}, {}, "0.2.0"),
         ({"tag": "0.2.1"}, {}, "0.2.1"),
-        ({"tag": "0.2.1"}, {"device": "cuda"}, "0.2.1-cuda"),
+        ({"tag": "0.2.1"}, {"device": "cuda", "runtimeClassName": "nvidia"}, "0.2.1-cuda"),
         ({"tag": "0.2.1"}, {"resources": GPUS, "tensorParallel": 2}, "0.2.1-cuda"),
         ({"tag": "0.2.1"}, {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}, "0.2.1-cuda"),
         ({"tag": "0.2.1"}, {"variant": "cuda"}, "0.2.1-cuda"),
@@ -200,6 +200,66 @@ def test_adapters_come_from_a_claim_and_by_name():
     assert {"name": "adapters", "persistentVolumeClaim": {"claimName": "tuned", "readOnly": True}} in pod["volumes"]
     own = container_of({"engine": {"lora": lora}, "pools": {"b": {"lora": {"directory": "/models/tuned"}}}}, "yardstick-engine-b")
     assert "--lora-directory=/models/tuned" in own["args"]
+
+
+@pytest.mark.parametrize(
+    ("own", "flags"),
+    [
+        ({"maxLoras": 8}, ["--lora=sql=org/sql-lora", "--lora-directory=/adapters", "--max-loras=8"]),
+        ({}, ["--lora=sql=org/sql-lora", "--lora-directory=/adapters", "--max-loras=4"]),
+        ({"adapters": {"own": "org/own"}}, ["--lora=own=org/own", "--lora-directory=/adapters", "--max-loras=4"]),
+        ({"adapters": {}, "existingClaim": ""}, ["--max-loras=4"]),
+    ],
+)
+def test_pools_override_single_values_of_adapters(own: Values, flags: list[str]):
+    """The directory is watched exactly where the claim is mounted."""
+    lora = {"existingClaim": "tuned", "adapters": {"sql": "org/sql-lora"}, "maxLoras": 4}
+    pod = engine_of(manifests({"engine": {"lora": lora}, "pools": {"b": {"lora": own}}}), "yardstick-engine-b")
+    (container,) = pod["containers"]
+    assert [argument for argument in container["args"] if "lora" in argument] == flags
+    mounted = "adapters" in {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == ("adapters" in {volume["name"] for volume in pod["volumes"]}) == ("--lora-directory=/adapters" in flags)
+
+
+def test_removed_values_of_adapters_leave_them_off():
+    """Helm removes a value that is null, and a pool may have an empty group."""
+    lora = {"existingClaim": None, "directory": None}
+    assert not [argument for argument in container_of({"engine": {"lora": lora}})["args"] if "lora" in argument]
+    found = container_of({"pools": {"b": {"lora": {}}}}, "yardstick-engine-b")
+    assert not [argument for argument in found["args"] if "lora" in argument]
+
+
+def test_a_pool_with_another_model_inherits_nothing_of_the_first_model():
+    engine = {
+        "model": "org/ranker",
+        "revision": "1f0c4a2",
+        "lenvmModel": "org/lengths",
+        "lenvmRevision": "v1",
+        "servedName": "ranker",
+        "quantize": "int8",
+        "lora": {"existingClaim": "tuned", "adapters": {"sql": "org/sql-lora"}, "root": "/adapters", "maxLoras": 4},
+    }
+    found = manifests({"engine": engine, "pools": {"other": {"model": "org/other"}, "same": {"model": "org/ranker"}, "again": {}}})
+    flags = {
+        name: set(engine_of(found, f"yardstick-engine-{name}")["containers"][0]["args"]) for name in ("other", "same", "again")
+    }
+    assert flags["same"] == flags["again"] == set(engine_of(found)["containers"][0]["args"])
+    dropped = {
+        "--model=org/ranker",
+        "--revision=1f0c4a2",
+        "--lenvm-model=org/lengths",
+        "--lenvm-revision=v1",
+        "--name=ranker",
+        "--lora=sql=org/sql-lora",
+        "--lora-directory=/adapters",
+        "--lora-root=/adapters",
+    }
+    assert flags["same"] - flags["other"] == dropped
+    assert flags["other"] - flags["same"] == {"--model=org/other"}
+    assert one(found, "Service", "yardstick-engine-other")["metadata"]["annotations"]["yardstick/model"] == "other"
+    own = {"model": "org/other", "servedName": "ranker", "revision": "v2"}
+    kept = container_of({"engine": engine, "pools": {"other": own}}, "yardstick-engine-other")["args"]
+    assert {"--name=ranker", "--revision=v2"} <= set(kept)
 
 
 @pytest.mark.parametrize(

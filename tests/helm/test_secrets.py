@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +54,65 @@ def test_the_bundled_redis_takes_an_existing_secret():
         } in volumes
 
 
+@contextmanager
+def running_redis(values: Values, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The container's own command, with ``folder`` for its volumes; killed at the end."""
+    (container,) = one(manifests(values), "Deployment", "yardstick-redis")["spec"]["template"]["spec"]["containers"]
+    command = [part.replace("/tmp/", f"{folder}/").replace("/etc/redis", str(folder)) for part in container["command"]]
+    arguments = [str(folder) if part in ("/tmp", "/data") else part for part in container["args"]]
+    with subprocess.Popen([*command, *arguments, "--port", str(port)], stdout=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_persistent_redis_has_its_keys_after_it_was_killed(persistent: bool, tmp_path: Path):
+    (tmp_path / "password").write_text("secret")
+    values, port = {"redis": {"persistence": {"enabled": persistent}}}, free_port()
+    for found in (None, b"items" if persistent else None):
+        with running_redis(values, tmp_path, port), redis.Redis(port=port, password="secret") as client:
+            wait_until(lambda: answers(client))
+            assert client.get("catalogue") == found
+            client.set("catalogue", "items")
+
+
+@pytest.mark.parametrize("existing", ["", "mine"])
+def test_a_persistent_redis_has_a_claim(existing: str):
+    persistence = {"enabled": True, "size": "8Gi", "storageClass": "fast", "existingClaim": existing}
+    found = manifests({"redis": {"persistence": persistence}})
+    claims = [manifest for manifest in found if manifest["kind"] == "PersistentVolumeClaim"]
+    if existing:
+        assert claims == []
+    else:
+        (claim,) = claims
+        assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}, "catalogues outlive a release"
+        assert (claim["spec"]["storageClassName"], claim["spec"]["resources"]["requests"]) == ("fast", {"storage": "8Gi"})
+    deployment = one(found, "Deployment", "yardstick-redis")["spec"]
+    assert deployment["strategy"] == {"type": "Recreate"}, "two pods must not write one file"
+    pod = deployment["template"]["spec"]
+    assert {"name": "data", "mountPath": "/data"} in pod["containers"][0]["volumeMounts"]
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": existing or "yardstick-redis"}} in pod["volumes"]
+    off = manifests({"redis": {"persistence": {"enabled": False}}})
+    assert not [manifest for manifest in off if manifest["kind"] == "PersistentVolumeClaim"]
+    external = manifests({"redis": {"url": "redis://cache:6379", "persistence": {"enabled": True}}})
+    assert not [manifest for manifest in external if manifest["kind"] == "PersistentVolumeClaim"]
+
+
 @pytest.mark.redis
 @pytest.mark.parametrize("password", [pytest.param("plain0", marks=pytest.mark.slow), 'with "quotes", \\ and spaces'])
 def test_redis_starts_with_the_password_of_the_file(password: str, tmp_path: Path):
-    """The container's own command, with another folder for its volumes."""
     (tmp_path / "password").write_text(f"{password}\n")
-    (container,) = one(manifests({}), "Deployment", "yardstick-redis")["spec"]["template"]["spec"]["containers"]
-    command = [part.replace("/tmp/", f"{tmp_path}/").replace("/etc/redis", str(tmp_path)) for part in container["command"]]
-    arguments = [str(tmp_path) if part == "/tmp" else part for part in container["args"]]
     port = free_port()
-    with subprocess.Popen([*command, *arguments, "--port", str(port)], stdout=subprocess.DEVNULL) as process:
-        try:
-            with redis.Redis(port=port, password=password) as client:
-                wait_until(lambda: answers(client))
-            with redis.Redis(port=port) as client, pytest.raises(redis.AuthenticationError):
-                client.ping()
-            assert password not in Path(f"/proc/{process.pid}/cmdline").read_text()
-            assert oct((tmp_path / "redis.conf").stat().st_mode)[-3:] == "600"
-        finally:
-            process.kill()
+    with running_redis({}, tmp_path, port) as process:
+        with redis.Redis(port=port, password=password) as client:
+            wait_until(lambda: answers(client))
+        with redis.Redis(port=port) as client, pytest.raises(redis.AuthenticationError):
+            client.ping()
+        assert password not in Path(f"/proc/{process.pid}/cmdline").read_text()
+        assert oct((tmp_path / "redis.conf").stat().st_mode)[-3:] == "600"
 
 
 def answers(client: redis.Redis) -> bool:

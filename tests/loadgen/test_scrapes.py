@@ -121,13 +121,49 @@ def test_a_run_reads_pages_and_survives_bad_ones() -> None:
         assert second.scrapes == [], "the first worker reads for all"
 
 
+async def test_each_address_of_a_name_is_read() -> None:
+    """As of a headless Service, whose pods come and go during a run."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        answer(writer, b"# TYPE a gauge\na 1\n", connection="close")
+        await writer.drain()
+        writer.close()
+
+    found: list[list[str]] = [["127.0.0.1"], ["127.0.0.1", "127.0.0.2"], []]
+
+    async def resolve(host: str) -> list[str]:
+        assert host == "yardstick-pods"
+        if not (addresses := found.pop(0)):
+            raise OSError("Name or service not known")
+        return addresses
+
+    async with await asyncio.start_server(connected, "127.0.0.1", 0) as first:
+        port = first.sockets[0].getsockname()[1]
+        async with await asyncio.start_server(connected, "127.0.0.2", port):
+            entry = f"dns+http://yardstick-pods:{port}/metrics"
+            scraper = scrapes.Scraper([entry], 1.0, lambda: 0.0, resolve)
+            for time in range(3):
+                await scraper.read(float(time))
+    read = [(scrape.time, scrape.url, scrape.gauges, scrape.error) for scrape in scraper.results()]
+    one, two = (f"http://127.0.0.{place}:{port}/metrics" for place in (1, 2))
+    assert sorted(read) == [
+        (0.0, one, {"a": 1.0}, ""),
+        (1.0, one, {"a": 1.0}, ""),
+        (1.0, two, {"a": 1.0}, ""),
+        (2.0, entry, {}, "Name or service not known"),
+    ]
+    assert await scrapes.addresses("127.0.0.1") == ["127.0.0.1"]
+
+
 def test_series_are_bounded() -> None:
     many = "# TYPE a gauge\n" + "".join(f'a{{b="{place}"}} 1\n' for place in range(scrapes.MOST_SERIES + 10))
     assert len(parse("u", 0, many.encode()).gauges) == scrapes.MOST_SERIES
 
 
 def test_urls_are_checked() -> None:
-    for url in ("gateway/metrics", "http://me:secret@a/metrics", "http://a"):
+    assert load(None, ['target.metrics=["dns+http://a:8000/metrics"]']).target.metrics == ("dns+http://a:8000/metrics",)
+    for url in ("gateway/metrics", "http://me:secret@a/metrics", "http://a", "dns+https://a/metrics"):
         with pytest.raises(LoadError, match="`metrics` has a URL") as raised:
             load(None, [f'target.metrics=["{url}"]'])
         assert "secret" not in str(raised.value)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from kubernetes.client.exceptions import ApiException
 
 from tests.cluster.chart.conftest import VALUES
+from tests.cluster.chart.disks import Disk, disk
 from tests.cluster.chart.kube import Release, wait_for
 from tests.cluster.chart.test_load import DEPLOY, report
 from tests.helm.chart import Values, manifests
@@ -33,80 +32,18 @@ STARTED_TOGETHER = 1.0
 """Largest gap between the starts of two workers, in seconds."""
 
 
-class Claim(NamedTuple):
-    """A claim, and a pod that has its files under ``/kept``."""
-
-    name: str
-    keeper: str
-    release: Release
-
-    def files(self, folder: str) -> dict[str, bytes]:
-        """Contents of the files in a folder of the claim, by their names."""
-        code = (
-            "import base64, json, pathlib, sys\n"
-            f"files = pathlib.Path('/kept/{folder}').iterdir()\n"
-            "print(json.dumps({file.name: base64.b64encode(file.read_bytes()).decode() for file in files if file.is_file()}))"
-        )
-        told = json.loads(self.release.run_in(self.keeper, "python", "-c", code))
-        return {name: base64.b64decode(content) for name, content in told.items()}
-
-
 @pytest.fixture(scope="module")
-def claim(release: Release) -> Iterator[Claim]:
-    """A volume on a disk of one node. Its folder belongs to root, so pods can write only because Kubernetes gives it to their
-    ``fsGroup``."""
-    name = f"results-{uuid.uuid4().hex[:6]}"
-    folder = f"/var/tmp/yardstick-{name}"
-    (gateway, *_) = release.pods("gateway")
-    pod = release.core.read_namespaced_pod(gateway, release.namespace)
-    node, image = pod.spec.node_name, pod.spec.containers[0].image
-    host = release.core.read_node(node).metadata.labels["kubernetes.io/hostname"]
-    release.core.create_namespaced_pod(release.namespace, _keeper(name, folder, node, image))
-    wait_for(lambda: release.ready(name), 60, "the claim's folder is there")
-    release.core.create_persistent_volume(_volume(name, folder, host))
-    release.core.create_namespaced_persistent_volume_claim(
-        release.namespace,
-        {
-            "metadata": {"name": name},
-            "spec": {
-                "storageClassName": "",
-                "volumeName": name,
-                "accessModes": ["ReadWriteOnce"],
-                "resources": {"requests": {"storage": "1Gi"}},
-            },
-        },
-    )
-    try:
-        yield Claim(name, name, release)
-    finally:
-        release.run_in(name, "sh", "-c", "rm -rf /kept/*")
-        release.core.delete_persistent_volume(name)
-        release.delete_pod(name, grace_seconds=0)
-
-
-def _keeper(name: str, folder: str, node: str, image: str) -> dict[str, Any]:
-    container = {
-        "name": "keeper",
-        "image": image,
-        "imagePullPolicy": "IfNotPresent",
-        "command": ["sleep", "3600"],
-        "volumeMounts": [{"name": "kept", "mountPath": "/kept"}],
-        "securityContext": {"runAsUser": 0},
-    }
-    volume = {"name": "kept", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}
-    return {"metadata": {"name": name}, "spec": {"nodeName": node, "containers": [container], "volumes": [volume]}}
-
-
-def _volume(name: str, folder: str, host: str) -> dict[str, Any]:
-    term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [host]}]}
-    spec = {
-        "capacity": {"storage": "1Gi"},
-        "accessModes": ["ReadWriteOnce"],
-        "persistentVolumeReclaimPolicy": "Retain",
-        "local": {"path": folder},
-        "nodeAffinity": {"required": {"nodeSelectorTerms": [term]}},
-    }
-    return {"metadata": {"name": name}, "spec": spec}
+def claim(release: Release) -> Iterator[Disk]:
+    """A claim of the same name as its volume."""
+    with disk(release, "results") as found:
+        spec = {
+            "storageClassName": found.name,
+            "volumeName": found.name,
+            "accessModes": ["ReadWriteOnce"],
+            "resources": {"requests": {"storage": "1Gi"}},
+        }
+        release.core.create_namespaced_persistent_volume_claim(release.namespace, {"metadata": {"name": found.name}, "spec": spec})
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +89,7 @@ def run_load(release: Release, results: Values, condition: str) -> str:
     return str(job.metadata.name)
 
 
-def test_results_are_kept_on_a_claim_and_in_a_store(release: Release, claim: Claim, store: Store, tmp_path: Path) -> None:
+def test_results_are_kept_on_a_claim_and_in_a_store(release: Release, claim: Disk, store: Store, tmp_path: Path) -> None:
     job = run_load(release, {"existingClaim": claim.name, "store": store_of(CREDENTIALS)}, "Complete")
     kept = claim.files(job)
     assert set(kept) == FILES
@@ -179,7 +116,7 @@ def test_a_store_that_refuses_leaves_the_records_in_the_log(release: Release, st
     assert report(log, tmp_path / "run")["requests"] > 2
 
 
-def test_workers_share_a_claim_and_start_together(release: Release, claim: Claim, tmp_path: Path) -> None:
+def test_workers_share_a_claim_and_start_together(release: Release, claim: Disk, tmp_path: Path) -> None:
     """The pods of an Indexed Job, made from its template one after another, because such Jobs need Kubernetes 1.21."""
     values = VALUES | {"loadTest": {"enabled": True, "scenario": SCENARIO, "resources": {}, "workers": 2}}
     values["loadTest"]["results"] = {"existingClaim": claim.name}
@@ -190,7 +127,7 @@ def test_workers_share_a_claim_and_start_together(release: Release, claim: Claim
     try:
         release.core.create_namespaced_pod(release.namespace, worker(made["Job"], pods[0], 0))
         here = ("ls", f"/kept/{job}/ready")
-        wait_for(lambda: "ready-0-of-2" in release.run_in(claim.keeper, *here), 60, "the first waits for the second")
+        wait_for(lambda: "ready-0-of-2" in release.run_in(claim.name, *here), 60, "the first waits for the second")
         release.core.create_namespaced_pod(release.namespace, worker(made["Job"], pods[1], 1))
         wait_for(lambda: {phase(release, name) for name in pods} <= {"Succeeded", "Failed"}, 120, "the workers end")
         for name in pods:

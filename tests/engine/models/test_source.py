@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from engine import wire
 from engine.lenvm.pairing import GAMMA_FILE
 from engine.models.errors import ModelError
-from engine.models.source import locate
+from engine.models.source import locate, split_revision
 from tests.checkpoints import make_checkpoint
+from tests.engine.adapters import write_adapter
 from tests.processes import Pod
 
 NEEDED = ["config.json", "model.safetensors", "tokenizer.json", GAMMA_FILE, "1_Pooling/config.json", "yardstick.toml"]
@@ -184,3 +186,49 @@ def test_engines_wait_until_another_process_has_downloaded_the_model(tmp_path: P
         assert missing.returncode == 1
     offline = located("me/value", "http://127.0.0.1:1", tmp_path, "v1")
     assert Path(offline.stdout.splitlines()[-1]).name == OLD_COMMIT
+
+
+@pytest.mark.slow
+def test_adapters_are_downloaded_beside_models(tmp_path: Path) -> None:
+    """The adapter of a repository is complete on its own: its model's files are others."""
+
+    class Adapter(Hub):
+        root = tmp_path / "adapter"
+
+    Adapter.root.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "model.safetensors"):
+        (Adapter.root / name).write_text(name)
+    with hub(Adapter) as endpoint, download(endpoint, tmp_path, "--wait=60", "--lora=sql=me/value@v1") as waits:
+        with download(endpoint, tmp_path, "--lora=sql=me/value@v1", f"--lora=here={tmp_path}") as done:
+            assert (done.wait(60), waits.wait(60)) == (0, 0)
+        with download(endpoint, tmp_path, "--wait=0.1", "me/value") as other:
+            assert "me/value was not downloaded" in other.communicate(timeout=60)[1]
+    (snapshot,) = (tmp_path / "hub/models--me--value/snapshots").iterdir()
+    assert snapshot.name == OLD_COMMIT
+    assert {file.name for file in snapshot.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.mark.slow
+def test_an_engine_loads_an_adapter_of_a_pinned_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_checkpoint(tmp_path / "base", "qwen3", num_hidden_layers=1)
+
+    class Adapter(Hub):
+        root = write_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(base))
+        resolved: ClassVar[list[str]] = []
+
+    with hub(Adapter) as endpoint:
+        for name, value in {"ENDPOINT": endpoint, "HOME": str(tmp_path), "HUB_DISABLE_XET": "1", "HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(f"HF_{name}", value)
+        pod = Pod(base, "--lora", "sql=me/value@v1", "--device", "cpu", "--max-total-tokens", "512", "--threads", "1")
+        try:
+            assert [adapter.name for adapter in pod.wait_ready().read("/adapters", wire.Adapters).adapters] == ["sql"]
+        finally:
+            pod.close()
+    assert Adapter.resolved == ["v1"]
+
+
+def test_a_directory_with_an_at_sign_has_no_revision(tmp_path: Path) -> None:
+    (tmp_path / "ranker@home").mkdir()
+    assert split_revision(str(tmp_path / "ranker@home")) == (str(tmp_path / "ranker@home"), None)
+    assert split_revision("org/ranker@v1") == ("org/ranker", "v1")
+    assert split_revision("org/ranker") == ("org/ranker", None)

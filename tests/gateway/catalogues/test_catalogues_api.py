@@ -367,6 +367,22 @@ def test_without_redis_a_request_is_answered_503() -> None:
         assert client.post("/v1/score", json=plain).status_code == 200, "other requests need no Redis"
 
 
+@pytest.mark.redis
+def test_a_catalogue_outlives_a_redis_that_writes_to_disk() -> None:
+    """As the chart's Redis does with ``redis.persistence``."""
+    with gateways() as start, RedisServer.start("--appendonly", "yes") as redis:
+        client = start(FakeEngine(), redis_url=redis.url, redis_seconds=1)
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+        create(client, "shop").raise_for_status()
+        register(client, "shop", {"a": "one", "b": "two"})
+        expected = score(client, "shop", ["b", "a"]).raise_for_status().json()["scores"]
+        redis.kill()
+        redis.boot()
+        wait_until(lambda: client.get("/v1/catalogues/shop").status_code != 503)
+        assert client.get("/v1/catalogues/shop").raise_for_status().json()["items"] == 2
+        assert score(client, "shop", ["b", "a"]).raise_for_status().json()["scores"] == expected
+
+
 @pytest.mark.parametrize("named", [["a", "b"], None], ids=["ids", "whole"])
 def test_labels_that_are_only_compared_are_read_as_logits(
     served: tuple[FakeEngine, httpx.Client], name: str, named: list[str] | None

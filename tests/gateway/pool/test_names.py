@@ -87,6 +87,9 @@ def test_a_fallback_takes_the_generations_of_a_model_without_engine(start: Start
     tokens = client.post("/tokenize", json={"model": "one", "prompt": "a"})
     assert "x-yardstick-fallback" not in tokens.headers
     assert metric(client, 'yardstick_fallbacks_total{fallback="two",model="one"}') == 2
+    assert metric(client, 'yardstick_model_requests_without_engine_total{model="one"}') == 3, (
+        "it wakes the model's pool all the same"
+    )
     second.ready = False
     wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
     assert complete(client, "one").status_code == 503

@@ -229,11 +229,26 @@ def test_requests_wait_for_an_engine(start: Start) -> None:
             text = asyncio.create_task(asking.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
             await asyncio.to_thread(wait_until, lambda: metric(client, "yardstick_requests_waiting") == 2)
             assert metric(client, 'yardstick_model_requests_waiting{model="fake"}') == 2
+            assert metric(client, 'yardstick_model_requests_without_engine_total{model="fake"}') == 2
             engine.ready = True
             assert [(await score).status_code, (await text).status_code] == [200, 200]
 
     asyncio.run(scenario())
     assert metric(client, "yardstick_requests_waiting") == 0
+
+
+def test_requests_that_do_not_wait_are_counted_as_without_engine(start: Start) -> None:
+    """Autoscalers start a pod for them, so the series exists before the first one."""
+    engine = FakeEngine()
+    client = start(engine, wait_seconds=0)
+    name = 'yardstick_model_requests_without_engine_total{model="fake"}'
+    body = {"query": [1], "items": [[2]], "label_token_ids": [1]}
+    assert client.post("/v1/score", json=body).status_code == 200
+    assert metric(client, name) == 0
+    engine.ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
+    assert client.post("/v1/score", json=body | {"query": [2]}).status_code == 503
+    assert metric(client, name) == 1
 
 
 @pytest.mark.slow

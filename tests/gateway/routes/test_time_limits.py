@@ -96,6 +96,41 @@ def test_a_field_that_is_no_limit_is_refused(engine: FakeEngine, client: httpx.C
     assert "timeout" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "fields", "most"),
+    [
+        ({}, {}, 600),
+        ({OURS: "20"}, {}, 21),
+        ({SDK: "30"}, {}, 31),
+        ({OURS: "20", SDK: "30"}, {"timeout": 25}, 26),
+        ({OURS: "5000"}, {}, 600),
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), [("score", SCORE), ("completions", TEXT)])
+def test_engines_are_told_when_nobody_waits_any_more(
+    engine: FakeEngine,
+    client: httpx.Client,
+    path: str,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    fields: dict[str, Any],
+    most: float,
+) -> None:
+    """A second after the limit, so that the gateway ends the request first, and after ``engine_seconds`` at the latest."""
+    headers = headers | {"cache-control": "no-store"}
+    assert client.post(f"/v1/{path}", json=body | fields, headers=headers).status_code == 200
+    (message,) = [*engine.scores, *engine.generates]
+    assert message.deadline is not None
+    assert most / 2 < message.deadline <= most + 0.01, "the event loop's clock counts milliseconds"
+
+
+def test_the_next_request_of_a_connection_has_its_own_limit(engine: FakeEngine, client: httpx.Client) -> None:
+    for headers in ({OURS: "20"}, {}):
+        client.post("/v1/completions", json=TEXT | {"max_tokens": 1}, headers=headers)
+    deadlines = [message.deadline for message in engine.generates]
+    assert [deadline is not None and deadline > 21 for deadline in deadlines] == [False, True]
+
+
 def test_a_limit_that_is_not_reached_changes_nothing(engine: FakeEngine, client: httpx.Client) -> None:
     plain = client.post("/v1/score", json=SCORE).json()["scores"]
     assert client.post("/v1/score", json=SCORE | {"timeout": 30}, headers={OURS: "20"}).json()["scores"] == plain

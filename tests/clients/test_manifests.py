@@ -1,0 +1,43 @@
+"""The chart's manifests for other controllers, validated by published models of their resource definitions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.environments import run_client
+from tests.helm.chart import EVERYTHING, GITOPS, Manifest, Values, manifests
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+KINDS = {"HTTPRoute", "ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject"}
+OLDER: Values = {"gateway": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "timeout": ""}}}
+
+
+def errors(found: list[Manifest], folder: Path) -> list[str]:
+    file = folder / "manifests.json"
+    file.write_text(json.dumps(found))
+    told: list[str] = run_client("manifests_validate.mjs", str(file))
+    return told
+
+
+def test_other_controllers_take_the_charts_manifests(tmp_path: Path) -> None:
+    rendered = [manifest for values in (EVERYTHING, GITOPS, OLDER) for manifest in manifests(values)]
+    found = [manifest for manifest in rendered if manifest["kind"] in KINDS]
+    assert {manifest["kind"] for manifest in found} == KINDS
+    assert errors(found, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pollInterval": 30}, "'\"pollInterval\"' does not exist in type"),
+        ({"maxReplicaCount": "4"}, "maxReplicaCount must be integer"),
+    ],
+)
+def test_wrong_manifests_are_found(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (scaler,) = [manifest for manifest in manifests(GITOPS) if manifest["kind"] == "ScaledObject"]
+    assert words in "\n".join(errors([scaler | {"spec": scaler["spec"] | change}], tmp_path))

@@ -4,7 +4,7 @@ Scheduler and prefix cache are the engine's; no model runs, so thousands of requ
 is steady, or changes: *abrupt* gives all items new places in the middle, *drift* exchanges a few again and again. Policies:
 
 - *engine*: what the engine does.
-- *engine, families*: the same with items that begin alike, popular and rare ones. Their beginning is stored once, so more of them fit.
+- *engine, families*: the same with items that begin alike, popular and rare ones. Their beginning is stored once, so more fit.
 - *LRU*: the least recently used item is evicted first.
 - *popularity*: the cache always has the most popular items. While draws are independent, no policy that does not know the future
   hits more often in the long run (Aho, Denning and Ullman, "Principles of optimal page replacement", Journal of the ACM 1971).
@@ -94,8 +94,8 @@ def traces(options: argparse.Namespace) -> dict[str, Trace]:
 
 
 def engine_hits(trace: Trace, options: argparse.Namespace, common: int = 0) -> Ints:
-    """Return the items that the engine's scheduler finds, [requests]. Requests come one after another. ``common``: tokens with which
-    the items of a family begin."""
+    """Return the items that the engine's scheduler finds, [requests]. Requests come one after another. ``common``: number of tokens
+    with which the items of a family begin."""
     items = np.random.default_rng(1).integers(0, 1 << 17, (options.items, options.item_tokens)).astype("<i4")
     items = with_common_beginnings(items, options.family, common)
     slots = int(options.room * options.items) * options.item_tokens + WORKING_TOKENS

@@ -11,7 +11,6 @@ from itertools import chain
 
 from gateway.text.prepared import Ids
 
-
 ITEM_BYTES = 300
 """Memory of an item besides 4 bytes for each of its tokens (CPython 3.11: 293)."""
 

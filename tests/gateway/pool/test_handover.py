@@ -156,9 +156,7 @@ async def fleet() -> AsyncIterator[Fleet]:
     with ExitStack() as stack:
         urls = [stack.enter_context(served(engine)) for engine in engines]
         replicas = [
-            Replica(
-                EngineClient(url, connections, connect_seconds=1, engine_seconds=5), items=RecentItems(1000), ready=True
-            )
+            Replica(EngineClient(url, connections, connect_seconds=1, engine_seconds=5), items=RecentItems(1000), ready=True)
             for url in urls
         ]
         model = ServedModel(engines[0].info(), None, "", replicas)  # type: ignore[arg-type]

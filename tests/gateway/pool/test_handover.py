@@ -333,3 +333,24 @@ def test_the_first_requests_after_a_drain_find_their_items(three: tuple[httpx.Cl
         wait_until(lambda: not any(engine.running for engine in engines))
     after = cached_tokens("fox?")
     assert after == warm if on else after < 0.8 * warm
+
+
+def test_the_items_of_an_only_engine_move_to_its_replacement(start: Start) -> None:
+    """The old engine drains a moment before the new one is ready, as in a rolling update."""
+    engines = [FakeEngine(prefixes=PrefixCache()) for _ in range(2)]
+    client = start(*engines)
+    engines[1].ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
+    body = {"query": [5, 6], "items": some_items(40), "label_token_ids": [3], "item_first": True}
+
+    def cached_tokens() -> int:
+        answer = client.post("/v1/score", json=body, headers={"cache-control": "no-cache"}).raise_for_status().json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached_tokens() == 0
+    engines[0].ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
+    engines[1].ready = True
+    wait_until(lambda: metric(client, 'yardstick_moved_items_total{result="computed"}') == 40)
+    assert cached_tokens() == 200
+    assert metric(client, 'yardstick_moved_items_total{result="left"}') == 0

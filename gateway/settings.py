@@ -217,8 +217,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     handover_items: Count = 10_000
     """Items that come first in prompts: most of them that this gateway remembers for each engine, the most recently used ones. When
     an engine drains, the gateway has other engines compute them while these are not busy. 0: it remembers none."""
-    handover_tokens: Count = 2_000_000
-    """Most tokens of these items, 4 bytes each."""
+    handover_bytes: Count = 64 << 20
+    """Memory for these items of all engines together. Beyond it, items of the engine that has most of it are forgotten."""
     handover_seconds: Seconds = 30.0
     """Longest time of such a handover; it also ends when the engine is gone."""
     aliases: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ class Catalogue:
         rng = np.random.default_rng(0)
         weights = 1 / np.arange(1, options.items + 1) ** options.zipf
         items = rng.integers(0, vocab_size, (options.items, options.item_tokens), np.int32)
-        return cls(items, weights / weights.sum())
+        return cls(with_common_beginnings(items, options.family, options.common_tokens), weights / weights.sum())
 
     def query_first(self, name: str, query: Ints, places: Ints, readout: wire.Labels = LABELS) -> wire.Score:
         """Return a request that computes every item."""
@@ -66,6 +66,14 @@ class Catalogue:
         """Return a request whose items are prefixes."""
         lengths = wire.pack_ids([self.items.shape[1]] * len(places))
         return wire.ScoreItems(name, self.items[places].astype("<i4").tobytes(), lengths, query.tolist(), readout, caller=caller)
+
+
+def with_common_beginnings(items: Ints, family: int, tokens: int) -> Ints:
+    """Give items, [items, tokens], the first ``tokens`` of another item, so that ``family`` of them begin alike, popular and rare
+    ones."""
+    families = -(-len(items) // max(1, family))
+    items[:, :tokens] = items[np.arange(len(items)) % families, :tokens]
+    return items
 
 
 class Variants:
@@ -141,6 +149,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="small", help="shape of the random model")
     parser.add_argument("--items", type=int, default=2000, help="items of the catalogue")
     parser.add_argument("--item-tokens", type=int, default=180)
+    parser.add_argument("--family", type=int, default=8, help="items that begin with the same tokens")
+    parser.add_argument("--common-tokens", type=int, default=0, help="number of these tokens")
     parser.add_argument("--query-tokens", type=int, default=20)
     parser.add_argument("--per-request", type=int, default=100, help="items of one request")
     parser.add_argument("--room", type=float, default=0.2, help="part of the catalogue that the last variant can cache")

@@ -4,6 +4,7 @@ Scheduler and prefix cache are the engine's; no model runs, so thousands of requ
 is steady, or changes: *abrupt* gives all items new places in the middle, *drift* exchanges a few again and again. Policies:
 
 - *engine*: what the engine does.
+- *engine, families*: the same with items that begin alike, popular and rare ones. Their beginning is stored once, so more fit.
 - *LRU*: the least recently used item is evicted first.
 - *popularity*: the cache always has the most popular items. While draws are independent, no policy that does not know the future
   hits more often in the long run (Aho, Denning and Ullman, "Principles of optimal page replacement", Journal of the ACM 1971).
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.engine.catalogue import LABELS, WORKING_TOKENS
+from benchmarks.engine.catalogue import LABELS, WORKING_TOKENS, with_common_beginnings
 from engine import wire
 from engine.ints import Ints
 from engine.kvcache.slots import SlotPool
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks eviction", description=__doc__.splitlines()[0])
     parser.add_argument("--items", type=int, default=2000, help="items of the catalogue")
     parser.add_argument("--item-tokens", type=int, default=180)
+    parser.add_argument("--family", type=int, default=8, help="items that begin with the same tokens, for the second figure")
+    parser.add_argument("--common-tokens", type=int, default=60, help="number of these tokens")
     parser.add_argument("--query-tokens", type=int, default=20)
     parser.add_argument("--per-request", type=int, default=100, help="items of one request")
     parser.add_argument("--room", type=float, default=0.2, help="part of the catalogue that can be cached")
@@ -51,14 +54,19 @@ def main(arguments: Sequence[str]) -> int:
     report: dict[str, dict[str, float]] = {}
     room = int(options.room * options.items)
     for name, trace in traces(options).items():
-        hits = {"engine": engine_hits(trace, options), "LRU": lru_hits(trace, room), "future": future_hits(trace, room)}
+        hits = {
+            "engine": engine_hits(trace, options),
+            "engine, families": engine_hits(trace, options, options.common_tokens),
+            "LRU": lru_hits(trace, room),
+            "future": future_hits(trace, room),
+        }
         if name == "steady":
             hits["popularity"] = popularity_hits(trace, room)
         report[name] = {
             policy: round(float(found[options.warm_up :].mean()) / options.per_request, 3) for policy, found in hits.items()
         }
         for policy, rate in report[name].items():
-            print(f"{name:<8} {policy:<12} hit rate {rate:.3f}   tokens {speed_up(rate, options):.2f} x")
+            print(f"{name:<8} {policy:<16} hit rate {rate:.3f}   tokens {speed_up(rate, options):.2f} x")
     print(json.dumps(vars(options) | report))
     return 0
 
@@ -85,9 +93,11 @@ def traces(options: argparse.Namespace) -> dict[str, Trace]:
     return {"steady": ranks, "abrupt": abrupt, "drift": drift}
 
 
-def engine_hits(trace: Trace, options: argparse.Namespace) -> Ints:
-    """Return the items that the engine's scheduler finds, [requests]. Requests come one after another."""
+def engine_hits(trace: Trace, options: argparse.Namespace, common: int = 0) -> Ints:
+    """Return the items that the engine's scheduler finds, [requests]. Requests come one after another. ``common``: number of tokens
+    with which the items of a family begin."""
     items = np.random.default_rng(1).integers(0, 1 << 17, (options.items, options.item_tokens)).astype("<i4")
+    items = with_common_beginnings(items, options.family, common)
     slots = int(options.room * options.items) * options.item_tokens + WORKING_TOKENS
     scheduler = Scheduler(SlotPool(slots), Budget(options.step_tokens, 1), lambda: 0.0)
     results, lengths = ItemResults(scheduler, Counters()), wire.pack_ids([options.item_tokens] * options.per_request)

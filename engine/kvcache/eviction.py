@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from engine.ints import MASK_64
 from engine.kvcache.frequency import FrequencySketch
 
 if TYPE_CHECKING:
@@ -106,6 +107,11 @@ class Evictor:
             if count > 1 and not node.protected:
                 self._protect(node, count)
 
+    def divide(self, node: Node, upper: Node) -> None:
+        """Note that ``upper`` is now the beginning of ``node``: it was used as often."""
+        if node.item:
+            self._sketch.raise_to(upper.key, self._sketch.count(node.key))
+
     def offer(self, node: Node) -> None:
         """Note that ``node`` can be evicted."""
         queue = self._queue(node)
@@ -145,3 +151,16 @@ class Evictor:
     def _move(self, node: Node, *, protected: bool) -> None:
         self._protected_tokens += len(node.tokens) if protected else -len(node.tokens)
         node.protected = protected
+
+
+def path_key(node: Node) -> int:
+    """Hash of the salt and of all tokens down to the end of ``node``: 64 bits.
+
+    It does not depend on where the nodes of the path begin. So an item keeps its count of uses when another item with the same
+    beginning divides it, and when a step inserts it in other parts than before.
+    """
+    parts = [node.tokens.tobytes()]
+    while (parent := node.parent) is not None:
+        node = parent
+        parts.append(node.tokens.tobytes())
+    return hash((node.key, b"".join(reversed(parts)))) & MASK_64

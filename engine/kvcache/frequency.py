@@ -38,6 +38,11 @@ class FrequencySketch:
         i, j, k, m = self._places(key)
         return min(a[i], b[j], c[k], d[m])
 
+    def raise_to(self, key: int, count: int) -> None:
+        """Make the estimate for ``key`` at least ``count``, as if it had been used as often."""
+        for row, place in zip(self._rows, self._places(key), strict=True):
+            row[place] = max(row[place], count)
+
     def age(self, uses: int) -> bool:
         """Halve all counts after a number of uses, so that old uses fade. Return whether they were halved."""
         if self._uses < uses:

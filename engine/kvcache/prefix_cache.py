@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 
 from engine.ints import EMPTY, MASK_64, Ints, as_ints, common_length
-from engine.kvcache.eviction import Evictor, Queue
+from engine.kvcache.eviction import Evictor, Queue, path_key
 from engine.kvcache.pins import Pins
 from engine.kvcache.slots import SlotPool
 
@@ -43,8 +43,8 @@ class Node:
         """Set by :class:`engine.kvcache.eviction.Evictor`, like :attr:`queue`."""
         self.queue: Queue | None = None
         """The queue of eviction that it is in."""
-        self.key: int = hash((parent.key, self.tokens.tobytes())) & MASK_64 if item and parent is not None else 0
-        """On an item: a hash of the path, by which its uses are counted also while it is not cached."""
+        self.key = path_key(self) if item else 0
+        """On an item: :func:`path_key`, by which its uses are counted also while it is not cached."""
 
     @property
     def evictable(self) -> bool:
@@ -261,6 +261,7 @@ class PrefixCache:
         assert node.parent is not None
         upper = Node(node.tokens[:length], node.slots[:length], node.parent, shared=node.shared, item=node.item)
         upper.references, upper.used, upper.protected = node.references, node.used, node.protected
+        self._evictor.divide(node, upper)
         node.parent.children[int(upper.tokens[0])] = upper
         node.parent, node.tokens, node.slots = upper, node.tokens[length:], node.slots[length:]
         upper.children[int(node.tokens[0])] = node

@@ -37,6 +37,8 @@ class ItemGroup(Request):
     """[item] all its tokens."""
     waiting: list[int] = field(default_factory=list)
     """Items that have not started, in order."""
+    may_be_cached: bool = True
+    """Whether some of them may be cached that no step has looked up, or that had no room."""
     parts: dict[int, Request] = field(default_factory=dict)
     """Blocks and requests of items that run, by arrival."""
     rows: list[list[float]]

@@ -26,7 +26,8 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
     """Add the queries of cached items of ``group`` to the step, as many as fit into ``room`` tokens. Return None, and change
     nothing, if there are none.
 
-    Among the first waiting items, as many are looked up as would fit if all were cached.
+    Waiting items are looked up until as many are found as fit. Once all were looked up, only the first ones are looked up again, of
+    which another request may have computed some: as many as would fit if all were cached.
     """
     if group.adapter is not None and not allocator.turns.takes(group):
         return None
@@ -37,6 +38,7 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
     cache = allocator.kv_pool(group).cache
     while found and not allocator.has_room(group.on_lenvm, len(found) * count):
         cache.release(found.pop()[1], used=False)
+        group.may_be_cached = True
     if not found:
         return None
     slots = allocator.allocate(len(found) * count, group, None, may_preempt=False)
@@ -64,11 +66,13 @@ def compose_block(batch: Batch, group: ItemGroup, room: int, allocator: Allocato
 
 
 def _hold_cached(group: ItemGroup, most: int, allocator: Allocator) -> list[Found]:
-    """Hold the prefixes of up to ``most`` of the first waiting items that are cached whole, within what is left to items."""
+    """Hold the prefixes of up to ``most`` waiting items that are cached whole, within what is left to items."""
     cache, salt = allocator.kv_pool(group).cache, group.salt
     found: list[Found] = []
     left, held = allocator.left_to_items(group), cache.held_item_tokens
-    for index in group.waiting[:most]:
+    for index in group.waiting if group.may_be_cached else group.waiting[:most]:
+        if len(found) == most:
+            break
         prefix = group.prefixes[index]
         cached = cache.find(salt, prefix) if prefix.size else None
         if cached is None:
@@ -77,6 +81,8 @@ def _hold_cached(group: ItemGroup, most: int, allocator: Allocator) -> list[Foun
             break
         cache.hold(cached[0])
         found.append((index, *cached))
+    else:
+        group.may_be_cached = False
     return found
 
 

@@ -33,7 +33,7 @@ class CatalogueMetrics(Metrics):
         )
         self._moved = self._counter(
             "moved_items",
-            "Items of engines that leave, by what other engines did (cached or computed), or left where the handover ended before.",
+            "Items of engines that leave, by what other engines did (cached or computed), or left: no other engine computed them.",
             "result",
         )
 
@@ -75,5 +75,5 @@ class CatalogueMetrics(Metrics):
         self._moved.labels("computed").inc(computed)
 
     def items_left(self, items: int) -> None:
-        """Count items of an engine that leaves, which no other engine was asked to compute."""
+        """Count items of an engine that leaves, which no other engine computed in advance."""
         self._moved.labels("left").inc(items)

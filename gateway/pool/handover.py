@@ -6,7 +6,8 @@ send it.
 
 A handover gives way to all other work. It has the last priority and the least weight in the engines' queues, sends one small part
 at a time, waits while the engines have requests of this gateway to compute, and waits longer if a part had to queue for requests of
-other gateways. It ends when all items have moved, when its time is over, when the engine is gone, or when it takes requests again.
+other gateways. While no other engine is ready it waits too: the replacement may be a second late. It ends when all items have
+moved, when its time is over, when the engine is gone, or when it takes requests again.
 """
 
 from __future__ import annotations
@@ -53,60 +54,63 @@ class Handover:
         self._telemetry = telemetry
         self._seconds = seconds
         self._clock = clock
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[Replica, asyncio.Task[None]] = {}
 
     def begin(self, model: ServedModel, leaving: Replica) -> None:
-        """Move the items of ``leaving`` in the background. Repeating it does nothing, because the items are taken."""
-        items = leaving.items.take()
-        if items and model.usable:
-            task = asyncio.create_task(self._run(model, leaving, items))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+        """Move the items of ``leaving`` in the background. Repeating it does nothing until there are other items."""
+        if len(leaving.items) and leaving not in self._running:
+            task = self._running[leaving] = asyncio.create_task(self._run(model, leaving))
+            task.add_done_callback(lambda _: self._running.pop(leaving))
 
     async def stop(self) -> None:
         """End all handovers."""
-        for task in list(self._running):
+        tasks = list(self._running.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, model: ServedModel, leaving: Replica, items: list[RecentItem]) -> None:
-        moved = 0
+    async def _run(self, model: ServedModel, leaving: Replica) -> None:
+        moved, items = 0, list[RecentItem]()
         try:
             async with asyncio.timeout(self._seconds):
+                if await self._has_turn(model, leaving):
+                    items = leaving.items.take()
                 for part in parts_of(items, self._clock()):
                     if not await self._has_turn(model, leaving):
                         break
-                    await self._send(model, part)
-                    moved += len(part)
+                    moved += await self._send(model, part)
         except TimeoutError:
             pass
         finally:
+            if not (items or leaving.takes_work):  # no other engine was there in time
+                items = leaving.items.take()
             self._telemetry.catalogues.items_left(len(items) - moved)
             logger.info("engine %s: %d of %d items moved to other engines", leaving.client.url, moved, len(items))
 
     async def _has_turn(self, model: ServedModel, leaving: Replica) -> bool:
-        """Wait until no engine is busy; return whether the handover should go on."""
+        """Wait until other engines are ready and none is busy; return whether the handover should go on."""
         while not (leaving.gone or leaving.silent or leaving.takes_work):
             usable = model.usable
-            if not usable:
-                return False
-            if all(replica.tokens <= BUSY_TOKENS for replica in usable):
+            if usable and all(replica.tokens <= BUSY_TOKENS for replica in usable):
                 return True
             await asyncio.sleep(PAUSE_SECONDS)
         return False
 
-    async def _send(self, model: ServedModel, part: list[RecentItem]) -> None:
-        """Compute a part. One that fails is not repeated: its items are computed when they are asked for."""
+    async def _send(self, model: ServedModel, part: list[RecentItem]) -> int:
+        """Compute a part; return how many of its items other engines have now. One that fails is not repeated: its items are
+        computed when they are asked for."""
         ends = [item.pinned_until - self._clock() for item in part]
         pin = min(ends) if min(ends) > 0 else None
-        rows, queued = [item.ids for item in part], [0.0]
+        rows, queued, moved = [item.ids for item in part], [0.0], 0
         caller = wire.Caller(tenant=TENANT, weight=WEIGHT, cache_salt=part[0].salt)
         owner = model.with_adapter(part[0].adapter)
         if owner is None or not owner.usable:  # the adapter was unloaded, or no other engine has it
-            return
+            return 0
         asked = Prompts((), rows, any_readout(owner.info), PRIORITY_RANGE[1], caller, _QUERY, pin)
 
         def take(places: list[int], scored: wire.Scored) -> None:
+            nonlocal moved
+            moved += len(places)
             self._telemetry.catalogues.items_moved(scored.cached_items, len(places) - scored.cached_items)
             queued.append(scored.queue_seconds)
 
@@ -117,6 +121,7 @@ class Handover:
             queued.append(MAX_PAUSE_SECONDS)
         if max(queued) > QUEUED_SECONDS:
             await asyncio.sleep(min(MAX_PAUSE_SECONDS, 10 * max(queued)))
+        return moved
 
 
 def parts_of(items: list[RecentItem], now: float) -> Iterator[list[RecentItem]]:

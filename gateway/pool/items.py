@@ -18,7 +18,7 @@ async def divide_items(model: ServedModel, prompts: Prompts, items: Sequence[Ids
     replicas, lengths = model.usable, [len(item) + len(prompts.suffix) for item in items]
     placement = Placement(replicas, sum(lengths))
     groups: list[list[int]] = [[] for _ in replicas]
-    if len(replicas) == 1:
+    if len(replicas) == 1 and not replicas[0].items.enabled:  # digests are needed for nothing
         groups, items = [[*range(len(items))]], ()
     breath, digests = Breath(), list[int]()
     for index, digest in enumerate(item_digests(items, prompts.caller.cache_salt, model.adapter_digest)):

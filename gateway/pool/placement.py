@@ -13,7 +13,8 @@ from gateway.text.prepared import Ids, PlacedIds
 LOAD_BOUND = 1.5
 SLACK_TOKENS = 1 << 14
 """A replica may have this multiple of the mean load, and this many tokens more, before items go elsewhere. Items move late, because
-an item that moves has to be computed again, and takes room in a second cache."""
+an item that moves has to be computed again, and takes room in a second cache. An item that is longer than the slack has its own
+length instead, so the replica with the least load is always within the bound."""
 
 _MASK = (1 << 64) - 1
 _MULTIPLIERS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
@@ -45,14 +46,14 @@ class Placement:
         """``replicas``: at least one. ``tokens``: of all prompts of the request."""
         self._seeds = [replica.seed for replica in replicas]
         self._loads = [replica.tokens for replica in replicas]
-        self._bound = LOAD_BOUND * (sum(self._loads) + tokens) / len(replicas) + SLACK_TOKENS
+        self._bound = LOAD_BOUND * (sum(self._loads) + tokens) / len(replicas)
 
     def choose(self, digest: int, tokens: int) -> int:
         """Return the number of the replica for the next item. ``tokens``: of its prompt."""
         if len(self._seeds) == 1:
             return 0
-        pairs = zip(self._seeds, self._loads, strict=True)
-        weights = [_mixed(digest ^ seed) if load + tokens <= self._bound else -1 for seed, load in pairs]
+        pairs, most = zip(self._seeds, self._loads, strict=True), self._bound + max(0, SLACK_TOKENS - tokens)
+        weights = [_mixed(digest ^ seed) if load <= most else -1 for seed, load in pairs]
         chosen = weights.index(max(weights))
         self._loads[chosen] += tokens
         return chosen

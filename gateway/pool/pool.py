@@ -175,7 +175,7 @@ class Pool:
 
     def _forget(self, replica: Replica) -> None:
         """Send no more requests to ``replica``; open requests finish, and it is probed until then. Its model is remembered."""
-        replica.draining = replica.gone = True
+        replica.leave()
         if not replica.in_flight:
             self._watchers.pop(replica).cancel()
         for served in self._served.values():

@@ -101,6 +101,11 @@ class Replica:
         for wait in list(self._waits):
             wait.end()
 
+    def leave(self) -> None:
+        """Note that discovery no longer lists the pod."""
+        self.draining = self.gone = True
+        self.items.close()
+
     def busy(self, tokens: int) -> Busy:
         """Count one request of ``tokens`` while the block runs."""
         return Busy(self, tokens)

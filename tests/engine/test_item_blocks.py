@@ -11,6 +11,7 @@ import pytest
 
 from engine import wire
 from engine.batch import Batch
+from engine.kvcache.prefix_cache import PrefixCache
 from engine.replies.counters import Counters
 from engine.replies.item_results import ItemResults
 from engine.requests.core import Branch, Request
@@ -67,6 +68,42 @@ def test_misses_evict_no_item_of_their_message() -> None:
     scheduler.add(group)
     drain(scheduler, contents=contents)
     assert group.cached_items == 6
+
+
+@pytest.mark.parametrize("tokens", [12, 40])
+def test_misses_evict_no_item_of_a_message_of_several_steps(tokens: int) -> None:
+    """As above, with more misses before the cached items than a step has tokens."""
+    scheduler, contents = make(slots=10 * LENGTH + 12, tokens=tokens), SlotContents()
+    known = [[token, *range(100, 100 + LENGTH - 1)] for token in range(200)]
+    warm(scheduler, known[:6], contents)
+    warm(scheduler, known[6:10], contents)
+    group = items("a", known[10:100] + known[:6], [7])
+    scheduler.add(group)
+    batch = scheduler.schedule()
+    assert [item.index for block in blocks(scheduler) for item in block.items] == [*range(90, 96)]
+    take(scheduler, batch, None, contents)
+    drain(scheduler, contents=contents)
+    assert group.cached_items == 6
+
+
+def test_the_items_of_a_message_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first ones: other requests may compute them meanwhile."""
+    scheduler, contents = make(slots=4000, tokens=100), SlotContents()
+    known, new = catalogue(10), [[token] * LENGTH for token in range(300)]
+    warm(scheduler, known, contents)
+    looked_up = 0
+    find = PrefixCache.find
+
+    def counted(*given: Any) -> Any:
+        nonlocal looked_up
+        looked_up += 1
+        return find(*given)
+
+    monkeypatch.setattr(PrefixCache, "find", counted)
+    scheduler.add(items("a", new + known, [7] * 5))
+    drain(scheduler, contents=contents)
+    most = 100 // 5
+    assert looked_up <= 310 + most * (300 * (LENGTH + 5) // 100 + 2)
 
 
 def test_the_budget_cuts_a_group_and_its_rest_waits_by_rank() -> None:

@@ -15,6 +15,7 @@ def test_hit_rates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     options = {
         "items": 500,
         "item-tokens": 8,
+        "common-tokens": 3,
         "query-tokens": 2,
         "per-request": 25,
         "requests": 240,
@@ -26,5 +27,6 @@ def test_hit_rates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     steady = report["steady"]
     assert steady["LRU"] + 0.05 < steady["engine"]
     assert steady["popularity"] - 0.02 < steady["engine"] < steady["future"]
+    assert steady["engine"] < steady["engine, families"] < steady["future"], "more of them fit"
     assert report["drift"]["engine"] > report["drift"]["LRU"] + 0.03
     assert report["abrupt"]["engine"] > report["abrupt"]["LRU"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -21,7 +22,7 @@ from gateway.pool.fanout import FanOut
 from gateway.pool.handover import PART_TOKENS, Handover, parts_of
 from gateway.pool.placement import assign, item_digests
 from gateway.pool.prompts import Prompts
-from gateway.pool.recent_items import RecentItem, RecentItems
+from gateway.pool.recent_items import FORGOTTEN_BYTES, ITEM_BYTES, RecentItem, RecentItems, Room
 from gateway.pool.replica import Replica, ServedModel
 from tests.fakes import FakeEngine, ids, items_of, served
 from tests.gateway.conftest import Start, metric
@@ -45,17 +46,53 @@ def taken(items: RecentItems) -> list[int]:
 
 
 def test_the_items_used_last_are_remembered_within_bounds() -> None:
-    by_number, by_tokens, none = RecentItems(3, 10_000), RecentItems(100, 35), RecentItems(0, 100)
-    for items in (by_number, by_tokens, none):
+    by_number, by_bytes, none = RecentItems(3), RecentItems(100, Room(3 * (ITEM_BYTES + 40) + 39)), RecentItems(0)
+    for items in (by_number, by_bytes, none):
         remember(items, 1, 2, 3, 4)
-    assert (taken(by_number), taken(by_tokens), taken(none)) == ([4, 3, 2], [4, 3, 2], [])
+    assert (taken(by_number), taken(by_bytes), taken(none)) == ([4, 3, 2], [4, 3, 2], [])
     assert taken(by_number) == []
-    remember(by_tokens, 5, tokens=36)
-    assert taken(by_tokens) == [], "one that is too long does not stay"
+    remember(by_bytes, 5, tokens=1000)
+    assert taken(by_bytes) == [], "one that is too long does not stay"
+
+
+def test_the_items_of_all_engines_share_one_room() -> None:
+    """Engines that are used alike have equal parts, and one that is gone leaves its own."""
+    most = 1 << 20
+    room = Room(most)
+    first = RecentItems(1 << 20, room)
+    remember(first, *range(10_000))
+    assert most - ITEM_BYTES - 40 < first.bytes == room.bytes <= most
+    rest = [RecentItems(1 << 20, room) for _ in range(63)]
+    for number in range(100):
+        for items in (first, *rest):
+            remember(items, number)
+            assert room.bytes <= most
+    assert room.bytes == sum(items.bytes for items in (first, *rest))
+    assert all(abs(items.bytes - most / 64) <= FORGOTTEN_BYTES for items in (first, *rest))
+    assert {len(items) for items in rest} <= {47, 48, 49}, "2 MiB of items in a room of 1 MiB"
+    used = first.bytes
+    first.close()
+    assert room.bytes == sum(items.bytes for items in rest)
+    remember(first, 1, 2, 3)
+    assert (first.bytes, len(first.take()) > 0, room.bytes) == (used, True, sum(items.bytes for items in rest))
+
+
+def test_the_bytes_of_an_item_are_what_it_takes() -> None:
+    room = Room(1 << 30)
+    items = RecentItems(1 << 20, room)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(5000):
+            items.add([hash(str(number))], [array("I", [7] * 180)], "", None)
+        taken_up = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert room.bytes == pytest.approx(taken_up, rel=0.1)
 
 
 def test_a_scan_does_not_displace_items_that_are_used_again() -> None:
-    items = RecentItems(10, 10_000)
+    items = RecentItems(10)
     for _ in range(2):
         remember(items, 1, 2, 3)
     remember(items, *range(100, 110))
@@ -64,7 +101,7 @@ def test_a_scan_does_not_displace_items_that_are_used_again() -> None:
 
 def test_pinned_items_go_first_then_those_used_again() -> None:
     clock = Clock()
-    items = RecentItems(100, 10_000, clock)
+    items = RecentItems(100, clock=clock)
     remember(items, 1, 2, pin_seconds=60.0)
     remember(items, 3, pin_seconds=5.0)
     remember(items, 4, 5, 6)
@@ -119,9 +156,7 @@ async def fleet() -> AsyncIterator[Fleet]:
     with ExitStack() as stack:
         urls = [stack.enter_context(served(engine)) for engine in engines]
         replicas = [
-            Replica(
-                EngineClient(url, connections, connect_seconds=1, engine_seconds=5), items=RecentItems(1000, 100_000), ready=True
-            )
+            Replica(EngineClient(url, connections, connect_seconds=1, engine_seconds=5), items=RecentItems(1000), ready=True)
             for url in urls
         ]
         model = ServedModel(engines[0].info(), None, "", replicas)  # type: ignore[arg-type]
@@ -218,13 +253,56 @@ async def test_engines_that_refuse_are_left_alone(monkeypatch: pytest.MonkeyPatc
     async with fleet() as found:
         await found.score(some_items())
         leaving = found.drain()
+        mine = len(leaving.items)
         for engine in found.engines:
             engine.faults.fail = wire.Failed("", "overloaded", "The queue is full.", retryable=True)
         found.handover(seconds=0.5).begin(found.model, leaving)
         await until(lambda: found.moved("left") > 0)
-        assert found.moved("computed") == 0
+        assert (found.moved("computed"), found.moved("left")) == (0, mine), "an item that no engine computed has not moved"
         assert sum(len(engine.item_scores) for engine in found.engines) <= 4
         assert [replica.health.failures for replica in found.model.replicas] == [0, 0, 0]
+
+
+async def test_items_of_an_adapter_that_is_gone_are_left() -> None:
+    async with fleet() as found:
+        leaving = found.model.replicas[0]
+        leaving.items.add([1, 2], [array("I", [1]), array("I", [2])], "", None, adapter="gone")
+        found.handover().begin(found.model, found.drain())
+        await until(lambda: found.moved("left") == 2)
+        assert [engine.item_scores for engine in found.engines] == [[], [], []]
+
+
+async def test_the_items_of_an_only_engine_move_to_one_that_is_ready_later() -> None:
+    async with fleet() as found:
+        first, second, third = found.model.replicas
+        second.ready = third.ready = False
+        await found.score(some_items(), pin_seconds=60.0)
+        assert len(first.items) == 90, "also while there was nowhere else to place them"
+        mover = found.handover()
+        for _ in range(3):  # as each probe does
+            mover.begin(found.model, found.drain())
+        await asyncio.sleep(2 * handover.PAUSE_SECONDS)
+        assert (found.moved("left"), len(first.items)) == (0, 90)
+        second.ready = True
+        await until(lambda: found.moved("computed") == 90)
+        assert await found.score(some_items()) == 90
+
+
+@pytest.mark.parametrize("end", ["late", "gone", "back"])
+async def test_a_handover_without_another_engine_ends(end: str) -> None:
+    async with fleet() as found:
+        first, second, third = found.model.replicas
+        second.ready = third.ready = False
+        await found.score(some_items())
+        mover = found.handover(seconds=0.1 if end == "late" else 10.0)
+        mover.begin(found.model, found.drain())
+        await asyncio.sleep(2 * handover.PAUSE_SECONDS)
+        if end == "gone":
+            first.leave()
+        elif end == "back":
+            first.draining = False
+        await until(lambda: not mover._running)
+        assert (found.moved("left"), len(first.items)) == ((0, 90) if end == "back" else (90, 0))
 
 
 @pytest.fixture(params=[10_000, 0], ids=["on", "off"])
@@ -255,3 +333,24 @@ def test_the_first_requests_after_a_drain_find_their_items(three: tuple[httpx.Cl
         wait_until(lambda: not any(engine.running for engine in engines))
     after = cached_tokens("fox?")
     assert after == warm if on else after < 0.8 * warm
+
+
+def test_the_items_of_an_only_engine_move_to_its_replacement(start: Start) -> None:
+    """The old engine drains a moment before the new one is ready, as in a rolling update."""
+    engines = [FakeEngine(prefixes=PrefixCache()) for _ in range(2)]
+    client = start(*engines)
+    engines[1].ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 1)
+    body = {"query": [5, 6], "items": some_items(40), "label_token_ids": [3], "item_first": True}
+
+    def cached_tokens() -> int:
+        answer = client.post("/v1/score", json=body, headers={"cache-control": "no-cache"}).raise_for_status().json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached_tokens() == 0
+    engines[0].ready = False
+    wait_until(lambda: metric(client, "yardstick_engines_ready") == 0)
+    engines[1].ready = True
+    wait_until(lambda: metric(client, 'yardstick_moved_items_total{result="computed"}') == 40)
+    assert cached_tokens() == 200
+    assert metric(client, 'yardstick_moved_items_total{result="left"}') == 0

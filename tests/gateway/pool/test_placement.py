@@ -62,6 +62,23 @@ def test_items_of_a_busy_replica_go_elsewhere() -> None:
     assert set(free) == {"http://engine-0:8000", "http://engine-1:8000"}
 
 
+@pytest.mark.parametrize("count", [2, 4, 16])
+@pytest.mark.parametrize("tokens", [1, placement.SLACK_TOKENS, 27_000, 1_000_000])
+def test_a_long_item_goes_where_it_belongs_on_an_idle_fleet(count: int, tokens: int) -> None:
+    """Each request has one item, and the one before it has ended."""
+    pods, digests = replicas(count), list(item_digests([[number] for number in range(400)], ""))
+    free = owners(pods, digests, 0)
+    assert [owners(pods, [digest], tokens)[0] for digest in digests] == free
+    assert len(set(free)) == count
+
+
+def test_a_long_item_leaves_a_replica_with_much_work() -> None:
+    digests = list(item_digests([[number] for number in range(50)], ""))
+    pods = replicas(3)
+    pods[0].tokens, pods[1].tokens, pods[2].tokens = 600_000, 100_000, 150_000
+    assert {owners(pods, [digest], 60_000)[0] for digest in digests} == {"http://engine-1:8000", "http://engine-2:8000"}
+
+
 def test_one_request_is_divided_within_the_bound() -> None:
     """Even if all items prefer one replica."""
     pods = replicas(2)

@@ -1,6 +1,6 @@
-"""A float32 decoder whose layers keep their weights in oneDNN's own layout, for inference on a CPU (:mod:`kernels.linear`).
+"""A float32 decoder whose layers keep their weights in the own layout of a library, for inference on a CPU (:mod:`kernels.linear`).
 
-Products equal those of plain weights, to rounding, but oneDNN need not rearrange the weights in each of them.
+Products equal those of plain weights, to rounding, but the library need not rearrange the weights in each of them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from engine.models import conversion
 from engine.models.conversion import PROJECTIONS, ConvertedLinear
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import Experts
-from kernels.linear import pack, packed_linear
+from kernels.linear import PackedWeight, pack, packed_linear
 
 
 class PackedLinear(ConvertedLinear):
     """A linear layer of a packed weight."""
 
-    weight: Tensor
-    """A result of :func:`kernels.linear.pack`."""
+    weight: PackedWeight
 
     def fill(self, weight: Tensor) -> None:
         self.weight = pack(weight)

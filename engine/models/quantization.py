@@ -1,4 +1,4 @@
-"""Formats of the weights of a decoder's layers: 8 bits, or float32 as oneDNN wants it."""
+"""Formats of the weights of a decoder's layers: 8 bits, or float32 as the library that multiplies wants it."""
 
 from __future__ import annotations
 

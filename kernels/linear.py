@@ -1,4 +1,4 @@
-"""The linear layer: on a CPU in float32 through the faster of two libraries, oneDNN or MKL.
+"""The linear layer: on a CPU in float32 through the faster of two libraries, oneDNN or MKL, and in bfloat16 through oneDNN.
 
 Torch multiplies float32 matrices with MKL, which keeps to AVX2 on processors that are not Intel's. On one core of an AMD EPYC
 (Zen 5) with AVX-512, [256, 512] by [512, 3072]: MKL 61-67 GFLOP/s, oneDNN 130; over lengths that vary from call to call 2.5 times
@@ -37,7 +37,7 @@ PROBES = 20
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A float32 weight on a CPU in a library's own layout."""
+    """A float32 or bfloat16 weight on a CPU in a library's own layout."""
 
     library: str
     layout: Tensor
@@ -100,14 +100,15 @@ def _seconds(multiply: Callable[[], Tensor]) -> float:
 
 
 def pack(weight: Tensor, into: str | None = None) -> PackedWeight:
-    """``weight`` [out, in], float32, in the layout of a library, :func:`library` unless ``into`` names one."""
-    name = library() if into is None else into
+    """``weight`` [out, in], float32 or bfloat16, in the layout of a library. In float32 that is :func:`library`, or what ``into``
+    names."""
+    name = ONEDNN if weight.dtype != torch.float32 else library() if into is None else into
     reorder = torch.ops.mkl._mkl_reorder_linear_weight if name == MKL else torch.ops.mkldnn._reorder_linear_weight
     return PackedWeight(name, reorder(weight, PACKED_ROWS), torch.zeros(1, 1).expand(weight.shape))
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear` with a weight from :func:`pack`; no gradients. x: [rows, in] float32 -> [rows, out]"""
+    """:func:`linear` with a weight from :func:`pack`; no gradients. x: [rows, in] in the weight's dtype -> [rows, out]"""
     if weight.library == MKL:
         # The last argument says for how many rows the weight was packed; with another number, torch would multiply ``like``.
         return torch.ops.mkl._mkl_linear(x, weight.layout, weight.like, bias, len(x))  # type: ignore[no-any-return]

@@ -110,6 +110,17 @@ def test_packed_linear(shape: tuple[int, int], biased: bool, name: str) -> None:
         torch.testing.assert_close(linear(x, packed, bias).double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 33, 500])
+@pytest.mark.parametrize("biased", [True, False])
+def test_packed_linear_in_bfloat16(rows: int, biased: bool) -> None:
+    x, weight = torch.randn(rows, 48).bfloat16(), (torch.randn(20, 48) / 7).bfloat16()
+    bias = torch.randn(20).bfloat16() if biased else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    found = packed_linear(x, pack(weight), bias)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, atol=3e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize(("ratio", "expected"), [(1.3, MKL), (0.7, ONEDNN)])
 def test_the_faster_library_multiplies(ratio: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkl.is_available():

@@ -51,6 +51,19 @@ def test_the_numbers_are_those_of_plain_weights(model: Path, count: int, library
     torch.testing.assert_close(logits(decoder, count), logits(plain, count), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
+@pytest.mark.parametrize("count", [1, 60])
+def test_bfloat16(model: Path, count: int) -> None:
+    decoder, plain = (load_model(model, torch.bfloat16, quantize=form) for form in ("packed", None))
+    weight = decoder.layers[2].get_submodule("attention.o_proj").weight
+    assert isinstance(weight, PackedWeight)
+    assert isinstance(decoder.head_operand, PackedWeight)
+    assert weight.layout.dtype == torch.bfloat16
+    expected = logits(plain, count)
+    assert logits(decoder, count).dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(logits(decoder, count), expected, rtol=0.05, atol=0.05)
+
+
 def test_only_the_layers_matrices_are_packed(model: Path) -> None:
     state, before = load_model(model, quantize="packed").state_dict(), load_model(model).state_dict()
     assert before.keys() - state.keys() == {f"layers.{index}.{name}.weight" for index in range(3) for name in PROJECTIONS}
@@ -58,10 +71,14 @@ def test_only_the_layers_matrices_are_packed(model: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
-def test_a_cpu_packs_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_packs_float32_and_with_amx_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert format_of(None, CPU, torch.float32) == "packed"
     assert format_of("int8", CPU, torch.float32) == "int8"
-    assert format_of(None, CPU, torch.bfloat16) is None
+    for amx, expected in ((True, "packed"), (False, None)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx, "avx512_bf16": True})
+        assert format_of(None, CPU, torch.bfloat16) == expected
+        assert format_of(None, CPU, torch.float32) == "packed"
+        assert format_of(None, CPU, torch.float16) is None
     assert format_of(None, torch.device("cuda", 0), torch.float32) is None
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert format_of(None, CPU, torch.float32) is None

@@ -88,7 +88,7 @@ def measure(checkouts: Mapping[str, LineProcess], workload: str, rounds: int, re
     for place in records.progress(range(rounds + 1), workload):
         order = sorted(checkouts, reverse=bool(place % 2))
         answers = {name: checkouts[name].ask([workload, place]) for name in order}
-        check_agreement(workload, *(answers[name]["found"] for name in checkouts), tolerance)
+        check_agreement(workload, *(answers[name]["found"] for name in checkouts), tolerance=tolerance)
         for name, answer in answers.items() if place else ():
             for clock in CLOCKS:
                 times[name][clock].append(answer[clock])
@@ -96,7 +96,7 @@ def measure(checkouts: Mapping[str, LineProcess], workload: str, rounds: int, re
     return times
 
 
-def check_agreement(workload: str, ours: list[list[float]], theirs: list[list[float]], tolerance: float) -> None:
+def check_agreement(workload: str, ours: list[list[float]], theirs: list[list[float]], *, tolerance: float) -> None:
     """Both have the same scores, or texts of the same lengths, whose tokens may differ after a near tie."""
     if workload == "score":
         assert np.abs(np.array(ours) - np.array(theirs)).max() < tolerance, "the scores differ"

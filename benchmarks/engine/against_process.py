@@ -62,8 +62,11 @@ def main(model: str, threads: str, form: str) -> None:
     """Serve until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
-    number = {"dtype": "float32", "quantize": "int8"} if form == "int8" else {"dtype": form}
-    loop = build_loop(EngineSettings(model=model, name="bench", threads=int(threads), max_total_tokens=SLOTS, **number))
+    dtype, quantize = ("float32", form) if form == "int8" else (form, None)
+    settings = EngineSettings(
+        model=model, name="bench", dtype=dtype, quantize=quantize, threads=int(threads), max_total_tokens=SLOTS
+    )
+    loop = build_loop(settings)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         name, seed = json.loads(line)

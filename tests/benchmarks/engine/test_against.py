@@ -20,12 +20,12 @@ def test_ratios_are_paired_and_above_one_where_the_other_is_slower() -> None:
 
 
 def test_scores_that_differ_are_an_error() -> None:
-    against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.0001]], 1e-3)
-    against.check_agreement("decode 1", [[5, 6]], [[5, 7]], 1e-3)
+    against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.0001]], tolerance=1e-3)
+    against.check_agreement("decode 1", [[5, 6]], [[5, 7]], tolerance=1e-3)
     with pytest.raises(AssertionError, match="the scores differ"):
-        against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.1]], 1e-3)
+        against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.1]], tolerance=1e-3)
     with pytest.raises(AssertionError, match="differ in length"):
-        against.check_agreement("decode 1", [[5, 6]], [[5]], 1e-3)
+        against.check_agreement("decode 1", [[5, 6]], [[5]], tolerance=1e-3)
 
 
 @pytest.mark.slow

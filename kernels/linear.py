@@ -89,7 +89,7 @@ def _onednn_time_ratio() -> float:
     x = torch.full((rows, size), 0.5)
     weights = [pack(torch.full((out, size), 0.5), name) for name in (ONEDNN, MKL)]
     taken = [[_seconds(functools.partial(packed_linear, x, weight)) for weight in weights] for _ in range(1 + PROBES)]
-    onednn, mkl = (min(times) for times in zip(*taken[1:], strict=True))  # the first ones prepare code and memory
+    onednn, mkl = (min(times[place] for times in taken[1:]) for place in range(2))  # the first ones prepare code and memory
     return onednn / mkl
 
 

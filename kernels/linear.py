@@ -31,7 +31,7 @@ rows makes a product of 128 rows half as fast, the one for 256 rows loses with n
 
 PROBED = 8, 512, 1024
 """Rows, columns and output columns of the product that :func:`library` measures: on each processor in docs/benchmarks, one
-library is at least 1.5 times as fast with so few rows, and 1.18 times on a loaded machine."""
+library is at least 1.6 times as fast here, and on a loaded machine 1.18 times."""
 PROBES = 20
 
 

@@ -208,7 +208,9 @@ def test_views_share_weights_and_other_models_have_none(checkpoints) -> None:  #
     assert counted_view(load_lenvm(checkpoints[1], quantize="fp8"), count) is None
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # rows behind the count have any content, and nobody reads them
+@pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow):RuntimeWarning"
+)  # rows behind the count have any content, and nobody reads them
 @pytest.mark.parametrize("often", [pytest.param(False, marks=pytest.mark.slow), True], ids=["now and then", "always"])
 def test_the_whole_engine_draws_the_same(
     checkpoints: tuple[Path, Path],  # noqa: F811

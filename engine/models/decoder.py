@@ -227,7 +227,7 @@ class Decoder(nn.Module):
         """The language-model head. Only of a model that has one."""
         return self.token_head_of(self.head_weight, self.head_operand)
 
-    def token_head_of(self, weight: Tensor, operand: Tensor | None = None) -> TokenHead:
+    def token_head_of(self, weight: Tensor, operand: Tensor | PackedWeight | None = None) -> TokenHead:
         """A head of this model with another ``weight``."""
         return TokenHead(weight, weight if operand is None else operand, self.config.logit_divisor, self.config.logit_cap)
 

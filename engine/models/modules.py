@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.config import ModelConfig
-from kernels.linear import linear
+from kernels.linear import PackedWeight, linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.soft_cap import soft_cap
 
@@ -36,7 +36,7 @@ class TokenHead(NamedTuple):
 
     weight: Tensor
     """[vocab, hidden]"""
-    operand: Tensor
+    operand: Tensor | PackedWeight
     """See :attr:`engine.models.decoder.Decoder.head_operand`."""
     divisor: float
     cap: float

@@ -30,7 +30,7 @@ BENCHMARKS = {
     "budget": Benchmark("benchmarks.engine.budget:main", "the predicted time of each kernel on an H200, for docs/gpu-budget.md"),
     "peers": Benchmark("benchmarks.engine.peers:main", "scoring on a CPU, beside OpenVINO and ONNX Runtime"),
     "against": Benchmark("benchmarks.engine.against:main", "scoring and decoding on a CPU, beside another checkout's engine"),
-    "products": Benchmark("benchmarks.engine.products:main", "float32 matrix products on a CPU with each library"),
+    "products": Benchmark("benchmarks.engine.products:main", "matrix products on a CPU with each library"),
     "spinning": Benchmark("benchmarks.engine.spinning:main", "idle threads of the engine: spin or sleep, with and without company"),
     "host": Benchmark(
         "benchmarks.engine.host:main", "processor time of the engine's host for each step, with models that cost nothing"

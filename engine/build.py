@@ -248,14 +248,22 @@ def _capture(decoder: Decoder, kv: KVCache, budget: Budget) -> StepGraphs:
     return StepGraphs(decoder, attention, CudaCapture(kv.keys.device), buckets)
 
 
+def _counted_parts(budget: Budget, most: int) -> list[int]:
+    """Numbers of parts of the passes over needed candidates: up to ``most``, which other passes have, and for as many rows as the
+    requests that run at once."""
+    covering = next((parts for parts in COUNTED_PARTS if parts >= budget.max_running_requests), COUNTED_PARTS[-1])
+    return [parts for parts in COUNTED_PARTS if parts <= min(max(most, covering), budget.max_batched_tokens)]
+
+
 def _capture_passes(model: LenVM, kv: KVCache, budget: Budget) -> PassGraphs:
     """Capture passes for as many rows as a step may draw for."""
     capture = CudaCapture(kv.keys.device)
     buckets = [parts for parts in PARTS if parts <= max(budget.max_batched_tokens, PARTS[0])]
-    attention = [FixedBranches(kv, max(buckets), width) for width in WIDTHS]
+    counted = _counted_parts(budget, buckets[-1])
+    attention = [FixedBranches(kv, max([*buckets, *counted]), width) for width in WIDTHS]
     graphs = PassGraphs(model, attention, capture, buckets)
     try:
-        graphs.add_counted(COUNTED_PARTS)
+        graphs.add_counted(counted)
     except Exception:  # an error of CUDA or of Triton's compiler; the passes over all candidates are captured
         logger.warning("CUDA graphs of the length model: none for needed candidates, capturing them failed", exc_info=True)
     return graphs

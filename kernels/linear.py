@@ -1,43 +1,118 @@
-"""The linear layer: on a CPU in float32 through oneDNN, which torch itself only uses for lower precisions.
+"""The linear layer: on a CPU in float32 through the faster of two libraries, oneDNN or MKL, and in bfloat16 through oneDNN.
 
 Torch multiplies float32 matrices with MKL, which keeps to AVX2 on processors that are not Intel's. On one core of an AMD EPYC
 (Zen 5) with AVX-512, [256, 512] by [512, 3072]: MKL 61-67 GFLOP/s, oneDNN 130; over lengths that vary from call to call 2.5 times
-as many tokens a second. On Zen 4, whose units are half as wide, the two are about as fast.
+as many tokens a second. On Intel's own (Sapphire Rapids) MKL is the faster one for nearly all shapes (``python -m benchmarks
+products``). So :func:`library` measures one product when a process first multiplies.
 
-oneDNN has a layout of its own for weights, which it otherwise makes anew in each call. :func:`pack` makes it once. On Zen 4 packed
-weights are the fastest of four ways, but for products below 100 µs in a tiny model (``python -m benchmarks products``). So no
-library is chosen at the start.
+Both libraries have layouts of their own for weights, which they otherwise make anew in each call. :func:`pack` makes one once.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+logger = logging.getLogger(__name__)
+
+ONEDNN, MKL = "oneDNN", "MKL"
+
 PACKED_ROWS = 256
-"""Rows of the input that a packed weight is laid out for; products of other numbers of rows take it as well."""
+"""Rows of the input that a packed weight is laid out for; products of other numbers of rows take it as well. MKL's layout for 8
+rows makes a product of 128 rows half as fast, the one for 256 rows loses with no number of rows."""
+
+PROBED = 8, 512, 1024
+"""Rows, columns and output columns of the product that :func:`library` measures: on each processor in docs/benchmarks, one
+library is at least 1.6 times as fast here, and on a loaded machine 1.18 times."""
+PROBES = 20
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A float32 or bfloat16 weight on a CPU in a library's own layout."""
+
+    library: str
+    layout: Tensor
+    """Only the library reads it. MKL reserves 8 MiB more than the weight has, which it never touches. It must not be copied: the
+    layout depends on its address."""
+    like: Tensor
+    """[out, in], all of them one element: the shape, as MKL's operator wants it."""
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x · weightᵀ + bias``. x: [rows, in]; weight: [out, in]; bias: [out]. -> [rows, out]"""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if isinstance(weight, PackedWeight):
+        return packed_linear(x, weight, bias)
+    if x.device.type != "cpu" or x.dtype != torch.float32 or library() == MKL:
         return torch.nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
     return _product(x, weight, bias)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """``weight`` [out, in], float32, for :func:`packed_linear`: a tensor that only oneDNN reads."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
+@functools.cache
+def library() -> str:
+    """The library that multiplies float32 matrices on this CPU: the only one that torch has, or the faster one.
+
+    It is measured once in a process, in 20 ms of its CPU time. The libraries differ in rounding only, as processors and numbers of
+    rows do, so the choice is not part of a model's fingerprint.
+    """
+    has_onednn, has_mkl = torch.backends.mkldnn.is_available(), torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    if not (has_onednn and has_mkl):
+        return ONEDNN if has_onednn else MKL
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that its time is the thread's, whatever else runs on the machine
+    try:
+        ratio = _onednn_time_ratio()
+    finally:
+        torch.set_num_threads(threads)
+    found = MKL if ratio > 1 else ONEDNN
+    logger.info("float32 matrix products: %s; oneDNN takes %.2f times as long as MKL", found, ratio)
+    return found
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear` with a weight from :func:`pack`; no gradients. x: [rows, in] float32 -> [rows, out]"""
-    return _product(x, weight, bias)
+@torch.no_grad()
+def _onednn_time_ratio() -> float:
+    """oneDNN's CPU time divided by MKL's for the probed product."""
+    rows, size, out = PROBED
+    x = torch.full((rows, size), 0.5)
+    weights = [pack(torch.full((out, size), 0.5), name) for name in (ONEDNN, MKL)]
+    taken = [[_seconds(functools.partial(packed_linear, x, weight)) for weight in weights] for _ in range(1 + PROBES)]
+    onednn, mkl = (min(times[place] for times in taken[1:]) for place in range(2))  # the first ones prepare code and memory
+    return onednn / mkl
+
+
+def _seconds(multiply: Callable[[], Tensor]) -> float:
+    start = time.thread_time()
+    multiply()
+    return time.thread_time() - start
+
+
+def pack(weight: Tensor, into: str | None = None) -> PackedWeight:
+    """``weight`` [out, in], float32 or bfloat16, in the layout of a library. In float32 that is :func:`library`, or what ``into``
+    names."""
+    name = ONEDNN if weight.dtype != torch.float32 else library() if into is None else into
+    reorder = torch.ops.mkl._mkl_reorder_linear_weight if name == MKL else torch.ops.mkldnn._reorder_linear_weight
+    return PackedWeight(name, reorder(weight, PACKED_ROWS), torch.zeros(1, 1).expand(weight.shape))
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear` with a weight from :func:`pack`; no gradients. x: [rows, in] in the weight's dtype -> [rows, out]"""
+    if weight.library == MKL:
+        # The last argument says for how many rows the weight was packed; with another number, torch would multiply ``like``.
+        return torch.ops.mkl._mkl_linear(x, weight.layout, weight.like, bias, len(x))  # type: ignore[no-any-return]
+    return _product(x, weight.layout, bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

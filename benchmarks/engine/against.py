@@ -31,16 +31,17 @@ from engine.serving.environment import with_defaults
 HERE = Path(__file__).resolve().parents[2]
 OURS, THEIRS = "here", "there"
 CLOCKS = ("wall", "cpu")
-TOLERANCE = 1e-3
-"""Largest difference of a log-probability."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "int8": 1.0}
+"""Largest difference of a log-probability from float32, with random weights, by the number format of the other engine."""
 
 Times = dict[str, dict[str, list[float]]]
 """Checkout, clock, and seconds of each round."""
 
 
-def start(checkout: Path, model: Path) -> LineProcess:
+def start(checkout: Path, model: Path, form: str = "float32") -> LineProcess:
     """The engine of a checkout, which prints a line when the model is loaded."""
-    command = [sys.executable, str(Path(__file__).with_name("against_process.py")), str(model), str(torch.get_num_threads())]
+    program = str(Path(__file__).with_name("against_process.py"))
+    command = [sys.executable, program, str(model), str(torch.get_num_threads()), form]
     return LineProcess(command, checkout, with_defaults(os.environ) | {"PYTHONPATH": str(checkout)})
 
 
@@ -51,23 +52,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of random weights (%(default)s)")
     parser.add_argument("--model", help="a model directory, instead of random weights")
+    parser.add_argument("--format", choices=TOLERANCES, default="float32", help="number format of the other engine (%(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the table, the records and the summary")
     options = parser.parse_args(arguments)
     records, times = Records(), {}
     with subject(options.shape, options.model, "float32") as measured, ExitStack() as stack:
-        folders = {OURS: HERE, THEIRS: options.checkout.resolve()}
-        checkouts = {name: start(folder, measured.directory.resolve()) for name, folder in folders.items()}
+        model = measured.directory.resolve()
+        checkouts = {OURS: start(HERE, model), THEIRS: start(options.checkout.resolve(), model, options.format)}
         for checkout in checkouts.values():
             stack.callback(checkout.close)
         for checkout in checkouts.values():
             checkout.read()
         for name in options.workloads.split(","):
-            times[name] = measure(checkouts, name, options.rounds, records)
+            times[name] = measure(checkouts, name, options.rounds, records, TOLERANCES[options.format])
     summary = {
         "bench": "against",
         "machine": machine.describe(),
         "there": machine.commit(options.checkout),
+        "format_there": options.format,
         "model": options.model or options.shape,
         "rounds": options.rounds,
         "workloads": {name: summary_of(found) for name, found in times.items()},
@@ -79,13 +82,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def measure(checkouts: Mapping[str, LineProcess], workload: str, rounds: int, records: Records) -> Times:
+def measure(checkouts: Mapping[str, LineProcess], workload: str, rounds: int, records: Records, tolerance: float) -> Times:
     """Run a workload ``rounds`` times in each checkout, after a round that is not counted."""
     times: Times = {name: {clock: [] for clock in CLOCKS} for name in checkouts}
     for place in records.progress(range(rounds + 1), workload):
         order = sorted(checkouts, reverse=bool(place % 2))
         answers = {name: checkouts[name].ask([workload, place]) for name in order}
-        check_agreement(workload, *(answers[name]["found"] for name in checkouts))
+        check_agreement(workload, *(answers[name]["found"] for name in checkouts), tolerance=tolerance)
         for name, answer in answers.items() if place else ():
             for clock in CLOCKS:
                 times[name][clock].append(answer[clock])
@@ -93,10 +96,10 @@ def measure(checkouts: Mapping[str, LineProcess], workload: str, rounds: int, re
     return times
 
 
-def check_agreement(workload: str, ours: list[list[float]], theirs: list[list[float]]) -> None:
+def check_agreement(workload: str, ours: list[list[float]], theirs: list[list[float]], *, tolerance: float) -> None:
     """Both have the same scores, or texts of the same lengths, whose tokens may differ after a near tie."""
     if workload == "score":
-        assert np.abs(np.array(ours) - np.array(theirs)).max() < TOLERANCE, "the scores differ"
+        assert np.abs(np.array(ours) - np.array(theirs)).max() < tolerance, "the scores differ"
     assert [len(row) for row in ours] == [len(row) for row in theirs], "the outputs differ in length"
 
 
@@ -113,7 +116,8 @@ def summary_of(times: Times) -> dict[str, dict[str, float]]:
 
 def show(summary: Mapping[str, Any], records: Records) -> None:
     """Print the table."""
-    table = Table("workload", "clock", "ms here", "ms there", "there / here", title=f"Beside commit {summary['there']}")
+    title = f"Beside commit {summary['there']}, which computes in {summary['format_there']}"
+    table = Table("workload", "clock", "ms here", "ms there", "there / here", title=title)
     for name, clocks in summary["workloads"].items():
         for clock, found in clocks.items():
             spread = f"{found['ratio']:.2f} ({found['least']:.2f}–{found['most']:.2f})"

@@ -1,8 +1,8 @@
 """Computes workloads with the engine of the checkout it is started in (see :mod:`benchmarks.engine.against`).
 
-Arguments: model directory, threads. Prints ``{"ready": true}`` when the model is loaded. Each line of standard input has the name
-of a workload and a seed; each answer is a line with the seconds of wall and CPU time, and the scores or tokens. It imports only
-what every version of the engine has.
+Arguments: model directory, threads, number format. Prints ``{"ready": true}`` when the model is loaded. Each line of standard
+input has the name of a workload and a seed; each answer is a line with the seconds of wall and CPU time, and the scores or
+tokens. It imports only what every version of the engine has.
 """
 
 from __future__ import annotations
@@ -58,11 +58,15 @@ def run(loop: Loop, requests: list[wire.Request]) -> list[Any]:
     return [numbers for _, numbers in sorted(found.items())]
 
 
-def main(model: str, threads: str) -> None:
+def main(model: str, threads: str, form: str) -> None:
     """Serve until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
-    loop = build_loop(EngineSettings(model=model, name="bench", dtype="float32", threads=int(threads), max_total_tokens=SLOTS))
+    dtype, quantize = ("float32", form) if form == "int8" else (form, None)
+    settings = EngineSettings(
+        model=model, name="bench", dtype=dtype, quantize=quantize, threads=int(threads), max_total_tokens=SLOTS
+    )
+    loop = build_loop(settings)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         name, seed = json.loads(line)

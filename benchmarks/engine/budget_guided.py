@@ -8,7 +8,7 @@ from benchmarks.engine.h200 import BANDWIDTH, BF16, COPIES, PRODUCTS
 from benchmarks.engine.roofline import layer_weights
 from benchmarks.engine.subject import QWEN3_06B
 from engine.lenvm.counted import FEW, LEAST_BRANCHES
-from engine.lenvm.graphs import COUNTED_PARTS, PARTS
+from engine.lenvm.graphs import COUNTED_PARTS, MOST_COUNTED, PARTS
 from engine.lenvm.parts import equal_parts
 from engine.models.config import ModelConfig
 
@@ -75,7 +75,8 @@ def survivors_table() -> str:
         base, (_, computed) = decode_seconds(QWEN25_7B, rows), computed_candidates(rows)
         passes = ((computed, 1.0), (2 * rows, 1.0), (2 * rows, 1 / 0.7), (5 * rows, 1 / 0.7))
         ratios = [1 + decode_seconds(LENVM_15B, count, slower) / base for count, slower in passes]
-        counted = 5 * rows >= LEAST_BRANCHES and rows <= max(COUNTED_PARTS) and FEW > 2 / 5
+        bucket = next((parts for parts in COUNTED_PARTS if parts >= rows), None)
+        counted = 5 * rows >= LEAST_BRANCHES and bucket is not None and 5 * bucket <= MOST_COUNTED and FEW > 2 / 5
         ratios.append(ratios[2] if counted else ratios[0])
         lines.append(f"| {rows} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
     return "\n".join(lines) + "\n"

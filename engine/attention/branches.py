@@ -39,6 +39,7 @@ class FixedBranches:
     def __init__(self, kv: KVCache, most_rows: int, width: int) -> None:
         """most_rows: largest number of prefixes; width: branches of each."""
         self.kv = kv
+        self.most_rows = most_rows
         self.width = width
         self._kv_heads = kv.keys.shape[2]
         self._tables = torch.zeros(most_rows + 1 + MOST_SLOTS, dtype=torch.int64, device=kv.keys.device)

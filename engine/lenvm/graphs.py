@@ -31,8 +31,12 @@ PARTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 104, 128, 160, 192, 256)
 """Numbers of parts of the buckets. Beyond the last one, 1,280 candidates, a pass takes longer to compute than to launch, and
 padding costs more than a graph saves."""
 
-COUNTED_PARTS = (64, 128, 256)
-"""Numbers of parts of the buckets for needed candidates."""
+COUNTED_PARTS = (64, 128, 256, 512, 800)
+"""Numbers of parts of the buckets for needed candidates. Padding costs little here, so they also serve passes beyond
+:data:`PARTS`."""
+MOST_COUNTED = 4096
+"""Most candidates of such a bucket, needed or not. Each holds memory: keys and values in :attr:`PassGraphs.kept` and intermediate
+results in the graphs' pool, for a length model of 1.5B about 0.4 GB together."""
 
 
 class PassGraphs:
@@ -40,7 +44,7 @@ class PassGraphs:
 
     @torch.inference_mode()
     def __init__(self, model: LenVM, attention: Sequence[FixedBranches], capture: Capture, buckets: Sequence[int] = PARTS) -> None:
-        """attention: for each width, with room for the largest of ``buckets``, the numbers of parts."""
+        """attention: for each width, with room for the largest of ``buckets``, the numbers of parts, and of :meth:`add_counted`."""
         self._model = model
         self._attention = {each.width: each for each in attention}
         self._sizes = sorted(buckets)
@@ -52,7 +56,8 @@ class PassGraphs:
         """Number of those that computed needed candidates only."""
         start, most, kv = time.monotonic(), max(buckets), attention[0].kv
         widest = max(self._attention)
-        self.kept = Kept.room(kv, most * widest)
+        self._rows = min(each.most_rows for each in attention)
+        self.kept = Kept.room(kv, max(most * widest, min(self._rows * widest, MOST_COUNTED)))
         """Keys and values of the last pass, by branch; valid until the next pass is queued."""
         sizes = (most * widest, most, most)
         tokens, counts, shifts = (torch.zeros(size, dtype=torch.int64, device=kv.keys.device) for size in sizes)
@@ -74,22 +79,22 @@ class PassGraphs:
 
     @torch.inference_mode()
     def add_counted(self, buckets: Sequence[int] = COUNTED_PARTS) -> bool:
-        """Capture passes over needed candidates too, for those of ``buckets`` for which there is room. False where the model's
-        products cannot be counted."""
+        """Capture passes over needed candidates too, for those of ``buckets`` for which attention and :attr:`kept` have room. False
+        where there is none, or where the model's products cannot be counted."""
         start, device = time.monotonic(), self.kept.keys.device
         total = torch.zeros(1, dtype=torch.int64, device=device)
-        model, sizes = counted_view(self._model, total), sorted(parts for parts in buckets if parts <= self._sizes[-1])
-        if model is None or not sizes:
+        model, room = counted_view(self._model, total), self.kept.keys.shape[1]
+        sizes = sorted(parts for parts in buckets if parts <= self._rows)
+        shapes = [(parts, width) for parts in sizes for width in self._attention if parts * width <= room]
+        if model is None or not shapes:
             return False
-        most, widest = sizes[-1], max(self._attention)
-        inputs = torch.zeros((2, most * widest), dtype=torch.int64, device=device)
-        counts, starts = torch.zeros((2, most), dtype=torch.int64, device=device)
-        for parts in reversed(sizes):
-            for width in sorted(self._attention, reverse=True):
-                fits = self._attention[width].fill((), parts)
-                assert fits, parts
-                given = (*(each[: parts * width] for each in inputs), counts[:parts], starts[:parts], total)
-                self._counted.add((parts, width), partial(self._counted_pass, model, width), *given)
+        inputs = torch.zeros((2, max(parts * width for parts, width in shapes)), dtype=torch.int64, device=device)
+        counts, starts = torch.zeros((2, sizes[-1]), dtype=torch.int64, device=device)
+        for parts, width in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape), reverse=True):
+            fits = self._attention[width].fill((), parts)
+            assert fits, parts
+            given = (*(each[: parts * width] for each in inputs), counts[:parts], starts[:parts], total)
+            self._counted.add((parts, width), partial(self._counted_pass, model, width), *given)
         seconds = time.monotonic() - start
         logger.info("CUDA graphs of the length model: captured for needed candidates of %s parts in %.1f s", sizes, seconds)
         return True

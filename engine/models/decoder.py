@@ -21,7 +21,7 @@ from engine.models.experts import Experts
 from engine.models.modules import Embedding, Linear, RMSNorm, Sum
 from engine.models.rope import Rope
 from kernels.gelu_mul import gelu_mul
-from kernels.linear import linear
+from kernels.linear import PackedWeight, linear
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype) if own_head else None
         classes = len(config.classes)
         self.class_head = Linear(config.hidden_size, classes, bias=False, dtype=dtype) if classes else None
-        self.packed_head: Tensor | None = None
+        self.packed_head: PackedWeight | None = None
         """:attr:`head_weight` from :func:`kernels.linear.pack`; None where it multiplies as it is."""
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         self._ropes = list(dict.fromkeys(ropes))
@@ -239,7 +239,7 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     @property
-    def head_operand(self) -> Tensor:
+    def head_operand(self) -> Tensor | PackedWeight:
         """The weight that :func:`kernels.linear.linear` makes logits with, and nothing else reads: packed on a CPU in float32."""
         return self.head_weight if self.packed_head is None else self.packed_head
 

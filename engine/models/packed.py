@@ -1,6 +1,6 @@
-"""A float32 decoder whose layers keep their weights in oneDNN's own layout, for inference on a CPU (:mod:`kernels.linear`).
+"""A decoder whose layers keep their weights in the own layout of a library, for inference on a CPU (:mod:`kernels.linear`).
 
-Products equal those of plain weights, to rounding, but oneDNN need not rearrange the weights in each of them.
+Products equal those of plain weights, to rounding, but the library need not rearrange the weights in each of them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from engine.models import conversion
 from engine.models.conversion import PROJECTIONS, ConvertedLinear
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.experts import Experts
-from kernels.linear import pack, packed_linear
+from kernels.linear import PackedWeight, pack, packed_linear
 
 
 class PackedLinear(ConvertedLinear):
     """A linear layer of a packed weight."""
 
-    weight: Tensor
-    """A result of :func:`kernels.linear.pack`."""
+    weight: PackedWeight
 
     def fill(self, weight: Tensor) -> None:
         self.weight = pack(weight)
@@ -32,9 +31,11 @@ class PackedLinear(ConvertedLinear):
 
 
 def suits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the layers of a model of this dtype gain from packed weights on this device; only measured on x86-64."""
-    onednn = platform.machine() == "x86_64" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return onednn and device.type == "cpu" and dtype == torch.float32
+    """Whether the layers of a model of this dtype gain from packed weights on this device. Only x86-64 was measured, and bfloat16
+    with AMX only."""
+    if device.type != "cpu" or platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.cpu.get_capabilities().get("amx_bf16")))
 
 
 def check_device(device: torch.device, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Formats of the weights of a decoder's layers: 8 bits, or float32 as oneDNN wants it."""
+"""Formats of the weights of a decoder's layers: 8 bits, or the model's dtype as the library that multiplies wants it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def format_of(quantize: str | None, device: torch.device, dtype: torch.dtype) ->
 
 
 def pack_head(decoder: Decoder, form: str | None) -> None:
-    """Give the decoder a packed copy of its head, where ``form`` is a format of float32 on a CPU.
+    """Give the decoder a packed copy of its head, where ``form`` is a format of a CPU.
 
     With 8 rows, a product takes two thirds of the time. The plain weight stays, because embeddings, and logits of single tokens,
     are rows of it.

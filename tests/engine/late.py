@@ -258,6 +258,15 @@ class LateEvent:
     def synchronize(self) -> None:
         self.gpu.run(self.mark)
 
+    def query(self) -> bool:
+        return self.gpu.done >= self.mark
+
+    def elapsed_time(self, end: LateEvent) -> float:
+        """A millisecond for each piece of work; both events must be over, as in CUDA."""
+        assert self.query()
+        assert end.query()
+        return float(end.mark - self.mark)
+
 
 class LateFlashInfer:
     """``BatchPrefillWithPagedKVCacheWrapper`` of FlashInfer 0.6.6, as far as the engine uses it.

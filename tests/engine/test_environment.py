@@ -26,7 +26,7 @@ def test_what_the_user_says_is_kept(name: str) -> None:
 IN_USE = """
 import ctypes
 import torch
-from kernels.linear import pack, packed_linear
+from kernels.linear import ONEDNN, pack, packed_linear
 
 NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 
@@ -36,7 +36,7 @@ class Info(ctypes.Structure):
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
 torch.set_num_threads(1)
-weight = pack(torch.zeros(192, 64))
+weight = pack(torch.zeros(192, 64), ONEDNN)
 sizes = []
 for rows in range(1, 901):
     packed_linear(torch.zeros(rows, 64), weight)

@@ -47,6 +47,7 @@ from tests.engine.late import GPU, POISON, LateEvent, LateGpu, LateTensor, compu
 from tests.engine.lenvm.plain import GAMMA
 from tests.engine.lenvm.writing import make_pair, some_messages, some_tokens
 from tests.engine.test_loop import make_score
+from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
 
 MOST_IN_FLIGHT = 2
 Pace = Callable[[], int]
@@ -319,6 +320,40 @@ def test_adapters_that_change_their_slots(base: Path, pace: Pace, graphs: str, t
     assert not any(isinstance(reply, wire.Failed) for reply in replies)
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = {"num_hidden_layers": 1}
+    return make_vision_checkpoint(tmp_path_factory.mktemp("seeing"), text=text, depth=2, fullatt_block_indexes=[1])
+
+
+@pytest.mark.parametrize("graphs", ["on", pytest.param("off", marks=pytest.mark.slow)])
+def test_images(seeing: Path, pace: Pace, graphs: str) -> None:
+    """Towers are queued before the step that reads their results, and timed by events that the host never waits for."""
+    rng, images = random.Random(6), [some_image(1, 6, 14), some_image(2, 4, 4), some_image(3, 4, 4)]
+    sampling = wire.Sampling(max_tokens=3, temperature=0, ignore_eos=True)
+    prompts = [some_text(rng, 2, 4) + shown(place, image) + some_text(rng, 1, 2) for place, image in enumerate(images)]
+    messages: list[wire.Request] = [
+        wire.Generate(f"g{place}", prompt, sampling, logprobs=1, images=images) for place, prompt in enumerate(prompts)
+    ]
+    messages += [
+        wire.Score("s", prompts[0], [some_text(rng, 2, 3), shown(1, images[1])], wire.Labels([9, 17]), images=images),
+        wire.Generate("text", some_text(rng, 5, 9), sampling),
+    ]
+
+    def use(late: Late) -> list[wire.Reply]:
+        loop = late.assemble(seeing, cuda_graphs=graphs, attention="flashinfer", max_batched_tokens=24)
+        assert loop.stats.tower_seconds == 0.0
+        replies = run(loop, messages)
+        late.gpu.run(late.gpu.queued)
+        assert loop.stats.computed_images == 3
+        assert loop.stats.tower_seconds > 0
+        return replies
+
+    replies = compare(pace, f"images {graphs}", use)
+    assert not any(isinstance(reply, wire.Failed) for reply in replies)
+    assert {reply.id for reply in replies} == {message.id for message in messages}
+
+
 class Scarce:
     """Lets some launches and some results fail, as where memory is short."""
 
@@ -380,5 +415,12 @@ def test_the_device_is_late_and_notices_overwritten_memory() -> None:
         for wait in (result.tolist, result.item, result.cpu, lambda: bool(result[0] > 1), result.nonzero):
             with pytest.raises((AssertionError, RuntimeError)):
                 wait()
-        event = torch.cuda.Event()
-        assert isinstance(event, LateEvent)
+        events = torch.cuda.Event(), torch.cuda.Event()
+        for event in events:
+            assert isinstance(event, LateEvent)
+            event.record()
+            torch.zeros(1, device=GPU)
+        assert not events[0].query()
+        events[1].synchronize()
+        assert events[0].query()
+        assert events[0].elapsed_time(events[1]) == 1.0

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import kernels
+from kernels import linear as linear_module
 from kernels.label_logprobs import label_logprobs
-from kernels.linear import linear, pack, packed_linear
+from kernels.linear import MKL, ONEDNN, library, linear, pack, packed_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+LIBRARIES = [ONEDNN, pytest.param(MKL, marks=pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL"))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,13 +95,48 @@ def test_linear(rows: int, biased: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
 
 
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("shape", [(48, 20), (33, 1), (300, 700)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_packed_linear(shape: tuple[int, int], biased: bool, name: str) -> None:
+    """One packed weight multiplies any number of rows, whatever number it was packed for."""
+    size, out = shape
+    weight, bias = torch.randn(out, size) / size**0.5, torch.randn(out) if biased else None
+    packed = pack(weight, name)
+    for rows in (0, 1, 2, 7, 33, 255, 257, 1000):
+        x = torch.randn(rows, size)
+        expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        torch.testing.assert_close(packed_linear(x, packed, bias).double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(linear(x, packed, bias).double(), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 33, 500])
 @pytest.mark.parametrize("biased", [True, False])
-def test_packed_linear(rows: int, biased: bool) -> None:
-    x, weight = torch.randn(rows, 48), torch.randn(20, 48) / 7
-    bias = torch.randn(20) if biased else None
+def test_packed_linear_in_bfloat16(rows: int, biased: bool) -> None:
+    x, weight = torch.randn(rows, 48).bfloat16(), (torch.randn(20, 48) / 7).bfloat16()
+    bias = torch.randn(20).bfloat16() if biased else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    torch.testing.assert_close(packed_linear(x, pack(weight), bias).double(), expected, atol=1e-5, rtol=1e-5)
+    found = packed_linear(x, pack(weight), bias)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.3, MKL), (0.7, ONEDNN)])
+def test_the_faster_library_multiplies(ratio: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mkl.is_available():
+        pytest.skip("torch has one library here")
+    threads = torch.get_num_threads()
+    library.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(linear_module, "_onednn_time_ratio", lambda: ratio)
+            assert library() == expected == pack(torch.randn(3, 4)).library
+    finally:
+        library.cache_clear()
+    random = torch.get_rng_state()
+    assert library() in (MKL, ONEDNN)
+    assert torch.equal(random, torch.get_rng_state()), "the measurement draws no numbers"
+    assert torch.get_num_threads() == threads
 
 
 def test_linear_of_parts_of_larger_tensors() -> None:

@@ -20,21 +20,23 @@ def test_ratios_are_paired_and_above_one_where_the_other_is_slower() -> None:
 
 
 def test_scores_that_differ_are_an_error() -> None:
-    against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.0001]])
-    against.check_agreement("decode 1", [[5, 6]], [[5, 7]])
+    against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.0001]], tolerance=1e-3)
+    against.check_agreement("decode 1", [[5, 6]], [[5, 7]], tolerance=1e-3)
     with pytest.raises(AssertionError, match="the scores differ"):
-        against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.1]])
+        against.check_agreement("score", [[-1.0, -2.0]], [[-1.0, -2.1]], tolerance=1e-3)
     with pytest.raises(AssertionError, match="differ in length"):
-        against.check_agreement("decode 1", [[5, 6]], [[5]])
+        against.check_agreement("decode 1", [[5, 6]], [[5]], tolerance=1e-3)
 
 
 @pytest.mark.slow
-def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+def test_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
-    arguments = ["--model", str(model), "--rounds", "2", "--workloads", "score,decode 8", "--out", str(tmp_path / "out")]
+    arguments = ["--model", str(model), "--rounds", "2", "--workloads", "score,decode 8", "--format", form]
+    arguments += ["--out", str(tmp_path / "out")]
     assert against.main([str(against.HERE), *arguments]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert summary["there"] == summary["machine"]["commit"]
+    assert (summary["there"], summary["format_there"]) == (summary["machine"]["commit"], form)
     assert all(clock["ratio"] > 0 for workload in summary["workloads"].values() for clock in workload.values())
     assert summary["workloads"].keys() == {"score", "decode 8"}
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary

@@ -21,6 +21,7 @@ from engine.lenvm.counted import Needs, counted_view, pack
 from engine.lenvm.graphs import PassGraphs
 from engine.lenvm.parts import equal_parts
 from engine.models.lenvm import load_lenvm
+from engine.scheduling.scheduler import Budget
 from kernels.candidates import Candidates
 from tests.checkpoints import VOCAB_SIZE
 from tests.engine.lenvm.plain import Plain
@@ -151,6 +152,41 @@ def test_which_passes_are_counted(
     assert passes.counted_bucket([np.zeros(len(attention._tables), np.int32)] * least, 5) is None
 
 
+def test_larger_buckets_hold_a_bounded_number_of_candidates(
+    checkpoints,  # noqa: F811
+    capture,  # noqa: F811
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Passes over needed candidates have buckets beyond those of other passes, as far as memory is held for them."""
+    monkeypatch.setattr(graphs, "LEAST_BRANCHES", 0)
+    monkeypatch.setattr(graphs, "MOST_COUNTED", 40)
+    kv = filled(load_lenvm(checkpoints[1]).to(device))
+    passes = PassGraphs(load_lenvm(checkpoints[1]).to(device), [FixedBranches(kv, 8, width) for width in (5, 8)], capture, (2,))
+    assert passes.add_counted((2, 5, 8, 16))
+    assert passes.kept.keys.shape[1] == 40
+    assert sorted(passes._counted.buckets) == [(2, 5), (2, 8), (5, 5), (5, 8), (8, 5)]
+    one = np.arange(4, dtype=np.int32)
+    assert passes.bucket(8) is None
+    assert passes.counted_bucket([one] * 7, 5) == 8
+    assert passes.counted_bucket([one] * 7, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("running", "tokens", "expected"),
+    [
+        (256, 8192, [64, 128, 256]),
+        (800, 8192, [64, 128, 256, 512, 800]),
+        (300, 8192, [64, 128, 256, 512]),
+        (2000, 8192, [64, 128, 256, 512, 800]),
+        (800, 512, [64, 128, 256, 512]),
+        (1, 8192, [64, 128, 256]),
+    ],
+)
+def test_large_buckets_are_captured_where_as_many_requests_run(running: int, tokens: int, expected: list[int]) -> None:
+    assert build._counted_parts(Budget(tokens, running), graphs.PARTS[-1]) == expected
+
+
 def test_the_average_follows_the_steps() -> None:
     needs = Needs()
     assert not needs.few
@@ -172,7 +208,9 @@ def test_views_share_weights_and_other_models_have_none(checkpoints) -> None:  #
     assert counted_view(load_lenvm(checkpoints[1], quantize="fp8"), count) is None
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # rows behind the count have any content, and nobody reads them
+@pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow):RuntimeWarning"
+)  # rows behind the count have any content, and nobody reads them
 @pytest.mark.parametrize("often", [pytest.param(False, marks=pytest.mark.slow), True], ids=["now and then", "always"])
 def test_the_whole_engine_draws_the_same(
     checkpoints: tuple[Path, Path],  # noqa: F811
@@ -184,7 +222,7 @@ def test_the_whole_engine_draws_the_same(
     """With two steps in flight, and passes of both kinds in turn: keys that a decided row leaves are read by later steps."""
     monkeypatch.setattr(graphs, "LEAST_BRANCHES", 0)
     monkeypatch.setattr(build, "COUNTED_PARTS", (2, 4))
-    monkeypatch.setattr(build, "PARTS", (1, 4))
+    monkeypatch.setattr(build, "PARTS", (1, 2))
     monkeypatch.setattr(build, "format_of", lambda *_: None)  # weights as on a GPU
     rng, turns = random.Random(6), itertools.count()
     monkeypatch.setattr(Needs, "few", property(lambda self: often or next(turns) % 2 == 0))

@@ -15,6 +15,7 @@ from engine.models.lenvm import LenVM, load_lenvm, save_lenvm
 from engine.models.loader import load_model
 from engine.models.quantization import format_of
 from kernels.label_logprobs import label_logprobs
+from kernels.linear import MKL, ONEDNN, PackedWeight
 from tests.checkpoints import TRAINED, VOCAB_SIZE, make_checkpoint
 from tests.engine.models.causal import causal_of
 
@@ -27,6 +28,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **BIASED.get(request.param, {}))
 
 
+@pytest.fixture(params=[ONEDNN, MKL])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each library in turn, as if it were the faster one."""
+    if request.param == MKL and not torch.backends.mkl.is_available():
+        pytest.skip("torch has no MKL here")
+    monkeypatch.setattr("kernels.linear.library", lambda: request.param)
+    return request.param
+
+
 def logits(decoder: Decoder, count: int) -> Tensor:
     tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -34,10 +44,24 @@ def logits(decoder: Decoder, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 60])
-def test_the_numbers_are_those_of_plain_weights(model: Path, count: int) -> None:
+def test_the_numbers_are_those_of_plain_weights(model: Path, count: int, library: str) -> None:
     decoder, plain = load_model(model, quantize="packed"), load_model(model)
     assert all(isinstance(decoder.layers[2].get_submodule(name), ConvertedLinear) for name in PROJECTIONS)
+    assert decoder.layers[2].get_submodule("mlp.down_proj").weight.library == library
     torch.testing.assert_close(logits(decoder, count), logits(plain, count), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
+@pytest.mark.parametrize("count", [1, 60])
+def test_bfloat16(model: Path, count: int) -> None:
+    decoder, plain = (load_model(model, torch.bfloat16, quantize=form) for form in ("packed", None))
+    weight = decoder.layers[2].get_submodule("attention.o_proj").weight
+    assert isinstance(weight, PackedWeight)
+    assert isinstance(decoder.head_operand, PackedWeight)
+    assert weight.layout.dtype == torch.bfloat16
+    expected = logits(plain, count)
+    assert logits(decoder, count).dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(logits(decoder, count), expected, rtol=0.05, atol=0.05)
 
 
 def test_only_the_layers_matrices_are_packed(model: Path) -> None:
@@ -47,10 +71,14 @@ def test_only_the_layers_matrices_are_packed(model: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
-def test_a_cpu_packs_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_packs_float32_and_with_amx_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert format_of(None, CPU, torch.float32) == "packed"
     assert format_of("int8", CPU, torch.float32) == "int8"
-    assert format_of(None, CPU, torch.bfloat16) is None
+    for amx, expected in ((True, "packed"), (False, None)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx, "avx512_bf16": True})
+        assert format_of(None, CPU, torch.bfloat16) == expected
+        assert format_of(None, CPU, torch.float32) == "packed"
+        assert format_of(None, CPU, torch.float16) is None
     assert format_of(None, torch.device("cuda", 0), torch.float32) is None
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert format_of(None, CPU, torch.float32) is None
@@ -58,12 +86,14 @@ def test_a_cpu_packs_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="packed on x86-64 only")
 @pytest.mark.parametrize("form", ["packed", "int8"])
-def test_the_head_is_packed_beside_the_plain_one(model: Path, form: str) -> None:
+def test_the_head_is_packed_beside_the_plain_one(model: Path, form: str, library: str) -> None:
     decoder, plain = load_model(model, quantize=form), load_model(model)
     hidden = torch.randn(7, decoder.config.hidden_size, generator=torch.Generator().manual_seed(2))
     labels = torch.tensor([[1, 5, 319]]).expand(7, -1)
     with torch.no_grad():
-        assert decoder.head_operand.layout == torch._mkldnn  # type: ignore[attr-defined]
+        assert isinstance(decoder.head_operand, PackedWeight)
+        assert decoder.head_operand.library == library
+        assert len(decoder.head_operand) == decoder.config.vocab_size
         torch.testing.assert_close(decoder.logits(hidden), plain.logits(hidden), rtol=1e-4, atol=1e-5)
         found, expected = (label_logprobs(hidden, each.head_operand, labels) for each in (decoder, plain))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -25,6 +25,7 @@ from tests.engine.adapters import ALL, write_adapter
 from tests.engine.lenvm.plain import make_lenvm_checkpoint
 from tests.engine.lenvm.writing import run, some_tokens
 from tests.engine.variants import Variants
+from tests.engine.vision.models import make_vision_checkpoint, shown, some_image, some_text
 
 SHAPE = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 ODD_VOCABULARY = 323
@@ -181,6 +182,24 @@ def test_heads(variants: Variants, tmp_path: Path, kind: str) -> None:
     items = [[some_tokens(rng, 1, 70) for _ in range(count)] for count in (1, 5, 30)]
     prefix = [] if kind == "embeddings" else [3]
     nothing_new(variants, loop, [wire.Score(str(len(each)), prefix, each, readout) for each in items], 1)
+
+
+def test_images(variants: Variants, tmp_path: Path) -> None:
+    """Images of any size, several in a prompt, beside text and in branches."""
+    shape = {"num_hidden_layers": 1, "vocab_size": ODD_VOCABULARY}
+    loop = build_loop(settings(make_vision_checkpoint(tmp_path, text=shape, depth=2, fullatt_block_indexes=[1])))
+    assert (loop.stats.computed_images, loop.stats.tower_seconds) == (0, 0.0)
+    rng, sizes = random.Random(2), [(2, 2), (6, 14), (16, 16), (20, 22)]
+    images = [some_image(place, *size) for place, size in enumerate(sizes)]
+    prompts = [some_text(rng, 1, 9) + shown(place, image) + some_text(rng, 1, 4) for place, image in enumerate(images)]
+    sampling = wire.Sampling(max_tokens=3, ignore_eos=True)
+    asked: list[wire.Request] = [
+        wire.Generate(f"i{place}", prompt, sampling, logprobs=place or None, images=images) for place, prompt in enumerate(prompts)
+    ]
+    asked.append(wire.Generate("two", prompts[0] + prompts[1], sampling, images=images))
+    asked.append(wire.Score("items", prompts[2], [shown(0, images[0]), some_text(rng, 1, 9)], wire.Labels([5, 9]), images=images))
+    nothing_new(variants, loop, [*asked, *scores(rng)[:3]], 2)
+    assert loop.stats.computed_images == len(images)
 
 
 def test_a_variant_that_the_start_does_not_reach_is_noticed(variants: Variants, tmp_path: Path, monkeypatch) -> None:

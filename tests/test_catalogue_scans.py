@@ -146,6 +146,7 @@ def leave(service: Service, query: str, after: int, *, seconds: float) -> float:
     return service.computed - before
 
 
+@pytest.mark.slow
 def test_a_scan_has_every_item_once_and_ends_with_its_client(tmp_path: Path) -> None:
     with serving(tmp_path, BATCH) as service:
         found = service.scan("q1")

@@ -107,6 +107,7 @@ def test_likelihoods_of_items(gateway: Program, reference):
     assert again.json()["data"] == answer["data"]
 
 
+@pytest.mark.slow
 def test_ten_thousand_items(gateway: Program, reference):
     items = [f"item {number}" for number in range(10_000)]
     answer = post(gateway, "/v1/score", query="the query ", items=items, labels=["Yes"])

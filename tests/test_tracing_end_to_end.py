@@ -96,6 +96,7 @@ def test_engines_follow_the_gateway(gateway: Program, pods: list[Pod], collector
         assert "yardstick_engine_spans_dropped_total 0.0" in pod.client.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_the_engine_of_a_stream_is_killed(gateway: Program, pods: list[Pod], collector: Collector):
     """Last of the tests that share the engines."""
     trace_id, headers = sampled()

@@ -59,6 +59,7 @@ def messages(digests: list[str], rng: random.Random) -> list[wire.Request]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_replayed_steps_answer_as_launched_steps(base: Path, adapters: Path, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after adapters were loaded and unloaded between replays. Replays launch nothing, and the graphs of the base model alone
@@ -133,6 +134,7 @@ def test_capturing_compiles_what_launched_steps_need(base: Path, adapters: Path,
     )
     loop = build_loop(settings)
     runner = loop._runner
+    runner._decoder.packed_head = None  # a GPU has none
     rows, slots = runner._adapters._rows, runner._adapters._slots
     buckets = (1, 4, FEW_ROWS + 16)
     captured = CapturedRows(rows, slots, 8, buckets)

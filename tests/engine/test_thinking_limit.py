@@ -75,6 +75,7 @@ def test_a_section_that_ends_before_is_left_alone(build: Build) -> None:
         assert output(loop, asked(f"cut{limit}", limit, logit_bias=bias, max_tokens=60)) == free
 
 
+@pytest.mark.slow
 def test_company_preemption_and_resumption_change_nothing(build: Build) -> None:
     loop = build()
     messages = [asked(f"r{place}", place % 7, n=2, seed=place, presence_penalty=0.5 * (place % 2)) for place in range(7)]

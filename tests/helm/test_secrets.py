@@ -101,6 +101,7 @@ def test_a_persistent_redis_has_a_claim(existing: str):
     assert not [manifest for manifest in external if manifest["kind"] == "PersistentVolumeClaim"]
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 @pytest.mark.parametrize("password", [pytest.param("plain0", marks=pytest.mark.slow), 'with "quotes", \\ and spaces'])
 def test_redis_starts_with_the_password_of_the_file(password: str, tmp_path: Path):

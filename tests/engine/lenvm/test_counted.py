@@ -208,6 +208,7 @@ def test_views_share_weights_and_other_models_have_none(checkpoints) -> None:  #
     assert counted_view(load_lenvm(checkpoints[1], quantize="fp8"), count) is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow):RuntimeWarning"
 )  # rows behind the count have any content, and nobody reads them

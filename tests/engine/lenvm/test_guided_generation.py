@@ -105,6 +105,7 @@ def test_other_bodies(name: str, tmp_path: Path):
     assert all(verify(Plain(*checkpoints), message, replies[message.id]) for message in messages)
 
 
+@pytest.mark.slow
 def test_sequences_of_one_prompt_in_little_memory(build: Build, plain: Plain):
     """Each of them has slots of its own on both models, is preempted by itself and goes on."""
     message = guided("g", some_tokens(random.Random(3), 20, 20), guidance(scale=3.0), n=4, max_tokens=20)
@@ -366,6 +367,7 @@ def test_a_guided_prompt_is_found_in_both_caches(build: Build):
     assert loop.stats.lenvm_tokens - before.lenvm_tokens == 1 + 5
 
 
+@pytest.mark.slow
 def test_abort_at_any_moment_frees_both_models(build: Build):
     rng = random.Random(12)
     loop = build(max_batched_tokens=24, max_total_tokens=150)

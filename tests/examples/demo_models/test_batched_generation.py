@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from engine.models.decoder import Decoder
@@ -31,6 +32,7 @@ def greedy_alone(decoder: Decoder, prompt: list[int], limit: int) -> list[int]:
     return output
 
 
+@pytest.mark.slow
 def test_rows_do_not_see_each_other() -> None:
     decoder = make_decoder()
     prompts = [[5], [9, 8, 7], [30, 31, 32, 33, 34, 35, 36], [9, 8]]

@@ -66,6 +66,7 @@ def filled(browser: Browser, server: str) -> Iterator[Page]:
     context.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_no_violation_of_accessibility(filled: Page, visit: Open, keyed: str, scheme: str) -> None:
     filled.set_viewport_size({"width": 1200, "height": 850})

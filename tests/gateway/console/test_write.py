@@ -89,6 +89,7 @@ def test_tokens_by_keyboard(panel: Page) -> None:
     assert panel.evaluate("document.activeElement.textContent") == " four"
 
 
+@pytest.mark.slow
 def test_two_runs_and_length_guidance(panel: Page) -> None:
     panel.check("#write-two")
     panel.locator(".run").nth(1).locator(".guide-mode").select_option("scale")

@@ -106,6 +106,7 @@ def test_presets_that_do_not_fit_the_tokeniser(fields: dict[str, object], proble
     assert problem in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_model_whose_preset_does_not_fit_is_not_served(start: Start) -> None:
     document = 'name = "own"\ntask = "rerank"\ntemplate = ["{query}{document}"]\nlabels = ["No such token"]'
     client = start(FakeEngine(preset=document), wait=False)

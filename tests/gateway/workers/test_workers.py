@@ -181,6 +181,7 @@ async def test_a_job_over_its_memory_harms_nobody() -> None:
         assert is_right(await ask(workers, key))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_production")
 @pytest.mark.parametrize("backtrace", ["0", "1"])
 async def test_memory_that_the_tokeniser_asks_for_ends_the_worker(monkeypatch: pytest.MonkeyPatch, backtrace: str) -> None:

@@ -38,6 +38,7 @@ def test_results_are_in_input_order_and_requests_bounded(
     assert server.texts != [line["text"] for line in lines(source)], "requests overtook each other"
 
 
+@pytest.mark.slow
 def test_a_result_is_written_as_soon_as_those_before_it_are(
     embeddings: tuple[Embeddings, str], yardstick: Yardstick, tmp_path: Path
 ) -> None:

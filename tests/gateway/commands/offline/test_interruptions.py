@@ -44,6 +44,7 @@ def finished(*arguments: object, before: Callable[[], None] | None = None) -> tu
     return process.returncode, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "ending"),
     [

@@ -35,6 +35,7 @@ def children_of(pid: int) -> list[int]:
     return [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == pid]
 
 
+@pytest.mark.slow
 def test_the_demo_model_reranks_a_file(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"query": QUERY, "document": document}) + "\n" for document in DOCUMENTS))

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import PurePath
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import NODEFAULT, Meta
@@ -72,9 +72,17 @@ def options_of(settings: type[msgspec.Struct]) -> tuple[Option, ...]:
     return tuple(_option(field, hints[field.name], notes[field.name]) for field in fields)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Prints an error as all errors at the start are printed: one line that begins with the program's name."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"engine: {message}; see `yardstick engine --help`\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of ``python -m engine``."""
-    made = argparse.ArgumentParser("python -m engine", description="Serve one model to Yardstick gateways.")
+    made = _Parser("python -m engine", description="Serve one model to Yardstick gateways.", allow_abbrev=False)
     for settings in (EngineSettings, ServerSettings):
         group = made.add_argument_group((settings.__doc__ or "").removesuffix("."))
         for option in options_of(settings):

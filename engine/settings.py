@@ -1,8 +1,8 @@
 """Settings of an engine pod: the one definition of every option.
 
 :mod:`engine.options` derives the command line from it, ``python -m tests.docs.generate`` the table in docs/api.md, and the tests
-check the chart's values and the options of ``yardstick serve`` against it. The first sentence of a docstring is the help of the
-option.
+check the chart's values against it. ``yardstick serve`` passes options on to this command line. The first sentence of a docstring
+is the help of the option.
 """
 
 from __future__ import annotations

@@ -31,28 +31,6 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 _MOMENTS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"]
 
 
-class Dtype(StrEnum):
-    """Number formats of weights, keys and values."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class Quantize(StrEnum):
-    """Number formats of matrix products with less precision than the model's own."""
-
-    FP8 = "fp8"
-    INT8 = "int8"
-
-
-class KVDtype(StrEnum):
-    """Number formats of the keys and values that are kept."""
-
-    AUTO = "auto"
-    FP8 = "fp8"
-
-
 class CatalogueAccess(StrEnum):
     """Permissions of a key on catalogues."""
 
@@ -69,28 +47,17 @@ def main() -> None:
         sys.exit(error.status)
 
 
-@app.command()
+@app.command(context_settings=_PASS_ON, epilog="`yardstick engine --help` lists the options of the engine.")
 def serve(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Model directory or hub id; without it, the demo model.")] = None,
     lenvm_model: Annotated[
         str | None, typer.Option(help="Length model for `length_guidance`; by default the demo model's.")
-    ] = None,
-    lenvm_gamma: Annotated[
-        float | None, typer.Option(help="Discount gamma of the length model; by default its own, or 0.997.")
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on (127.0.0.1); beyond loopback, --api-keys-file is needed.")
     ] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to listen on (8000).")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Number format of weights, keys and values.")] = None,
-    quantize: Annotated[
-        Quantize | None, typer.Option(help="Compute the layers' matrix products in 8 bits: fp8 on a GPU, int8 on a CPU.")
-    ] = None,
-    kv_dtype: Annotated[
-        KVDtype | None,
-        typer.Option(help="Number format of keys and values; with fp8, twice as many tokens are kept."),
-    ] = None,
-    max_total_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens whose keys and values are kept at once.")] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="JSON file of API keys, see `yardstick keys new`.")] = None,
     preset: Annotated[str | None, typer.Option(help="How the model is prompted and read, see `yardstick presets`.")] = None,
     tool_parser: Annotated[
@@ -99,29 +66,21 @@ def serve(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="How the model marks its thinking, such as think; by default, as in its chat template.")
     ] = None,
-    lora: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=PATH", help="A LoRA adapter, from a directory or hub id; repeat for several.")
-    ] = None,
 ) -> None:
     """Serve a model on this machine, until Ctrl-C. The gateway's settings are read from the environment, as YARDSTICK_NAME;
-    options override them."""
+    options override them. All other options, such as --dtype, --quantize and --lora, are passed to the engine."""
     from gateway.commands.serve import ServeOptions, serve
 
     options = ServeOptions(
         model=model,
         lenvm_model=lenvm_model,
-        lenvm_gamma=lenvm_gamma,
         host=host,
         port=port,
-        dtype=dtype,
-        quantize=quantize,
-        kv_dtype=kv_dtype,
-        max_total_tokens=max_total_tokens,
         api_keys_file=api_keys_file,
         preset=preset,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
-        lora=lora or (),
+        engine=context.args,
     )
     serve(options)
 

@@ -75,6 +75,11 @@ class Child:
         self._reader.join(_LAST_LINES_SECONDS)
 
     @property
+    def refused(self) -> bool:
+        """Whether the program has ended because an option is wrong."""
+        return self._process.poll() == 2
+
+    @property
     def ending(self) -> str:
         """Description of the exit status of an ended program."""
         code = self._process.returncode

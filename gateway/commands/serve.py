@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from rich.console import Console
 
-from gateway.commands.errors import CommandError
+from gateway.commands.errors import CommandError, WrongUsage
 from gateway.commands.example import show_calls, show_example
 from gateway.commands.launch import Child, program_environment, require_engine
 from gateway.commands.supervisor import Stop, Supervisor, supervised, told_to_stop, url_of
@@ -23,8 +23,8 @@ from gateway.composition.load_settings import load_settings
 from gateway.settings import PREFIX, Settings, SettingsError, is_loopback
 
 _DEMO_NAME = "yardstick-demo"
-_ENGINE_OPTIONS = ("lenvm_gamma", "dtype", "quantize", "kv_dtype", "max_total_tokens")
-"""Options that are passed to the engine unchanged; :mod:`engine.settings` defines them."""
+_SET_HERE = ("--name", "--token-file")
+"""Options of the engine that must fit the gateway."""
 _OF_THE_MODEL = {"presets": "preset", "tool_parsers": "tool_parser", "reasoning_parsers": "reasoning_parser"}
 """The gateway's settings with an entry ``MODEL=NAME`` for each model, and the options with the name for the one model."""
 
@@ -35,18 +35,14 @@ class ServeOptions:
 
     model: str | None
     lenvm_model: str | None = None
-    lenvm_gamma: float | None = None
     host: str | None = None
     port: int | None = None
-    dtype: str | None = None
-    quantize: str | None = None
-    kv_dtype: str | None = None
-    max_total_tokens: int | None = None
     api_keys_file: Path | None = None
     preset: str | None = None
     tool_parser: str | None = None
     reasoning_parser: str | None = None
-    lora: Sequence[str] = ()
+    engine: Sequence[str] = ()
+    """Options that are passed to the engine unchanged; :mod:`engine.settings` defines them."""
 
     @property
     def name(self) -> str:
@@ -69,6 +65,10 @@ class _Models(NamedTuple):
 def serve(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises :class:`CommandError` if it cannot start or a process ends by itself."""
     require_engine()
+    for argument in options.engine:
+        option, _, _ = argument.partition("=")
+        if option in _SET_HERE:
+            raise WrongUsage(f"`yardstick serve` chooses {option} itself; leave it out, or run `yardstick engine` and `gateway`")
     settings = gateway_settings(options, program_environment())
     _check_port(settings)
     try:
@@ -136,11 +136,7 @@ def _engine_arguments(options: ServeOptions, models: _Models, port: int) -> list
     arguments = ["engine", "--model", models.model, "--host", "127.0.0.1", "--port", str(port), "--name", options.name]
     if models.lenvm is not None:
         arguments += ["--lenvm-model", models.lenvm]
-    for name in _ENGINE_OPTIONS:
-        value = getattr(options, name)
-        if value is not None:
-            arguments += ["--" + name.replace("_", "-"), str(value)]
-    return [*arguments, *(argument for adapter in options.lora for argument in ("--lora", adapter))]
+    return [*arguments, *options.engine]
 
 
 def _gateway_arguments(settings: Settings) -> list[str]:

@@ -13,7 +13,7 @@ import httpx
 from rich.console import Console
 from rich.status import Status
 
-from gateway.commands.errors import CommandError
+from gateway.commands.errors import CommandError, WrongUsage
 from gateway.commands.launch import Child
 from gateway.errors import UnusableModel
 from gateway.settings import Settings
@@ -76,7 +76,7 @@ class Supervisor:
         for child in self._children.values():
             if not child.running:
                 child.read_to_the_end()
-                raise CommandError(f"the {child.name} has ended: {self._why(child)}")
+                raise (WrongUsage if child.refused else CommandError)(f"the {child.name} has ended: {self._why(child)}")
 
     def _why(self, child: Child) -> str:
         line, prefix = self._latest[child.name], f"{child.name}: "

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.options import parse
 from gateway import cli
 from gateway.auth.keyring import KeyRing
 from gateway.commands.launch import become
@@ -109,28 +110,31 @@ def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
     assert "no engine is named" in run("gateway", "--port", "0").stderr
 
 
-def test_a_wrong_value_names_the_option(yardstick: Yardstick) -> None:
-    done = yardstick("serve", "--dtype", "int4")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        pytest.param(["--dtype", "int4"], ["--dtype", "bfloat16"], marks=pytest.mark.slow),
+        pytest.param(["--quantize=int3"], ["--quantize", "fp8"], marks=pytest.mark.slow),
+        (["--max-totl-tokens", "9"], ["--max-totl-tokens", "yardstick engine --help"]),
+        (["--name", "x"], ["chooses --name itself"]),
+        (["--token-file=t"], ["chooses --token-file itself"]),
+        (["--port", "0"], ["--port"]),
+    ],
+)
+def test_a_wrong_option_of_serve_is_named(given: list[str], words: list[str]) -> None:
+    done = run("serve", *given)
     assert done.returncode == 2
-    assert "--dtype" in done.stderr
-    assert "bfloat16" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in words)
 
 
-def test_formats_reach_the_engine(yardstick: Yardstick) -> None:
-    options = ServeOptions(model="m", dtype="bfloat16", quantize="fp8")
-    arguments = " ".join(_engine_arguments(options, _Models("m", None), 8100))
-    assert "--dtype bfloat16 --quantize fp8" in arguments
-    refused = yardstick("serve", "--quantize", "int3")
-    assert refused.returncode == 2
-    assert "--quantize" in refused.stderr
-    assert "fp8" in refused.stderr
-
-
-def test_adapters_reach_the_engine() -> None:
-    lora = ("support=/adapters/support", "sql=org/sql")
-    options = ServeOptions(model="m", lora=lora)
+def test_other_options_reach_the_engine() -> None:
+    given = ("--dtype", "bfloat16", "--lora", "support=/adapters/support", "--lora=sql=org/sql")
+    options = ServeOptions(model="m", engine=given)
     arguments = _engine_arguments(options, _Models("m", None), 8100)
-    assert arguments[-4:] == ["--lora", "support=/adapters/support", "--lora", "sql=org/sql"]
+    assert tuple(arguments[-5:]) == given
+    _, server = parse(arguments[1:])
+    assert server.port == 8100
 
 
 def test_a_key_is_printed_once_and_kept_as_a_hash(yardstick: Yardstick, tmp_path: Path) -> None:

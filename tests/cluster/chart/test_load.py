@@ -147,7 +147,7 @@ def test_the_api_goes_away_under_load(release: Release, tmp_path: Path, apiserve
 
 def test_the_readme_word_for_word(release: Release, tmp_path: Path):
     """The section's commands; the server that it takes for granted is the release's."""
-    typed = commands("Load tests")
+    typed = commands("Measure")
     assert len(typed) >= 3
     forward = f"kubectl -n {release.namespace} port-forward service/{release.name} 8000:80 >&2 &"
     ready = "curl --silent --retry 20 --retry-connrefused --output /dev/null http://127.0.0.1:8000/v1/models"

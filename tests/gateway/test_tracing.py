@@ -246,6 +246,9 @@ def test_a_stream_that_continues_elsewhere_has_two_attempts(
     assert [span.events for span in attempts] == [["first_token"]] * 2
 
 
+MISSES = 'yardstick_cache_lookups_total{model="fake",result="miss"}'
+
+
 def test_a_request_that_waits_for_the_results_of_another(client: httpx.Client, engine: FakeEngine, collector: Collector) -> None:
     engine.faults.hold = True
     trace_id, headers = parent()
@@ -253,9 +256,10 @@ def test_a_request_that_waits_for_the_results_of_another(client: httpx.Client, e
     computing = threading.Thread(target=client.post, args=["/v1/score"], kwargs={"json": body})
     computing.start()
     wait_until(lambda: engine.running)
+    looked_up = metric(client, MISSES)
     waiting = threading.Thread(target=client.post, args=["/v1/score"], kwargs={"json": body, "headers": headers})
     waiting.start()
-    wait_until(lambda: metric(client, "yardstick_requests_in_flight") == 3)  # with that of the metrics
+    wait_until(lambda: metric(client, MISSES) > looked_up)  # and waits from then on
     engine.faults.hold = False
     for thread in (computing, waiting):
         thread.join()

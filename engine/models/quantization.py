@@ -9,7 +9,7 @@ import torch
 from engine.models import fp8, int8, packed
 from engine.models.decoder import Decoder, DecoderLayer
 from kernels.int8 import instructions
-from kernels.linear import pack
+from kernels.linear import ONEDNN, pack
 
 
 class Format(Protocol):
@@ -41,10 +41,12 @@ def pack_head(decoder: Decoder, form: str | None) -> None:
     """Give the decoder a packed copy of its head, where ``form`` is a format of a CPU.
 
     With 8 rows, a product takes two thirds of the time. The plain weight stays, because embeddings, and logits of single tokens,
-    are rows of it.
+    are rows of it. oneDNN multiplies it wherever torch has oneDNN: a head exceeds the caches, and with few rows oneDNN reads such a
+    weight faster (docs/benchmarks).
     """
     if form in ("packed", "int8") and decoder.config.lm_head:
-        decoder.packed_head = pack(decoder.head_weight.detach())
+        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        decoder.packed_head = pack(decoder.head_weight.detach(), ONEDNN if has_onednn else None)
 
 
 def arithmetic_of(dtype: torch.dtype, quantize: str | None, kv_dtype: str = "auto") -> str:

@@ -92,7 +92,7 @@ def test_the_head_is_packed_beside_the_plain_one(model: Path, form: str, library
     labels = torch.tensor([[1, 5, 319]]).expand(7, -1)
     with torch.no_grad():
         assert isinstance(decoder.head_operand, PackedWeight)
-        assert decoder.head_operand.library == library
+        assert decoder.head_operand.library == ONEDNN
         assert len(decoder.head_operand) == decoder.config.vocab_size
         torch.testing.assert_close(decoder.logits(hidden), plain.logits(hidden), rtol=1e-4, atol=1e-5)
         found, expected = (label_logprobs(hidden, each.head_operand, labels) for each in (decoder, plain))

@@ -55,7 +55,7 @@ class RequestContext:
     error: str | None = None
     """Code of the error in the response, or its type if it has no code."""
     reserved: Lease | None = None
-    """What was taken of the key's limits before the request was read."""
+    """The lease that was taken of the key's limits before the request was read."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the response is sent or abandoned."""

@@ -5,7 +5,7 @@ Torch multiplies float32 matrices with MKL, which keeps to AVX2 on processors th
 as many tokens a second. On Intel's own (Sapphire Rapids) MKL is the faster one for nearly all shapes (``python -m benchmarks
 products``). So :func:`library` measures one product when a process first multiplies.
 
-Both libraries have layouts of their own for weights, which they otherwise make anew in each call. :func:`pack` makes one once.
+Both libraries rearrange weights into layouts of their own in each call, unless :func:`pack` has done so before.
 """
 
 from __future__ import annotations

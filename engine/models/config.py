@@ -23,7 +23,7 @@ from kernels.soft_cap import NO_CAP
 GELU = "gelu_pytorch_tanh"
 """GELU, approximated by tanh."""
 OLD_GELU = "gelu"
-"""What ``hidden_act`` of early configurations of Gemma calls it. ``hidden_activation`` means another function by it."""
+"""Name of that GELU in ``hidden_act`` of early configurations of Gemma. In ``hidden_activation`` it names another function."""
 DEFAULT_CLASSES = 2
 """Default of Hugging Face transformers for ``num_labels``."""
 MULTI_LABEL = "multi_label_classification"

@@ -46,7 +46,7 @@ class FixedAttention(Protocol):
 
 
 class Bucket(NamedTuple):
-    """What a graph is captured for."""
+    """Sizes that a graph is captured for."""
 
     tokens: int
     adapted: bool

@@ -1,1 +1,1 @@
-"""What is done once, before an engine is ready."""
+"""Work that is done once, before an engine is ready."""

@@ -1,1 +1,1 @@
-"""What the composition root needs: the settings, and parts that it creates together."""
+"""Parts that the composition root creates together, from the settings."""

@@ -1,1 +1,1 @@
-"""What endpoints share: reading a body, running its request, answering."""
+"""Code that endpoints share: reading a body, running its request, answering."""

@@ -11,7 +11,7 @@ from gateway.metrics.images import ImageMetrics
 from gateway.process.fair_room import FairRoom, Tenant
 
 Take = Callable[[int], None]
-"""Takes room for so many bytes more. Raises :class:`Overloaded`."""
+"""Takes room for more bytes, by their number. Raises :class:`Overloaded`."""
 
 
 class ImageRoom:

@@ -1,4 +1,4 @@
-"""What a request cost, for the access log and the metrics."""
+"""Costs of a request, for the access log and the metrics."""
 
 from __future__ import annotations
 

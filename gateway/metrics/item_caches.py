@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 class ItemCacheSample(NamedTuple):
-    """What one engine tells of its items."""
+    """Counters of the items in one engine."""
 
     url: str
     tokens: int

@@ -1,4 +1,4 @@
-"""What engines tell of the items in their prefix caches, for the metrics and the console of a gateway."""
+"""Counters of the items in the engines' prefix caches, for the metrics and the console of a gateway."""
 
 from __future__ import annotations
 

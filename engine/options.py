@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of ``python -m engine``."""
-    made = _Parser("python -m engine", description="Serve one model to Yardstick gateways.", allow_abbrev=False)
+    made = _Parser("python -m engine", description="Serve one model to Yardstick gateways.")
     for settings in (EngineSettings, ServerSettings):
         group = made.add_argument_group((settings.__doc__ or "").removesuffix("."))
         for option in options_of(settings):

@@ -67,7 +67,7 @@ def serve(options: ServeOptions) -> None:
     require_engine()
     for argument in options.engine:
         option, _, _ = argument.partition("=")
-        if option in _SET_HERE:
+        if len(option) > 2 and any(name.startswith(option) for name in _SET_HERE):  # argparse accepts the beginning of a name
             raise WrongUsage(f"`yardstick serve` chooses {option} itself; leave it out, or run `yardstick engine` and `gateway`")
     settings = gateway_settings(options, program_environment())
     _check_port(settings)

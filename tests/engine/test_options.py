@@ -59,7 +59,7 @@ def test_serve_has_no_option_of_the_engine_but_its_own() -> None:
     assert own & {option.flag for option in OPTIONS.values()} == {"--model", "--lenvm-model", "--host", "--port"}
 
 
-def test_options_are_not_abbreviated() -> None:
-    """`yardstick serve` refuses some options by name."""
-    with pytest.raises(SystemExit):
-        parse(["--model", "m", "--token-fil", "t"])
+def test_the_beginning_of_a_name_is_enough() -> None:
+    """The chart of version 0.1.0 gives ``--max-running``."""
+    settings, _ = parse(["--model", "m", "--max-running=7"])
+    assert settings.max_running_requests == 7

@@ -117,7 +117,7 @@ def test_arguments_of_engine_and_gateway_are_passed_on() -> None:
         pytest.param(["--quantize=int3"], ["--quantize", "fp8"], marks=pytest.mark.slow),
         (["--max-totl-tokens", "9"], ["--max-totl-tokens", "yardstick engine --help"]),
         (["--name", "x"], ["chooses --name itself"]),
-        (["--token-file=t"], ["chooses --token-file itself"]),
+        (["--token=t"], ["chooses --token itself"]),
         (["--port", "0"], ["--port"]),
     ],
 )

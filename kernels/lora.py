@@ -50,7 +50,7 @@ class LoraRows(NamedTuple):
     order: Tensor | None = None
     """[rows] int64, on the device: the rows of all runs; None: runs are rows as they are."""
     most_rank: int | None = None
-    """Of a captured launch, which is replayed with other ``blocks``: the largest rank that they may have. ``runs`` is not read."""
+    """The largest rank of a captured launch, which is replayed with other ``blocks``; None otherwise. ``runs`` is not read then."""
 
 
 class LoraMatrices(NamedTuple):

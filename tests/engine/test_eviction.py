@@ -78,7 +78,7 @@ def test_an_evicted_item_comes_back_with_its_uses() -> None:
 
 
 def test_a_scan_leaves_hot_items_with_a_common_beginning() -> None:
-    """Each hot item is computed anew once in between, below the beginning that the others kept."""
+    """Each hot item is computed again once in between, below the beginning that the others kept."""
     items = similar(40)
     hot, cold = items[:5], items[5:]
     found = Cache(HEAD + 8 * TAIL)

@@ -29,7 +29,7 @@ from tests.engine.test_loop import run
 from tests.engine.variants import Variants
 
 PRODUCTS = 4
-"""Of a layer with adapters on all projections."""
+"""Products of a layer with adapters on all projections."""
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ VISION = {
     "patch_size": 14,
 }
 NEWER_NAMES = (("language_model.lm_head.", "lm_head."), ("language_model.model.", "model.language_model."), ("", "model."))
-"""What names begin with in files, and as modules of releases from 4.52 on."""
+"""Beginnings of names in files, and as modules of releases from 4.52 on."""
 
 
 def write(directory: Path, **text: Any) -> PreTrainedModel:

@@ -77,7 +77,7 @@ async def reserved(quotas: Quotas) -> None:
 
 
 async def settled(quotas: Quotas, *expected: int) -> None:
-    """Redis is told in the background."""
+    """Redis gets the refund in the background."""
     for _ in range(200):
         if near(found := await left(quotas), expected):
             return

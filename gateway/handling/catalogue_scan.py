@@ -6,10 +6,8 @@ end a part, it computes its share of the next ones.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +24,7 @@ from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.handling.body import Body
 from gateway.handling.catalogue_prompts import CataloguePrompts, Query, Whole
+from gateway.handling.overlapped import overlapped
 from gateway.handling.reader import INLINE_BYTES, Reading
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
@@ -130,25 +129,20 @@ class Scanner:
 
     async def parts(self, scan: Scan) -> AsyncGenerator[list[Result], None]:
         """Yield the results of all items, part by part, in the order of the catalogue. Raises :class:`GatewayError`."""
-        begun: deque[asyncio.Task[_Part]] = deque()
-        try:
-            async with aclosing(self._prepared(scan)) as prepared:
-                async for ids, prompts in prepared:
-                    begun.append(asyncio.create_task(self._score(scan, ids, prompts, first=not scan.items and not begun)))
-                    most = min(MOST_PARTS, PARTS_PER_ENGINE * max(1, len(scan.whole.model.ready)))
-                    while begun[0].done() or len(begun) >= most:
-                        yield self._taken(scan, await begun.popleft())
-                        if not begun:
-                            break
-            while begun:
-                yield self._taken(scan, await begun.popleft())
-        finally:
-            for task in begun:
-                task.cancel()
-            await asyncio.gather(*begun, return_exceptions=True)
+        async with aclosing(overlapped(self._scored(scan), partial(_parts_at_one_time, scan.whole))) as parts:
+            async for part in parts:
+                yield self._taken(scan, part)
         if not scan.charged:
             await self.scoring.quotas.charge(scan.request, tokens=0)
         self.scoring.telemetry.scored(RequestContext.of(scan.request).account)
+
+    async def _scored(self, scan: Scan) -> AsyncGenerator[Coroutine[Any, Any, _Part], None]:
+        """Yield coroutines that score a part each."""
+        first = True
+        async with aclosing(self._prepared(scan)) as prepared:
+            async for ids, prompts in prepared:
+                yield self._score(scan, ids, prompts, first=first)
+                first = False
 
     async def _prepared(self, scan: Scan) -> AsyncGenerator[tuple[list[str], Prepared], None]:
         """Yield ids and prompts of each part. The first part charges the request."""
@@ -227,6 +221,10 @@ class Best:
 def _place(kept: tuple[float, Result]) -> tuple[float, int]:
     """Return the place of a result in the order of ranks, as a value to sort by."""
     return -kept[0], kept[1].index
+
+
+def _parts_at_one_time(whole: Whole) -> int:
+    return min(MOST_PARTS, PARTS_PER_ENGINE * max(1, len(whole.model.ready)))
 
 
 def check_whole(body: Body[Any], *, top_n: int | None, stream: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from gateway.handling.body import Body, post_json
 from gateway.handling.catalogue_prompts import CataloguePrompts, Query, Whole
 from gateway.handling.catalogue_scan import check_whole
 from gateway.handling.large import JsonResponse
+from gateway.handling.overlapped import overlapped
 from gateway.handling.reader import Reader, Reading
 from gateway.handling.retry_deadline import RetryDeadline
 from gateway.handling.scoring import Scoring
@@ -36,8 +37,11 @@ from gateway.schemas.catalogue import WarmProgress, WarmRequest
 from gateway.text.prepared import Prepared
 
 PART_TOKENS = 1 << 16
-"""Tokens that are computed at a time. Live requests of the same key run before what waits in the engines' queues, because warm-ups
-have the last priority; those of other keys run beside it, as their weights say."""
+"""Most tokens of a part, which all engines share as placement says."""
+PARTS = 2
+"""Parts that are computed at one time, so that an engine which ends its share of a part early begins with the next one. Live
+requests of the same key run before what waits in the engines' queues, because warm-ups have the last priority; those of other keys
+run beside it, as their weights say."""
 _QUERY = [0]
 """Stands for the query; any token."""
 
@@ -153,12 +157,10 @@ class _Warmer:
         done = False
         await self._report(warming, "running")
         try:
-            async with aclosing(self._pages(warming, query, named)) as pages:
-                async for records in pages:
-                    prepared = await self.prompts.rows(query, records, "ids")
-                    await self._warm(warming, prepared, lease)
+            async with aclosing(overlapped(self._begun(warming, query, named, lease), lambda: PARTS)) as parts:
+                async for tokens in parts:
                     account.items = warming.items
-                    account.prompt_tokens += _tokens(prepared)
+                    account.prompt_tokens += tokens
                     if lease is not None:
                         lease.used_tokens = account.prompt_tokens
                     yield
@@ -167,8 +169,16 @@ class _Warmer:
         finally:
             await self._report(warming, "done" if done else "stopped")
 
-    async def _warm(self, warming: _Warming, prepared: Prepared, lease: Lease | None) -> None:
-        """Have engines compute a part. Raises :class:`GatewayError`."""
+    async def _begun(
+        self, warming: _Warming, query: Query, named: list[bytes] | None, lease: Lease | None
+    ) -> AsyncGenerator[Coroutine[Any, Any, int], None]:
+        """Yield coroutines that warm a part each."""
+        async with aclosing(self._pages(warming, query, named)) as pages:
+            async for records in pages:
+                yield self._warm(warming, await self.prompts.rows(query, records, "ids"), lease)
+
+    async def _warm(self, warming: _Warming, prepared: Prepared, lease: Lease | None) -> int:
+        """Have engines compute a part, and return its tokens. Raises :class:`GatewayError`."""
         whole, request, pin = warming.whole, warming.request, warming.body.fields.pin_seconds
         key = RequestContext.of(request).key
         last = PRIORITY_RANGE[1] if key is None else key.priority_max
@@ -192,6 +202,7 @@ class _Warmer:
             await self.fan_out.run(whole.model, asked, [prepared.rows[place] for place in places], take, lease)
 
         await self.retries.score(compute, whole.model.name)
+        return sum(map(len, prepared.rows))
 
     async def _report(self, warming: _Warming, state: Literal["running", "done", "stopped"]) -> None:
         """Tell the store how far the warm-up has come, if it is time or the end. A store that is away ends no warm-up."""
@@ -234,7 +245,3 @@ def _parts(records: list[bytes]) -> list[list[bytes]]:
         parts[-1].append(record)
         tokens += tokens_of(record)
     return parts
-
-
-def _tokens(prepared: Prepared) -> int:
-    return sum(map(len, prepared.rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -96,6 +97,25 @@ def test_a_part_that_was_computed_in_part_goes_on_with_the_rest(start: Start) ->
             recovered(engine)
         assert warming.result().raise_for_status().json()["items"] == 40
     assert sum(len(score.branches) for engine in engines for score in engine.scores) == 40
+
+
+def test_other_engines_go_on_while_one_is_slow(start: Start) -> None:
+    """They compute their shares of two parts, and no more."""
+    engines = [FakeEngine(prefixes=PrefixCache()) for _ in range(3)]
+    client = start(*engines, max_request_tokens=1600)
+    load(client, 100)
+    engines[0].faults.hold = True
+    with ThreadPoolExecutor() as threads:
+        warming = threads.submit(warm, client)
+        for engine in engines[1:]:
+            wait_until(lambda engine=engine: len(engine.item_scores) >= 2)
+        wait_until(lambda: bool(engines[0].running))
+        time.sleep(0.2)
+        assert [len(engine.item_scores) for engine in engines[1:]] == [2, 2]
+        engines[0].faults.hold = False
+        done = warming.result().raise_for_status().json()
+    assert (done["items"], done["done"]) == (100, True)
+    assert sum(len(score.branches) for engine in engines for score in engine.scores) == 100
 
 
 def test_an_engine_that_stays_full_ends_the_warm_up(start: Start) -> None:

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import AttentionBackend
 from engine.batch import ExtendSegment
-from engine.ints import Ints, as_ints
+from engine.ints import EMPTY, Ints, as_ints
 from engine.kvcache.kv import KVCache
 from engine.models.config import ModelConfig
 from engine.models.decoder import FusedAttend, Heads, PlainAttend
@@ -37,6 +37,9 @@ TILE_QUERIES = 64
 """For items of 180 tokens behind a query of 120, tiles save an eighth of attention's time."""
 MAX_WASTE = 1.25
 """A group's padded area may be this many times what its pieces need."""
+MANY_QUERIES = 512
+"""Pieces of one shape with as many queries in all are not padded for others. Their queries are often consecutive, and then they are
+not copied."""
 MAX_AREA = 1 << 22
 """Queries × keys of a group, for bounded memory."""
 GATHERED_BYTES = 1 << 20
@@ -242,27 +245,47 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: Atte
 def cut(segments: Sequence[ExtendSegment], window: int | None = None) -> Iterator[Piece]:
     """The pieces of ``segments``, whose queries see at most ``window`` slots."""
     start = 0
-    for segment in segments:
-        before = len(segment.context) - len(segment.tokens)
-        for first in range(0, len(segment.tokens), MAX_QUERIES):
-            last = min(first + MAX_QUERIES, len(segment.tokens))
+    for count, context in joined(segments):
+        before = len(context) - count
+        for first in range(0, count, MAX_QUERIES):
+            last = min(first + MAX_QUERIES, count)
             seen = 0 if window is None else max(0, before + first + 1 - window)
-            yield Piece(start + first, last - first, segment.context[seen : before + last])
-        start += len(segment.tokens)
+            yield Piece(start + first, last - first, context[seen : before + last])
+        start += count
+
+
+def joined(segments: Sequence[ExtendSegment]) -> Iterator[tuple[int, Ints]]:
+    """Tokens and context of each run of segments that continue each other, such as an item of a catalogue and its query."""
+    count, context = 0, EMPTY
+    for segment in segments:
+        before = segment.context.size - segment.tokens.size
+        if count and not (before == context.size and (segment.context[:before] == context).all()):
+            yield count, context
+            count = 0
+        count, context = count + segment.tokens.size, segment.context
+    if count:
+        yield count, context
 
 
 def gather_similar(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces, sorted by shape, for as long as padding stays within bounds."""
+    """Group pieces of one shape that have many queries, and other pieces of similar shapes for as long as padding stays within
+    bounds."""
+    shapes: dict[tuple[int, int], list[Piece]] = {}
+    for piece in pieces:
+        shapes.setdefault((piece.queries, len(piece.context)), []).append(piece)
     group: list[Piece] = []
     needed = longest = width = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.queries, len(piece.context))):
-        area = piece.queries * len(piece.context)
-        longest, width = max(longest, piece.queries), max(width, len(piece.context))
-        padded = (len(group) + 1) * longest * width
-        if group and (padded > MAX_WASTE * (needed + area) or padded > MAX_AREA):
-            yield group
-            group, needed, longest, width = [], 0, piece.queries, len(piece.context)
-        group.append(piece)
-        needed += area
+    for (queries, slots), alike in sorted(shapes.items()):
+        if len(alike) * queries >= MANY_QUERIES:
+            yield from (alike[some] for some in spans(len(alike), max(1, MAX_AREA // (queries * slots))))
+            continue
+        for piece in alike:
+            longest, width = max(longest, queries), max(width, slots)
+            padded = (len(group) + 1) * longest * width
+            if group and (padded > MAX_WASTE * (needed + queries * slots) or padded > MAX_AREA):
+                yield group
+                group, needed, longest, width = [], 0, queries, slots
+            group.append(piece)
+            needed += queries * slots
     if group:
         yield group

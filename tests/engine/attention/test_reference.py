@@ -61,6 +61,30 @@ def test_every_query_sees_its_context(lengths: list[int], tile: int, monkeypatch
     torch.testing.assert_close(found, one_at_a_time(qkv[:, :HEADS], kv, segments), atol=1e-5, rtol=1e-5)
 
 
+def test_items_and_their_queries_are_attended_to_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a catalogue: queries behind cached items, the rest of an item, and items that are computed with their queries."""
+    monkeypatch.setattr(reference, "MANY_QUERIES", 40)
+    slots = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
+    cached = [segment(slots[begin : begin + 25], 5) for begin in range(0, 200, 25)]
+    begun = slots[200:225]
+    computed = [(segment(row[:20], 20), segment(row, 5)) for row in slots[225:300].reshape(3, 25)]
+    segments = [*cached, segment(begun, 12), *(part for pair in computed for part in pair)]
+    assert [count for count, _ in reference.joined(segments)] == [5] * 8 + [12] + [25] * 3
+    kv = KVCache(layers=1, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
+    groups = ReferenceAttention(kv, HEADS)._groups(segments, None)
+    assert sorted((group.pieces, group.span) for group in groups) == [(1, slice(40, 52)), (3, slice(52, 127)), (8, slice(0, 40))]
+
+
+def test_only_a_segment_on_the_slots_of_the_one_before_continues_it() -> None:
+    def counts(*contexts: list[int]) -> list[int]:
+        segments = [segment(np.array(contexts[0], np.int32), 3), *(segment(np.array(each, np.int32), 1) for each in contexts[1:])]
+        return [count for count, _ in reference.joined(segments)]
+
+    assert counts([1, 2, 3], [1, 2, 3, 5]) == [4]
+    assert counts([1, 2, 3], [1, 2, 4, 5]) == [3, 1]
+    assert counts([1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 6]) == [4, 1]
+
+
 def test_tiles() -> None:
     assert tiles(180, 300, 120) == [Tile(0, 60, 180), Tile(60, 120, 240), Tile(120, 180, 300)]
     assert tiles(64, 64, 0) == [Tile(0, 64, 64)]

@@ -48,7 +48,7 @@ class Patterns:
 
     def number_of(self, module: str, default: float) -> float:
         """Return the number of a module, or ``default`` if no pattern matches its name. Raises :class:`AdapterError`."""
-        found = self._set.Match(module)
+        found: list[int] | None = self._set.Match(module)
         if not found:
             raise AdapterError("rank_pattern or alpha_pattern takes too much memory; use fewer or simpler patterns.")
         return [*self._numbers, default][min(found)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -51,6 +51,7 @@ from engine.startup.description import describe
 from engine.startup.warm_up import warm_up
 from engine.structured.vocabulary import VocabularyError, load_vocabulary
 from engine.vision.build import assemble_vision, check_vision_settings
+from engine.vision.steps import StepImages
 from kernels.quantize import FP8
 
 logger = logging.getLogger(__name__)
@@ -140,22 +141,13 @@ def assemble(
         attention = decoder.lead(attention)
     vision = assemble_vision(decoders, settings, slots)
     overlap = on_gpu if settings.overlap is None else settings.overlap
-    budget = Budget(
-        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS),
-        settings.max_running_requests,
-        settings.reserved_share,
-        settings.max_loras_device if memory is not None else 0,
-    )
+    budget = _budget(settings, memory, on_gpu=on_gpu)
     rows = settings.prompt_lookup_rows or (GPU_DRAFT_ROWS if on_gpu else CPU_DRAFT_ROWS)
     lookup = LookupSettings(rows, wire.DraftOptions(settings.prompt_lookup), config.eos_token_ids)
     lenvm = None
     if paired is not None:
-        lenvm_attention = make_attention(paired.model.decoder, slots, settings.attention)
-        passes = make_pass_graphs(paired.model, lenvm_attention.kv, settings.cuda_graphs, budget)
         compact = not on_gpu and not overlap
-        lenvm = LenVMRunner(
-            paired.model, lenvm_attention, paired.gamma, config.eos_token_ids, passes, vision.steps, compact=compact
-        )
+        lenvm = _lenvm_runner(paired, settings, slots, budget, config.eos_token_ids, vision.steps, compact=compact)
     graphs = make_graphs(decoder, attention.kv, settings.cuda_graphs, budget, memory)
     step_adapters = None if memory is None else StepAdapters(decoder, memory.slots, memory.rows)
     runner = Runner(decoder, attention, config.eos_token_ids, graphs, lenvm, step_adapters, vision.steps)
@@ -192,6 +184,30 @@ def assemble(
     compilations.ready()
     structured = None if vocabulary is None else StructuredRequests(vocabulary)
     return make_loop(registry, structured, settings.max_waiting, settings.max_wait_seconds)
+
+
+def _budget(settings: EngineSettings, memory: AdapterMemory | None, *, on_gpu: bool) -> Budget:
+    return Budget(
+        settings.max_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS),
+        settings.max_running_requests,
+        settings.reserved_share,
+        settings.max_loras_device if memory is not None else 0,
+    )
+
+
+def _lenvm_runner(
+    paired: PairedLenVM,
+    settings: EngineSettings,
+    slots: int,
+    budget: Budget,
+    eos_token_ids: Sequence[int],
+    images: StepImages,
+    *,
+    compact: bool,
+) -> LenVMRunner:
+    attention = make_attention(paired.model.decoder, slots, settings.attention)
+    passes = make_pass_graphs(paired.model, attention.kv, settings.cuda_graphs, budget)
+    return LenVMRunner(paired.model, attention, paired.gamma, eos_token_ids, passes, images, compact=compact)
 
 
 def _compiles(device: torch.device) -> bool:

@@ -6,31 +6,28 @@ import os
 
 from litestar import Router
 from litestar.exceptions import HTTPException
+from litestar.handlers import HTTPRouteHandler
 
 from gateway.adapters.manager import AdapterManager
 from gateway.adapters.restoring import Restorer
-from gateway.adapters.store import MemoryLoaded
 from gateway.admission.in_flight import InFlightLimit
 from gateway.admission.quotas import Quotas
 from gateway.application import Gateway, answer_error, answer_fault, answer_refusal
 from gateway.auth.require_key import RequireKey
 from gateway.cache.base import ResultCache
-from gateway.cache.memory import MemoryCache
 from gateway.cache.metered import MeteredCache
 from gateway.catalogues.catalogues import Catalogues
-from gateway.catalogues.store import CatalogueStore
 from gateway.composition.background import Background
+from gateway.composition.fleet import Fleet
 from gateway.composition.parts import (
     access_log_of,
-    catalogues_in_memory,
-    connector,
     exporter_of,
     image_fetcher,
     key_ring,
     text_bounds,
     text_capacity,
 )
-from gateway.composition.share import Share
+from gateway.composition.stores import Stores
 from gateway.edge.cors import Origins
 from gateway.edge.local import LocalGuard
 from gateway.edge.protocol import protocol_factory
@@ -46,22 +43,11 @@ from gateway.handling.scoring import Scoring
 from gateway.handling.streams import Streams
 from gateway.images.fetch import ImageFetcher
 from gateway.images.room import ImageRoom
-from gateway.limits.base import Limiter
-from gateway.limits.local import LocalLimiter
 from gateway.logs.writer import LineWriter
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.client import Connections
-from gateway.pool.discovery.create import discover
-from gateway.pool.dispatch import Dispatcher
-from gateway.pool.fanout import FanOut
-from gateway.pool.handover import Handover
-from gateway.pool.item_caches import ItemCaches
-from gateway.pool.names import Names
-from gateway.pool.pool import Pool
 from gateway.process.lifecycle import Lifecycle
 from gateway.process.watchdog import Watchdog
 from gateway.responses.kept import Kept
-from gateway.responses.store import MemoryStore
 from gateway.routes.adapters import adapter_routes
 from gateway.routes.catalogue_warm import warm_route
 from gateway.routes.catalogues import catalogue_routes
@@ -96,89 +82,27 @@ def create_app(
     ``fetcher`` None: as the settings say. Raises :class:`SettingsError` for an invalid key file or a missing engine token."""
     lifecycle = lifecycle or Lifecycle()
     telemetry = Telemetry()
-    connections = Connections()
-    sources = {entry: discover(entry, resolve_seconds=settings.resolve_seconds) for entry in settings.engines}
     workers = Workers(text_capacity(settings), telemetry)
-    share = Share.opened(settings, telemetry) if settings.redis_url is not None else None
-    limiter: Limiter = share.limiter if share else LocalLimiter()
-    quotas = Quotas(limiter, telemetry)
-    reader = Reader(
-        workers,
-        text_bounds(settings),
-        telemetry,
-        text_seconds=settings.text_seconds,
-        job_mib=settings.text_job_mib,
-        fetcher=fetcher or image_fetcher(settings, telemetry),
-        image_room=ImageRoom(settings.max_bytes_in_flight, telemetry.images),
-        quotas=quotas,
-        formats=settings.chosen_formats,
-    )
-    dispatcher = Dispatcher(
-        telemetry, wait_seconds=settings.wait_seconds, max_waiting=settings.max_waiting, hedge_budget=settings.hedge_budget
-    )
-    fan_out = FanOut(dispatcher, telemetry, split_tokens=settings.split_tokens)
-    handover = Handover(fan_out, telemetry, seconds=settings.handover_seconds)
-    pool = Pool(
-        sources,
-        connector(settings, connections),
-        telemetry,
-        workers,
-        probe_seconds=settings.probe_seconds,
-        silence_seconds=settings.silence_seconds,
-        startup_seconds=settings.startup_seconds,
-        presets=settings.chosen_presets,
-        names=Names(settings.chosen_aliases, settings.chosen_fallbacks),
-        leaving=handover.begin,
-    )
-    item_caches = ItemCaches(pool, telemetry)
-    results = cache or (share.cache if share else MemoryCache(settings.cache_entries, settings.cache_bytes))
-    scorer = Scorer(MeteredCache(results, telemetry), fan_out)
-    streams = Streams(settings.keepalive_seconds)
-    scoring = Scoring(scorer, quotas, telemetry, streams)
-    generator = Generator(dispatcher, quotas, telemetry, streams)
-    responses = share.responses if share else MemoryStore(settings.store_bounds)
-    stored: CatalogueStore = share.catalogues if share else catalogues_in_memory(settings, telemetry)
-    catalogues = Catalogues(stored, telemetry)
-    prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
-    retries = RetryDeadline(telemetry, settings.scan_wait_seconds)
-    scanner = Scanner(prompts, scoring, retries)
-    adapters = AdapterManager(pool, share.adapters if share else MemoryLoaded(), telemetry)
-    kept = Kept(responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
+    stores = Stores.opened(settings, telemetry, cache)
+    fleet = Fleet.of(settings, telemetry, workers)
+    adapters = AdapterManager(fleet.pool, stores.adapters, telemetry)
     keys = key_ring(settings, settings.api_keys_file) if settings.api_keys_file else None
     origins = Origins(settings.cors_origins)
     access_log = access_log_of(settings, log, telemetry)
     exporter = exporter_of(settings, telemetry)
-
     background = Background(
         watchdog=Watchdog(telemetry),
         workers=workers,
-        pool=pool,
-        restorer=Restorer(pool, adapters, telemetry, interval=settings.probe_seconds),
-        item_caches=item_caches,
-        handover=handover,
-        connections=connections,
+        fleet=fleet,
+        restorer=Restorer(fleet.pool, adapters, telemetry, interval=settings.probe_seconds),
         keys=keys,
-        share=share,
+        share=stores.share,
         exporter=exporter,
         telemetry=telemetry,
     )
     v1 = Router(
         path="",
-        route_handlers=[
-            score_route(pool, reader, scoring, scanner),
-            rerank_route(pool, reader, scoring, scanner),
-            *catalogue_routes(pool, reader, catalogues, quotas),
-            warm_route(reader, prompts, scoring, fan_out, retries),
-            classify_route(pool, reader, scoring),
-            embeddings_route(pool, reader, scoring),
-            completion_route(pool, reader, generator),
-            chat_route(pool, reader, generator),
-            *response_routes(pool, reader, Responder(generator, kept)),
-            length_route(pool, reader, scoring),
-            *model_routes(pool),
-            *tokenize_routes(pool, reader, quotas, workers),
-            *adapter_routes(pool, adapters, quotas),
-        ],
+        route_handlers=_v1(settings, telemetry, workers, stores, fleet, adapters, fetcher),
         middleware=[*([RequireKey(keys)] if keys else []), InFlightLimit(settings, telemetry)],
         security=KEY if keys else NO_KEY,
     )
@@ -191,7 +115,7 @@ def create_app(
         check=origins.refusal if keys else LocalGuard(settings.allowed_hosts, origins, telemetry).refusal,
         route_handlers=[
             v1,
-            *health_routes(pool, keys, telemetry, lifecycle),
+            *health_routes(fleet.pool, keys, telemetry, lifecycle),
             asset_route(),
             *(console_routes() if settings.console else []),
         ],
@@ -203,3 +127,50 @@ def create_app(
         plugins=[DocumentedStructs()],
         logging_config=None,
     )
+
+
+def _v1(
+    settings: Settings,
+    telemetry: Telemetry,
+    workers: Workers,
+    stores: Stores,
+    fleet: Fleet,
+    adapters: AdapterManager,
+    fetcher: ImageFetcher | None,
+) -> list[HTTPRouteHandler]:
+    """Create the endpoints that need an API key, on a server with keys."""
+    pool, quotas = fleet.pool, Quotas(stores.limiter, telemetry)
+    reader = Reader(
+        workers,
+        text_bounds(settings),
+        telemetry,
+        text_seconds=settings.text_seconds,
+        job_mib=settings.text_job_mib,
+        fetcher=fetcher or image_fetcher(settings, telemetry),
+        image_room=ImageRoom(settings.max_bytes_in_flight, telemetry.images),
+        quotas=quotas,
+        formats=settings.chosen_formats,
+    )
+    streams = Streams(settings.keepalive_seconds)
+    scoring = Scoring(Scorer(MeteredCache(stores.cache, telemetry), fleet.fan_out), quotas, telemetry, streams)
+    generator = Generator(fleet.dispatcher, quotas, telemetry, streams)
+    catalogues = Catalogues(stores.catalogues, telemetry)
+    prompts = CataloguePrompts(catalogues, pool, reader.bounds, settings.catalogue_request_items)
+    retries = RetryDeadline(telemetry, settings.scan_wait_seconds)
+    scanner = Scanner(prompts, scoring, retries)
+    kept = Kept(stores.responses, telemetry, stores=settings.stored_responses > 0, most_bytes=settings.stored_response_bytes)
+    return [
+        score_route(pool, reader, scoring, scanner),
+        rerank_route(pool, reader, scoring, scanner),
+        *catalogue_routes(pool, reader, catalogues, quotas),
+        warm_route(reader, prompts, scoring, fleet.fan_out, retries),
+        classify_route(pool, reader, scoring),
+        embeddings_route(pool, reader, scoring),
+        completion_route(pool, reader, generator),
+        chat_route(pool, reader, generator),
+        *response_routes(pool, reader, Responder(generator, kept)),
+        length_route(pool, reader, scoring),
+        *model_routes(pool),
+        *tokenize_routes(pool, reader, quotas, workers),
+        *adapter_routes(pool, adapters, quotas),
+    ]

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 from litestar.connection import ASGIConnection
@@ -17,7 +17,7 @@ from gateway.edge.cycle import Incoming
 from gateway.errors import GatewayError, InternalError, InvalidRequest, ShuttingDown
 from gateway.ids import new_id
 from gateway.logs.access import AccessLog
-from gateway.logs.account import Account
+from gateway.logs.record import RequestRecord
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.fair_room import Tenant
 from gateway.process.lifecycle import Lifecycle
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from gateway.keys import ApiKey
     from gateway.limits.base import Lease
 
-Outcome = Literal["ok", "client_gone", "error", "shutdown"]
-
 _KEY = "yardstick.context"
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _SANE_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
@@ -37,29 +35,23 @@ MAX_NAMES = 32
 
 
 @dataclass(slots=True)
-class RequestContext:
+class RequestContext(RequestRecord):
     """State of the request in progress."""
 
-    id: bytes
-    began: float = field(default_factory=time.perf_counter)
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     """Headers to add to the response, whatever its status."""
-    status: int = 499
-    """Status of the response; 499 (client left) until it begins."""
-    first_byte: float | None = None
     key: ApiKey | None = None
     """The client's key, on a server with keys."""
-    account: Account = field(default_factory=Account)
-    outcome: Outcome = "ok"
-    """Outcome of a stream after its beginning. For other responses the status tells this, unless the outcome is "shutdown"."""
-    error: str | None = None
-    """Code of the error in the response, or its type if it has no code."""
     reserved: Lease | None = None
     """The lease that was taken of the key's limits before the request was read."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call when the response is sent or abandoned."""
     limits: TimeLimits = field(default_factory=TimeLimits)
+
+    @property
+    def key_name(self) -> str | None:
+        return None if self.key is None else self.key.name
 
     @property
     def tenant(self) -> Tenant:
@@ -86,11 +78,6 @@ class RequestContext:
         """Return the context of the request of ``scope``."""
         context: RequestContext = scope[_KEY]  # type: ignore[literal-required]
         return context
-
-    @property
-    def broke(self) -> bool:
-        """Whether a stream ended with an error after a successful status."""
-        return self.status < 400 and self.outcome in ("error", "shutdown")
 
     def failed(self, error: Exception) -> None:
         """Record an error that is sent to the client, as the response or within a response that has begun."""

@@ -13,18 +13,15 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from gateway.errors import GatewayError
 from gateway.logs.access import PROBES, outcome_of
+from gateway.logs.record import RequestRecord
 from tracing.context import TraceContext, new_trace_id, read_context
 from tracing.export import Exporter
 from tracing.sampling import Sampler
 from tracing.spans import Kind, Span, Value
-
-if TYPE_CHECKING:
-    from gateway.context import RequestContext
 
 MAX_SPANS = 128
 """Most spans of one request; the first span counts those that are left out."""
@@ -85,25 +82,25 @@ class Trace:
         """Labels that lead from a metric to this trace."""
         return {"trace_id": f"{self._trace_id:032x}", "span_id": f"{self.first.span_id:016x}"}
 
-    def end(self, context: RequestContext, method: str, route: str) -> list[Span]:
+    def end(self, record: RequestRecord, method: str, route: str) -> list[Span]:
         """End the request, and return its spans."""
         stages, self.spans = self.spans or [], None
         first = self.first
         first.name = method if route == "none" else f"{method} {route}"
-        first.attributes |= _attributes(context, method, route)
+        first.attributes |= _attributes(record, method, route)
         if self._left_out:
             first.attributes["yardstick.spans_left_out"] = self._left_out
-        if context.first_byte is not None:
-            first.events.append(("first_byte", first.begin + round(1e9 * (context.first_byte - context.began))))
+        if record.first_byte is not None:
+            first.events.append(("first_byte", first.begin + round(1e9 * (record.first_byte - record.began))))
         first.finish()
-        if context.error is not None:
-            first.attributes["error.type"] = context.error
-            first.failed = context.status >= 500 or context.broke
+        if record.error is not None:
+            first.attributes["error.type"] = record.error
+            first.failed = record.status >= 500 or record.broke
         for stage in stages:
             if not stage.end:  # a task that was abandoned
                 stage.finish()
         spans: list[Span] = [first, *stages]
-        if stages and context.first_byte is not None:
+        if stages and record.first_byte is not None:
             answer = Span("gateway.answer", self._trace_id, first.span_id, state=self._state, end=first.end)
             answer.begin = max(stage.end for stage in stages)
             spans.append(answer)
@@ -168,13 +165,13 @@ def code_of(error: BaseException | None) -> str | None:
     return (error.code or error.type) if isinstance(error, GatewayError) else type(error).__name__
 
 
-def _attributes(context: RequestContext, method: str, route: str) -> dict[str, Value]:
+def _attributes(record: RequestRecord, method: str, route: str) -> dict[str, Value]:
     """Attributes of a request: OpenTelemetry's conventions for HTTP servers and generative models, and our own."""
-    account = context.account
+    account = record.account
     given: dict[str, Value | None] = {
         "http.request.method": method,
         "http.route": None if route == "none" else route,
-        "http.response.status_code": context.status,
+        "http.response.status_code": record.status,
         "gen_ai.operation.name": OPERATIONS.get(route, route.rpartition("/")[2]) if account.model else None,
         "gen_ai.provider.name": "yardstick" if account.model else None,
         "gen_ai.request.model": account.model,
@@ -184,7 +181,7 @@ def _attributes(context: RequestContext, method: str, route: str) -> dict[str, V
         "yardstick.items": account.items or None,
         "yardstick.cache.hits": account.cache_hits or None,
         "yardstick.queue_seconds": account.queue_seconds or None,
-        "yardstick.outcome": outcome_of(context),
-        "yardstick.request_id": context.id.decode(),
+        "yardstick.outcome": outcome_of(record),
+        "yardstick.request_id": record.id.decode(),
     }
     return {name: value for name, value in given.items() if value is not None}

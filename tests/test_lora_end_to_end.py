@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,10 @@ def test_adapters_score_as_merged_weights(client: httpx.Client, pods: list[Pod],
         refused = client.post("/v1/load_lora_adapter", json=body)
         assert refused.status_code == 400, path
         assert str(root.parent) not in refused.text
+    odd = shutil.copytree(root / "two", root / "odd") / "adapter_config.json"
+    odd.write_text(json.dumps(json.loads(odd.read_text()) | {"rank_pattern": {"(?=q)q_proj": RANK}}))
+    refused = client.post("/v1/load_lora_adapter", json=load | {"lora_path": str(odd.parent), "load_inplace": True})
+    assert (refused.status_code, "no look-around" in refused.json()["error"]["message"]) == (400, True)
     assert score(client, "mine").json()["scores"] == expected(model, merged["one"])
     body = {"lora_name": "mine", "lora_path": str(root / "two"), "load_inplace": True}
     client.post("/v1/load_lora_adapter", json=body).raise_for_status()

@@ -11,12 +11,9 @@ from litestar import Litestar
 
 from gateway.adapters.restoring import Restorer
 from gateway.auth.keyring import KeyRing
+from gateway.composition.fleet import Fleet
 from gateway.composition.share import Share
 from gateway.metrics.telemetry import Telemetry
-from gateway.pool.client import Connections
-from gateway.pool.handover import Handover
-from gateway.pool.item_caches import ItemCaches
-from gateway.pool.pool import Pool
 from gateway.process.watchdog import Watchdog
 from gateway.workers.workers import Workers
 from tracing.export import Exporter
@@ -31,11 +28,8 @@ class Background:
 
     watchdog: Watchdog
     workers: Workers
-    pool: Pool
+    fleet: Fleet
     restorer: Restorer
-    item_caches: ItemCaches
-    handover: Handover
-    connections: Connections
     keys: KeyRing | None
     share: Share | None
     exporter: Exporter | None
@@ -53,9 +47,9 @@ class Background:
     def _start(self) -> None:
         self.watchdog.start(after=START_SECONDS)
         self.workers.start()
-        self.pool.start()
+        self.fleet.pool.start()
         self.restorer.start()
-        self.item_caches.start()
+        self.fleet.item_caches.start()
         if self.exporter:
             self.exporter.start()
         if self.keys:
@@ -66,14 +60,14 @@ class Background:
     async def _stop(self) -> None:
         if self.keys:
             self.keys.stop()
-        await self.item_caches.stop()
+        await self.fleet.item_caches.stop()
         await self.restorer.stop()
-        await self.pool.stop()
-        await self.handover.stop()
+        await self.fleet.pool.stop()
+        await self.fleet.handover.stop()
         await self.workers.stop()
         self.watchdog.stop()
         if self.share:
             await self.share.stop()
-        await self.connections.close()
+        await self.fleet.connections.close()
         if self.exporter:
             await asyncio.to_thread(self.exporter.close)

@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
+from gateway.logs.record import RequestRecord
 from gateway.logs.writer import LineWriter
-
-if TYPE_CHECKING:
-    from gateway.context import RequestContext
 
 Format = Literal["text", "json", "off"]
 
@@ -76,27 +74,27 @@ class AccessLog:
         self._render: Callable[[AccessLine], bytes] = as_json if format == "json" else as_text
         self._skipped = frozenset() if probes else PROBES
 
-    def ended(self, context: RequestContext, endpoint: str, seconds: float) -> None:
+    def ended(self, record: RequestRecord, endpoint: str, seconds: float) -> None:
         """Log a request that ended after ``seconds``. Called once for each, on the event loop; takes 2 µs."""
         if endpoint in self._skipped:
             return
-        account = context.account
+        account = record.account
         line = AccessLine(
             datetime.fromtimestamp(time.time(), UTC),
-            context.id.decode(),
-            None if context.key is None else context.key.name,
+            record.id.decode(),
+            record.key_name,
             account.model if account.adapter is None else f"{account.model}:{account.adapter}",
             endpoint,
-            context.status,
-            outcome_of(context),
-            context.error,
+            record.status,
+            outcome_of(record),
+            record.error,
             account.prompt_tokens,
             account.cached_tokens,
             account.completion_tokens,
             account.items,
             account.cache_hits,
             account.queue_seconds,
-            None if context.first_byte is None else context.first_byte - context.began,
+            None if record.first_byte is None else record.first_byte - record.began,
             seconds,
         )
         self._writer.put(partial(self._render, line))
@@ -125,17 +123,17 @@ class AccessLog:
         self._writer.put(partial(self._render, line))
 
 
-def outcome_of(context: RequestContext) -> str:
+def outcome_of(record: RequestRecord) -> str:
     """Return the outcome of a request, as documented for ``AccessLine.outcome``."""
-    if context.outcome == "error" and context.status < 400:
+    if record.outcome == "error" and record.status < 400:
         return "broken_stream"
-    if context.outcome != "ok":
-        return context.outcome
-    if context.status < 400:
+    if record.outcome != "ok":
+        return record.outcome
+    if record.status < 400:
         return "ok"
-    if context.status == 499:
+    if record.status == 499:
         return "client_gone"
-    return "refused" if context.status < 500 else "error"
+    return "refused" if record.status < 500 else "error"
 
 
 def as_json(line: AccessLine) -> bytes:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from gateway.metrics.adapters import AdapterMetrics
-from gateway.metrics.base import SECONDS, Metrics
+from gateway.metrics.base import Metrics
 from gateway.metrics.catalogues import CatalogueMetrics
 from gateway.metrics.collectors import (
     DroppedLinesCollector,
@@ -26,6 +26,7 @@ from gateway.metrics.engines import EngineMetrics
 from gateway.metrics.images import ImageMetrics
 from gateway.metrics.item_caches import ItemCacheSample, ItemCachesCollector
 from gateway.metrics.model_labels import ModelLabels
+from gateway.metrics.process import ProcessMetrics
 from gateway.metrics.text import TextMetrics
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Telemetry(Metrics):
         self.adapters = AdapterMetrics(self._registry)
         self.text = TextMetrics(self._registry)
         self.images = ImageMetrics(self._registry)
+        self.process = ProcessMetrics(self._registry)
         self.in_flight = 0
         """Requests in progress. It is a plain number, because it changes twice per request and is read only with the metrics."""
         gauge = self._gauge("requests_in_flight", "Requests in progress.")
@@ -95,18 +97,6 @@ class Telemetry(Metrics):
         self._bytes_in_flight = self._gauge("bytes_in_flight", "Bytes of the bodies of requests in progress.")
         self._uploads = self._gauge("uploads", "Requests whose body is arriving.")
 
-        self._blocked = Histogram(
-            "yardstick_event_loop_blocked_seconds",
-            "Delay of the event loop's due callbacks, if longer than a millisecond.",
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-        self._most_blocked = self._gauge("event_loop_blocked_max_seconds", "Longest of these delays since the start.")
-        self._longest_block = 0.0
-        self._collections = self._counter(
-            "garbage_collections", "Full collections of garbage: while idle, or overdue because requests never paused.", "reason"
-        )
-
         self._children()
 
     def rejected(self, reason: str) -> None:
@@ -121,17 +111,6 @@ class Telemetry(Metrics):
         """Report the bytes of bodies and the uploads in progress that the functions return."""
         self._bytes_in_flight.set_function(read_bytes)
         self._uploads.set_function(read_uploads)
-
-    def blocked(self, seconds: float) -> None:
-        """Record that the event loop ran for ``seconds`` without serving what was due."""
-        self._blocked.observe(seconds)
-        if seconds > self._longest_block:
-            self._longest_block = seconds
-            self._most_blocked.set(seconds)
-
-    def garbage_collected(self, reason: str) -> None:
-        """Count a full garbage collection: while ``idle``, or because it was ``overdue``."""
-        self._collections.labels(reason).inc()
 
     def answered(
         self,

@@ -65,7 +65,7 @@ class GarbageCollection:
             return
         self._collect()
         self._collected = now
-        self._telemetry.garbage_collected(reason)
+        self._telemetry.process.garbage_collected(reason)
 
 
 def return_freed_memory() -> None:

@@ -60,7 +60,7 @@ class Watchdog:
         wall, cpu = self._wall(), self._cpu()
         blocked = min(wall - self._due, cpu - self._used)
         if blocked > LEAST_SECONDS:
-            self._telemetry.blocked(blocked)
+            self._telemetry.process.blocked(blocked)
         if not self._telemetry.in_flight:
             seconds = IDLE_SECONDS
         elif cpu - self._used >= BUSY_SHARE * (wall - self._began):

@@ -81,7 +81,7 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], ob
         ({"r": 17}, "rank .* is 17; this engine takes at most 16"),
         ({"r": 5}, r"shape \[4, 96\], where this model needs \[5, 96\]"),
         ({"r": "4"}, "r in adapter_config.json"),
-        ({"rank_pattern": {"(a+)+": 4}}, "repetitions"),
+        ({"rank_pattern": {"(?=a)b": 4}}, "look-around"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, "alpha_pattern"),
         ({"task_type": "SEQ_CLS"}, "classification head"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),

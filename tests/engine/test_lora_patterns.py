@@ -14,7 +14,7 @@ from peft.utils.other import get_pattern_key
 
 from engine.lora import config
 from engine.lora.errors import AdapterError
-from engine.lora.patterns import MAX_CHARACTERS, Name, Pattern, PatternError
+from engine.lora.patterns import MAX_CHARACTERS, PatternError, Patterns
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj")
 MODULES = [f"model.layers.{layer}.{projection}" for layer in (0, 1, 9, 10, 21, 100) for projection in PROJECTIONS]
@@ -24,25 +24,28 @@ HOSTILE = {
     "stars": ".*" * 200 + "Z",
     "sets": r"[\w.]*" * 80 + "Z",
     "optional": ".?" * 200 + "." * 60 + "Z",
+    "repeated": r"(([\w.]+)+)+Z",
+    "repeated alternatives": "(|.|..)*" * 50 + "Z",
+    "counted": r"(([\w.]{1,6}){1,6}){1,6}Z",
 }
 
 atoms = st.sampled_from(
-    ["a", "q", ".", r"\.", "1", "0", "_", "^", "$", r"\d", r"\w", r"\W", "[01]", "[^.]", "[a-q_]", r"[\d.-]", "-"]
+    ["a", "q", ".", r"\.", "1", "0", "_", "^", "$", r"\d", r"\w", r"\W", r"\b", "[01]", "[^.]", "[a-q_]", r"[\d.-]", "-"]
 )
-signs = st.sampled_from(["", "", "", "?", "*", "+", "*?", "+?", "??"])
+signs = st.sampled_from(["", "", "", "?", "*", "+", "*?", "+?", "??", "{2}", "{1,2}", "{2,}"])
 patterns = st.recursive(
-    st.builds(lambda atom, sign: atom if atom in "^$" else atom + sign, atoms, signs),
+    st.builds(lambda atom, sign: atom if atom in ("^", "$", r"\b") else atom + sign, atoms, signs),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=4).map("".join),
         st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
-        inner.map(lambda part: f"(?:{part}|)?"),
+        st.builds(lambda part, sign: f"(?:{part}){sign}", inner, signs),
     ),
     max_leaves=12,
 )
 
 
 def matched(pattern: str, module: str) -> bool:
-    return Pattern(pattern).matches(Name(module))
+    return Patterns({pattern: 1}).number_of(module, 0) == 1
 
 
 def parsed(**keys: Any) -> config.AdapterConfig:
@@ -67,6 +70,8 @@ def test_a_pattern_matches_what_re_matches(pattern: str, module: str) -> None:
         r"layers\.(?:0|1|9)\.self_attn\.[qk]_proj$",
         "proj",
         "layers.[^0].+",
+        r"(\w+\.)+\d{2}\.self_attn\.(?P<kind>q|k)_proj",
+        r".*\b1\.mlp.*",
     ],
 )
 def test_patterns_as_people_write_them(pattern: str) -> None:
@@ -95,32 +100,40 @@ def test_no_pattern_takes_long(pattern: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("(a+)+", "repetitions"),
-        ("(ab)*c", "repetitions"),
-        ("a{2}", "repetitions"),
-        ("a**", "repetitions"),
-        ("a*+", "repetitions"),
-        ("^*a", "repetitions"),
-        (r"(a)\1", r"\\1"),
-        (r"\bq_proj", r"\\b"),
-        ("(?=a)", r"\(\?"),
-        ("(?P<x>a)", r"\(\?"),
-        ("(a", "lacks"),
-        ("a)", "too many"),
-        ("[a", "ends too early"),
+        ("(?=a)", r"RE2 cannot read \(invalid perl operator: \(\?=\); it has no look-around"),
+        ("(?<!a)b", "look-around"),
+        ("(?>a)", "RE2"),
+        (r"(a)\1", r"contains \\1, and"),
+        ("(a)" * 10 + r"\10", r"\\1, and"),
+        ("a{,2}", "{,, and"),
+        ("[[:alpha:]]", r"\[:, and"),
+        ("(?i)" + r"[\pL\PL]" * 60, r"\\p, and"),
+        ("a**", r"RE2 cannot read \(bad repetition operator"),
+        ("(a", "missing"),
+        ("a)", "unexpected"),
+        ("a)|(b", "unexpected"),
+        ("[a", "missing"),
         ("[z-a]", "range"),
-        ("a\\", "ends too early"),
-        ("*a", "no meaning"),
+        ("a\\", "trailing"),
+        ("*a", "no argument"),
+        ("(a{100}){100}", "repetition size"),
+        (".{1000}" * 70, "too large"),
+        ("é", "ASCII"),
+        ("\ud800", "ASCII"),
         ("", "0 characters"),
         ("a" * (MAX_CHARACTERS + 1), "513 characters"),
-        ("(" * 100 + ")" * 100, "groups"),
     ],
 )
 def test_other_patterns_are_refused(pattern: str, words: str) -> None:
     with pytest.raises(PatternError, match=words):
-        Pattern(pattern)
-    with pytest.raises(AdapterError, match=f"rank_pattern.*{words}"):
+        Patterns({pattern: 1})
+    with pytest.raises(AdapterError, match=f"^rank_pattern in adapter_config.json has .*{words}"):
         parsed(rank_pattern={pattern: 4})
+
+
+def test_the_first_pattern_that_matches_counts() -> None:
+    read = parsed(rank_pattern={"k_proj": 1, "q_proj": 2, ".*": 3, r"layers\.0\..*": 4})
+    assert [read.rank_of(f"model.layers.0.self_attn.{name}_proj") for name in "kqv"] == [1, 2, 3]
 
 
 def test_all_patterns_together_are_bounded() -> None:

@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"up_proj": 2, "^model.layers.0.self_attn.o_proj": 9},
     },
     "some layers": {"target_modules": ["v_proj", "down_proj"], "layers_to_transform": [1]},
-    "an expression": {"target_modules": r".*\.layers\.\d+\.self_attn\.(q|v)_proj", "init_lora_weights": "gaussian"},
+    "an expression": {"target_modules": r"^(model(?=\.).*\.(q_proj|v_proj))$", "init_lora_weights": "gaussian"},  # as of ms-swift
 }
 
 

@@ -10,8 +10,8 @@ Yardstick checks a key, fills in the chat template, tokenises the prompt and tur
   It runs with uvloop and httptools if the environment has them.
 
 A figure is the CPU time of the process and its children: Yardstick's text workers count. No proxy logs requests, except Yardstick,
-whose log is read and dropped. Rounds take the proxies in turn; the last line is JSON. ``--against`` adds
-the gateway of another checkout.
+whose log is read and dropped. Rounds take the proxies in turn, every other round in reverse: the first one after another case
+finds colder caches. The last line is JSON. ``--against`` adds the gateway of another checkout.
 """
 
 from __future__ import annotations
@@ -213,7 +213,8 @@ def main(arguments: Sequence[str]) -> int:
             proxies["vLLM's router"] = stack.enter_context(vllm_router(options.vllm_router, url, directory))
         for round_ in range(options.rounds + 1):
             for case, tokens, stream in CASES:
-                for name, (address, pid) in proxies.items():
+                for name in proxies if round_ % 2 else reversed(proxies):
+                    address, pid = proxies[name]
                     taken = measure(address, pid, options.requests, tokens, stream=stream)
                     if round_:  # the first round warms up
                         found.setdefault(f"{name}, {case}", []).append(taken)

@@ -4,8 +4,8 @@ A fake engine in a process of its own sends one delta of every open stream per s
 chunk, as an engine does. Clients read chats over ``--streams`` connections at a time. A figure is the CPU time of the gateway's
 process, divided by the number of tokens; it contains the cost of the requests themselves. The floor is the same server with one hop
 to the engine and nothing else (``benchmarks/gateway/floor.py``). ``--against CHECKOUT`` measures the gateway of another checkout of
-this repository too. Each round measures every variant once; figures are medians of the rounds and ratios are medians of the rounds'
-ratios. The last line is JSON.
+this repository too. Each round measures every variant once, every other round in reverse order; figures are medians of the rounds
+and ratios are medians of the rounds' ratios. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -137,8 +137,10 @@ def main(arguments: Sequence[str]) -> int:
             if options.pause:
                 print(f"{name}: process {program.process.pid}", file=sys.stderr)
         time.sleep(options.pause)
-        for _ in range(options.rounds):
-            for (case, fields), (name, program) in itertools.product(CASES.items(), programs.items()):
+        for round_ in range(options.rounds):
+            order = [*programs] if round_ % 2 == 0 else [*reversed(programs)]
+            for (case, fields), name in itertools.product(CASES.items(), order):
+                program = programs[name]
                 found = microseconds(program, options.streams, options.tokens, fields)
                 results.setdefault(f"{name}, {case}", []).append(found)
     ratios = {}

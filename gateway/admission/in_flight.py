@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from litestar.enums import ScopeType
-from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.context import RequestContext
 from gateway.edge.body import BodyReader
+from gateway.edge.middleware import HttpMiddleware
 from gateway.errors import Overloaded
 from gateway.metrics.telemetry import Telemetry
 from gateway.process.fair_room import FairRoom
@@ -17,14 +16,12 @@ from gateway.settings import Settings
 from gateway.tracing import stage
 
 
-class InFlightLimit(ASGIMiddleware):
+class InFlightLimit(HttpMiddleware):
     """Reads the body and passes the complete request on. Answers 429 if too much is in progress.
 
     A request counts as in flight from the time when its body is complete; before that, it counts as an upload. :class:`FairRoom`
     shares each kind of room between keys, so this middleware stands behind :class:`~gateway.auth.require_key.RequireKey`.
     """
-
-    scopes = (ScopeType.HTTP,)
 
     def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
         self._requests = FairRoom(settings.max_in_flight)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Self
 
-from litestar.enums import ScopeType
-from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.context import RequestContext
 from gateway.edge.cycle import Incoming
+from gateway.edge.middleware import HttpMiddleware
 from gateway.errors import KeyExpired, Unauthorized
 
 if TYPE_CHECKING:
@@ -21,13 +20,11 @@ MAX_HEADER_BYTES = 1024
 """Longest ``Authorization`` header that is accepted; a key of ``yardstick keys new`` gives a header of 53 bytes."""
 
 
-class RequireKey(ASGIMiddleware):
+class RequireKey(HttpMiddleware):
     """Refuses requests without a valid key, and stores the key in the request's context.
 
     A guard of the framework would need three times the CPU time.
     """
-
-    scopes = (ScopeType.HTTP,)
 
     def __init__(self, ring: KeyRing) -> None:
         self._ring = ring

@@ -172,7 +172,7 @@ class _Direct(Direct):
 
     def is_open(self) -> bool:
         line = self._outlet.line
-        return line is not None and self.opened and line.writable
+        return line is not None and self.opened and line.cycle is not None and line.cycle.writable
 
     def send(self, piece: Piece) -> None:
         line = self._outlet.line

@@ -195,7 +195,7 @@ class _Line:
         """Whether the response has begun."""
         self._send = send
         self._fields = fields
-        self._cycle = cycle
+        self.cycle = cycle
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._sent = self._loop.time()
@@ -206,12 +206,12 @@ class _Line:
     @property
     def writable(self) -> bool:
         """Whether :meth:`write` can be called now; otherwise it takes :meth:`send`."""
-        return self._cycle is not None and self._cycle.writable
+        return self.cycle is not None and self.cycle.writable
 
     def write(self, event: bytes, *, now: bool = False) -> None:
         """Pass bytes of the body to the connection. Only while :attr:`writable`. ``now``: see :meth:`Cycle.write`."""
-        assert self._cycle is not None
-        self._cycle.write(event, now=now)
+        assert self.cycle is not None
+        self.cycle.write(event, now=now)
         self._sent = self._loop.time()
 
     async def send(self, event: bytes) -> None:

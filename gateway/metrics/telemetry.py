@@ -236,7 +236,8 @@ class Telemetry(Metrics):
     def _count(self, account: Account) -> None:
         prompt, cached = self._prompts(self._label(account.model))
         prompt.inc(account.prompt_tokens)
-        cached.inc(account.cached_tokens)
+        if account.cached_tokens:
+            cached.inc(account.cached_tokens)
 
     def _children(self) -> None:
         """Cache the labelled metrics: finding one costs more than counting with it."""

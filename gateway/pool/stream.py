@@ -123,14 +123,30 @@ class EngineStream(asyncio.Protocol):
         """Start."""
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes | memoryview) -> None:
         """Decode the messages in ``data``; if it is long, over several iterations of the event loop."""
         self._heard = self._loop.time()
-        if len(data) <= SLICE or self._whole is not None:
-            self._feed(data)
-        else:
+        if len(data) > SLICE and self._whole is None:
             self._backlog = memoryview(data)
             self._feed_slice()
+            return
+        if self._transport is None:
+            return
+        if self._complete:  # bytes without a request
+            self._transport.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, msgspec.DecodeError):
+            self._fail(unreadable())
+            return
+        if self._take is not None and len(self._replies) == 1 and self._taken(self._take):
+            return
+        self._unread += len(data)
+        if self._paused or self._backlog or self._unread > MAX_UNREAD:
+            self._regulate()
+        if self._replies or self._complete:
+            self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """End the request in progress."""
@@ -168,30 +184,11 @@ class EngineStream(asyncio.Protocol):
 
     def _feed_slice(self) -> None:
         part, self._backlog = self._backlog[:SLICE], self._backlog[SLICE:]
-        self._feed(part)
+        self.data_received(part)
         if self._transport is None:
             self._backlog = memoryview(b"")
         elif self._backlog:
             self._loop.call_soon(self._feed_slice)
-
-    def _feed(self, data: bytes | memoryview) -> None:
-        if self._transport is None:
-            return
-        if self._complete:  # bytes without a request
-            self._transport.abort()
-            return
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, msgspec.DecodeError):
-            self._fail(unreadable())
-            return
-        if self._take is not None and len(self._replies) == 1 and self._taken(self._take):
-            return
-        self._unread += len(data)
-        if self._paused or self._backlog or self._unread > MAX_UNREAD:
-            self._regulate()
-        if self._replies or self._complete:
-            self._wake()
 
     def _taken(self, take: Take) -> bool:
         """Process the delta that has just arrived without waking the reader, which would cost more than the rest of the work."""

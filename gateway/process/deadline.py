@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 HARD_FACTOR = 1.5
@@ -35,17 +35,17 @@ class at_most:
     If the block uses CPU time of :data:`HARD_FACTOR` times ``seconds``, the kernel ends the process with SIGVTALRM.
     """
 
-    __slots__ = ("_previous", "_seconds")
+    __slots__ = ("_previous", "seconds")
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
 
     def __enter__(self) -> None:
         self._previous = None if _keeps_alarm else signal.signal(signal.SIGALRM, _raise)
-        signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds * HARD_FACTOR)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, self.seconds * HARD_FACTOR)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if not _keeps_alarm:

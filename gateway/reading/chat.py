@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from gateway.errors import InvalidRequest
@@ -73,19 +73,23 @@ def render(
         raise InvalidRequest("The messages are nested too deeply.", param="messages") from None
 
 
-@contextmanager
-def _time_for_template(model: Model) -> Iterator[None]:
-    """Run the model's chat template in the block. Raises :class:`InvalidRequest` if it refuses, or takes too long."""
-    try:
-        with at_most(model.bounds.template_seconds):
-            yield
-    except ChatTemplateError as error:
-        raise InvalidRequest(f"{error}.", param="messages") from None
-    except TimeIsUp:
-        limit = f"{model.bounds.template_seconds:g} s"
-        raise InvalidRequest(
-            f"The chat template took longer than {limit} with these messages; send fewer.", param="messages"
-        ) from None
+class _time_for_template(at_most):
+    """A context manager around uses of the model's chat template. Raises :class:`InvalidRequest` if it refuses, or takes too
+    long."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.bounds.template_seconds)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        except TimeIsUp as late:
+            error = late
+        if isinstance(error, ChatTemplateError):
+            raise InvalidRequest(f"{error}.", param="messages") from None
+        if isinstance(error, TimeIsUp):
+            message = f"The chat template took longer than {self.seconds:g} s with these messages; send fewer."
+            raise InvalidRequest(message, param="messages") from None
 
 
 def _end_last_text(messages: list[dict[str, Any]], source: str) -> str:

@@ -93,9 +93,11 @@ class ChatTemplate:
         if self.source is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions, or serve a model that has one")
         try:
-            return _environment().from_string(self.source)
+            template = _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"the model's chat template is broken: line {error.lineno}: {error.message}") from error
+        template.globals = dict(template.globals)  # every render copies them, which takes long from Jinja's ChainMap
+        return template
 
     @cached_property
     def _understands_parts(self) -> bool:

@@ -51,9 +51,10 @@ class _Warming:
     """A warm-up in progress."""
 
     request: Request[Any, Any, Any]
-    body: Reading[WarmRequest]
+    fields: WarmRequest
+    query: Reading[WarmRequest]
+    """Reads the tokens behind items. It holds no worker, because a warm-up reads them for each part, and takes long."""
     whole: Whole
-    ids: Sequence[str] | None
     own_model: bool
     """Whether items are warmed for the catalogue's model, and not for another adapter."""
     items: int = 0
@@ -62,6 +63,10 @@ class _Warming:
     pinned_items: int = 0
     reported: float = 0.0
     """Time of the last report."""
+
+    @property
+    def ids(self) -> Sequence[str] | None:
+        return self.fields.ids
 
     @property
     def total(self) -> int:
@@ -114,7 +119,8 @@ def warm_route(
                 check_whole(data, top_n=None, stream=True)
             whole = await prompts.open(request, name, fields.model, all_items=fields.ids is None)
             own = fields.model is None or whole.model is prompts.pool.model(whole.state.spec.model)
-            warming = _Warming(request=request, body=body, whole=whole, ids=fields.ids, own_model=own)
+            query = reader.without_worker(request, WarmRequest())
+            warming = _Warming(request=request, fields=fields, query=query, whole=whole, own_model=own)
             if fields.pin_seconds is not None:
                 check_may_write(request)
         if fields.stream:
@@ -146,7 +152,7 @@ class _Warmer:
         """Warm part by part. Raises :class:`GatewayError`."""
         whole, request = warming.whole, warming.request
         account = RequestContext.of(request).account
-        query = Query(warming.body, whole.model, whole.state.spec, reads_labels=False)
+        query = Query(warming.query, whole.model, whole.state.spec, reads_labels=False)
         named = None if warming.ids is None else await self._named(warming)
         tokens = whole.state.tokens if named is None else sum(map(tokens_of, named))
         lease = await self.scoring.quotas.charge(request, tokens=tokens, items=warming.total)
@@ -169,7 +175,7 @@ class _Warmer:
 
     async def _warm(self, warming: _Warming, prepared: Prepared, lease: Lease | None) -> None:
         """Have engines compute a part. Raises :class:`GatewayError`."""
-        whole, request, pin = warming.whole, warming.request, warming.body.fields.pin_seconds
+        whole, request, pin = warming.whole, warming.request, warming.fields.pin_seconds
         key = RequestContext.of(request).key
         last = PRIORITY_RANGE[1] if key is None else key.priority_max
         readout = any_readout(whole.model.info)

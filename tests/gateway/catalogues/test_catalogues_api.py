@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.schemas.catalogue import MAX_ID
+from gateway.schemas.truncation import MAX_ITEMS
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import gateways, metric
 from tests.prefixes import PrefixCache
@@ -302,6 +304,15 @@ def test_a_catalogue_keeps_its_form(client: httpx.Client, name: str) -> None:
     refused = create(client, name, template="{item} {query}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
     assert name in [each["id"] for each in client.get("/v1/catalogues").json()["data"]]
+
+
+@pytest.mark.parametrize("path", ["score", "rerank", "catalogues/{}/warm"])
+def test_the_most_items_with_the_longest_ids(client: httpx.Client, name: str, path: str) -> None:
+    most = [f"{place:05d}-{'x' * (MAX_ID - 6)}" for place in range(MAX_ITEMS)]
+    body: dict[str, Any] = {"ids": most} if "warm" in path else {"query": QUERY, "catalogue": name, "ids": most}
+    answer = client.post(f"/v1/{path.format(name)}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "item_not_found", "ids[0]")
 
 
 def test_updates_race_with_scores(client: httpx.Client, name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.routes.catalogue_warm import PART_TOKENS
 from tests.fakes import FakeEngine, adapter
 from tests.gateway.catalogues.test_scan_waits import Trouble, breaking, full, recovered, retries, unready
 from tests.gateway.conftest import Start
@@ -57,6 +58,23 @@ def test_some_items_of_a_catalogue_that_is_too_large_for_one_request(start: Star
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ids")
     assert "Name some of them in `ids`" in refused.json()["error"]["message"]
     assert warm(client, ids=[f"i{place}" for place in range(40)]).json()["items"] == 40
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.redis)])
+def test_a_long_list_of_items(start: Start, request: pytest.FixtureRequest, shared: bool, stream: bool) -> None:
+    """A text worker decodes the list, and then serves others: the warm-up reads the tokens behind the items of each part."""
+    settings = {"redis_url": request.getfixturevalue("redis").url, "redis_seconds": 5.0} if shared else {}
+    client = start(FakeEngine(prefixes=PrefixCache()), **settings)
+    client.put("/v1/catalogues/shop", json={"template": "{item}{query}"}).raise_for_status()
+    names = [f"{place:04d}-{'x' * 110}" for place in range(400)]
+    body = [{"id": id, "text": f"{20 * TEXT}{place}"} for place, id in enumerate(names)]
+    client.put("/v1/catalogues/shop/items", json=body).raise_for_status()
+    assert described(client)["tokens"] > PART_TOKENS, "there are several parts"
+    answer = warm(client, ids=names, stream=stream).raise_for_status()
+    assert '"error"' not in answer.text
+    told = described(client)["warm_up"]
+    assert (told["state"], told["items"]) == ("done", 400)
 
 
 @pytest.mark.parametrize(

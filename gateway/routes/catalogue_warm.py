@@ -152,7 +152,7 @@ class _Warmer:
         """Warm part by part. Raises :class:`GatewayError`."""
         whole, request = warming.whole, warming.request
         account = RequestContext.of(request).account
-        query = Query(warming.query, whole.model, whole.state.spec, reads_labels=False)
+        query = Query(warming.query, whole.model, whole.state.spec, reads_labels=False, may_be_empty=True)
         named = None if warming.ids is None else await self._named(warming)
         tokens = whole.state.tokens if named is None else sum(map(tokens_of, named))
         lease = await self.scoring.quotas.charge(request, tokens=tokens, items=warming.total)

@@ -60,6 +60,17 @@ def test_some_items_of_a_catalogue_that_is_too_large_for_one_request(start: Star
     assert warm(client, ids=[f"i{place}" for place in range(40)]).json()["items"] == 40
 
 
+def test_an_empty_item(start: Start) -> None:
+    """It has no token before its query, and no other item is left out because of it."""
+    engine = FakeEngine(prefixes=PrefixCache())
+    client = start(engine)
+    client.put("/v1/catalogues/shop", json={}).raise_for_status()
+    body = [{"id": "empty", "text": ""}, {"id": "fox", "text": TEXT}]
+    client.put("/v1/catalogues/shop/items", json=body).raise_for_status()
+    assert warm(client).raise_for_status().json()["items"] == 2
+    assert warm(client, ids=["empty"]).raise_for_status().json()["items"] == 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.redis)])
 def test_a_long_list_of_items(start: Start, request: pytest.FixtureRequest, shared: bool, stream: bool) -> None:

@@ -73,7 +73,13 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             partial=bool(fields.partial_results),
         )
         if fields.stream:
-            return await scoring.stream(job, functools.partial(form.chunk, id), closing)
+
+            def last(scores: Scores) -> ScoreAnswer:
+                """Return the last event, which has the best items if there is a ``top_n``."""
+                best = list(form.rows(prepared, scores)) if fields.top_n else []
+                return msgspec.structs.replace(closing(scores), **{form.field: best})
+
+            return await scoring.stream(job, functools.partial(form.chunk, id), last)
         scores = await scoring.score(job)
         large = form.numbers(scores) > LARGE_SCORES
         rows = form.rows(prepared, scores)

@@ -199,6 +199,9 @@ def test_labels_and_ranks(client: httpx.Client) -> None:
     assert got == pytest.approx(relevance)
     *_, last = events(score(client, name, None, stream=True, top_n=2, apply_softmax=True))
     assert last["ids"] == order[:2]
+    *_, last = events(score(client, name, everything, stream=True, top_n=2, apply_softmax=True))
+    assert last["ids"] == order[:2]
+    assert [row[0] for row in last["scores"]] == pytest.approx([relevance[id] for id in order[:2]])
     *some, last = events(client.post("/v1/rerank", json=body | {"stream": True, "top_n": 2}))
     assert [result["id"] for result in last["results"]] == order[:2]
     assert {result["id"] for event in some for result in event["results"]} == set(order[:2])
@@ -272,7 +275,7 @@ ERRORS: dict[str, tuple[str, str, Any, int, str | None]] = {
     "ranks without labels": ("POST", "/v1/rerank", {"catalogue": "NAME", "ids": ["known"]}, 400, "labels"),
     "a bad limit": ("GET", "/v1/catalogues/NAME/items?limit=0", None, 400, "limit"),
     "a bad page": ("GET", "/v1/catalogues/NAME/items?after=x", None, 400, "after"),
-    "no id to delete": ("DELETE", "/v1/catalogues/NAME/items", None, 400, None),
+    "no id to delete": ("DELETE", "/v1/catalogues/NAME/items", None, 400, "id"),
 }
 
 

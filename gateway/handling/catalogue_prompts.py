@@ -142,7 +142,7 @@ class CataloguePrompts:
         """Return the model of a catalogue, or the adapter of that model that the client asks for. Raises :class:`GatewayError`,
         also if the client asks for another model."""
         model = requested_model(request, self.pool, spec.model if asked is None else asked)
-        if asked is not None and self.pool.model(spec.model).base is not model.base:
+        if asked is not None and self.pool.model(spec.model).base.name != model.base.name:  # they may be of two versions
             raise InvalidRequest(f"The catalogue {name!r} is for the model {spec.model!r}.", param="model")
         check_text(name, spec, model)
         return model

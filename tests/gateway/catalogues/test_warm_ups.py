@@ -160,6 +160,18 @@ def test_progress_is_told_to_every_client(start: Start) -> None:
     assert listed["warm_up"] == told
 
 
+def test_an_adapter_of_another_version_of_the_model(start: Start) -> None:
+    """During a roll-out, the engines that have the adapter may serve another version than most engines of the model."""
+    engines = [FakeEngine("one", "one-1"), FakeEngine("one", "one-2", adapters={"red": adapter("aa11", "red")})]
+    client = start(engines[0], engines[1], FakeEngine("one", "one-1"), FakeEngine("two"))
+    wait_until(lambda: "red" in {each["id"] for each in client.get("/v1/models").json()["data"]})
+    client.put("/v1/catalogues/shop", json={"model": "one"}).raise_for_status()
+    client.put("/v1/catalogues/shop/items", json=[{"id": "i0", "text": TEXT}]).raise_for_status()
+    assert warm(client, model="red").raise_for_status().json()["items"] == 1
+    refused = warm(client, model="two")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+
+
 def test_items_are_warmed_for_an_adapter(start: Start) -> None:
     red = adapter("aa11", "red")
     engine = FakeEngine("one", "one-1", adapters={"red": red}, prefixes=PrefixCache())

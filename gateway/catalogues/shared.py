@@ -55,7 +55,7 @@ from gateway.catalogues.store import (
 )
 from gateway.configuration.bounds import CatalogueBounds
 from gateway.metrics.telemetry import Telemetry
-from gateway.redis.link import Link, RedisAway
+from gateway.redis.link import Link, RedisAway, RedisFull
 
 SECONDS = 1.0
 """Longest wait for Redis. A request for items fails without it, so this is longer than for a cached result."""
@@ -134,7 +134,11 @@ class RedisCatalogues:
             few = items[begin : begin + WRITTEN_AT_ONCE]
             given = [part for id, record in few for part in (id, with_expiry(record, expires), tokens_of(record))]
             common = (self._now(), PURGED_AT_ONCE, ITEM_BYTES, expires, *self._bounds)
-            full, stored, more, other, version = map(int, await self._call(PUT, owner, name, epoch, *common, *given))
+            try:
+                full, stored, more, other, version = map(int, await self._call(PUT, owner, name, epoch, *common, *given))
+            except Full as error:
+                error.stored = begin
+                raise
             self._check_room(full, begin + stored)
             added, changed = added + more, changed + other
         return Written(added, changed, len(items) - added - changed, version)
@@ -228,7 +232,8 @@ class RedisCatalogues:
         return read
 
     async def _call(self, script: Any, owner: str, name: str, *arguments: Any) -> Any:
-        """Run a script. Raises :class:`Missing`, :class:`Unavailable`."""
+        """Run a script. Raises :class:`Missing`, :class:`Unavailable`, and :class:`Full` if Redis has no memory for what it would
+        write."""
         keys = [f"{self._prefix}{each}" for each in (f"of:{owner}", "sizes", "totals")]
         given = [self._prefix, owner, name, secrets.token_urlsafe(STAMP_BYTES), *arguments]
         answer = await self._ask(lambda: script(self._link.client, keys, given))
@@ -243,6 +248,8 @@ class RedisCatalogues:
             await asyncio.sleep(PAUSE_SECONDS)
         try:
             return await self._link.ask(command, seconds=SECONDS)
+        except RedisFull:
+            raise Full(None) from None
         except RedisAway:
             raise Unavailable from None
 

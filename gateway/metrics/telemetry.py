@@ -81,7 +81,7 @@ class Telemetry(Metrics):
         self._lookup_seconds = self._histogram("cache_lookup_seconds", "One request's lookup.", buckets=LOOKUP_SECONDS)
         self._cache_writes = self._counter("cache_writes", "Results to write to Redis, by outcome.", "result")
         self._redis_up = self._gauge("redis_available", "Whether Redis is in use: 0 while it is unavailable.")
-        self._redis_errors = self._counter("redis_errors", "Calls of Redis that failed, by kind: timeout or error.", "kind")
+        self._redis_errors = self._counter("redis_errors", "Calls of Redis that failed, by kind: timeout, error or full.", "kind")
         self._limited = self._counter("limited", "Requests refused because a key's limit was reached.", "key", "limit")
         self._settlements_lost = self._counter(
             "settlements_lost", "Ended requests whose lease and tokens were not settled in Redis."

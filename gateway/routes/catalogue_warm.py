@@ -17,7 +17,7 @@ from gateway.auth.tenancy import caller_of
 from gateway.cache.policy import CachePolicy
 from gateway.catalogues.catalogues import check_may_write
 from gateway.catalogues.record import tokens_of
-from gateway.catalogues.store import Missing, Unavailable, WarmUp
+from gateway.catalogues.store import Full, Missing, Unavailable, WarmUp
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.handling.body import Body, post_json
@@ -200,7 +200,7 @@ class _Warmer:
         await self.retries.score(compute, whole.model.name)
 
     async def _report(self, warming: _Warming, state: Literal["running", "done", "stopped"]) -> None:
-        """Tell the store how far the warm-up has come, if it is time or the end. A store that is away ends no warm-up."""
+        """Tell the store how far the warm-up has come, if it is time or the end. A store that is away or full ends no warm-up."""
         now = time.monotonic()
         if state == "running" and now < warming.reported + REPORT_SECONDS:
             return
@@ -208,7 +208,7 @@ class _Warmer:
         whole = warming.whole
         complete = state == "done" and warming.ids is None and warming.own_model
         warmed = whole.state.version if complete else None
-        with suppress(Missing, Unavailable):
+        with suppress(Missing, Unavailable, Full):
             await self.prompts.catalogues.store.note_warm_up(
                 whole.owner, whole.state.name, whole.state.epoch, warming.report(state), warmed
             )

@@ -382,6 +382,38 @@ def test_without_redis_a_request_is_answered_503() -> None:
 
 
 @pytest.mark.redis
+@pytest.mark.redis
+def test_a_redis_without_memory_is_read_and_emptied() -> None:
+    """Registrations are refused, and nothing else is lost: not the scores of registered items, and not the ways to make room."""
+    with gateways() as start, RedisServer.start() as redis:
+        client = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+        for name in ("full", "other"):
+            create(client, name).raise_for_status()
+            register(client, name, {f"i{place}": text for place, text in enumerate(TEXTS)})
+        with redis.client() as plain:
+            plain.config_set("maxmemory", 1)
+        refused = client.put("/v1/catalogues/full/items", json=[{"id": "new", "text": "red"}])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "store_full")
+        assert "Redis has no memory" in refused.json()["error"]["message"]
+        assert create(client, "third").status_code == 413
+        assert client.post("/v1/catalogues/full/warm", json={}).raise_for_status().json()["items"] == len(TEXTS)
+        assert score(client, "full", ["i0", "i1"]).status_code == 200
+        assert metric(client, "yardstick_redis_available") == 1
+        assert metric(client, 'yardstick_redis_errors_total{kind="full"}') >= 3
+        assert client.delete("/v1/catalogues/full/items?id=i0").raise_for_status().json()["deleted"] == 1
+        assert client.delete("/v1/catalogues/other").status_code == 200
+        assert [each["id"] for each in client.get("/v1/catalogues").json()["data"]] == ["full"]
+        with redis.client() as plain:
+            plain.config_set("maxmemory", 0)
+        register(client, "full", {"new": "red"})
+        state = client.get("/v1/catalogues/full").raise_for_status().json()
+        assert state["items"] == len(TEXTS)
+        assert score(client, "full", ["new"]).status_code == 200
+        assert metric(client, "yardstick_catalogues") == 1
+        assert metric(client, "yardstick_catalogue_items") == len(TEXTS)
+
+
 def test_a_catalogue_outlives_a_redis_that_writes_to_disk() -> None:
     """As the chart's Redis does with ``redis.persistence``."""
     with gateways() as start, RedisServer.start("--appendonly", "yes") as redis:

@@ -3,6 +3,9 @@
 While the breaker is open, commands fail at once: when Redis goes away, a request loses at most one time limit, and later requests
 lose nothing. Opening at the first failure is acceptable because the first probe follows within a quarter of a second.
 
+Before that, idle connections are closed: after a failover they may lead to the old primary, which answers and takes no writes,
+while its address leads to the new one.
+
 A Redis without memory refuses what would take more, and answers everything else, so that is no reason to open the breaker.
 """
 
@@ -17,7 +20,7 @@ from typing import TypeVar
 from redis.exceptions import OutOfMemoryError
 
 from gateway.metrics.telemetry import Telemetry
-from gateway.redis.connect import Client, close
+from gateway.redis.connect import Client, close, drop_idle
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +135,7 @@ class Link:
             logger.info("Redis is there")
             await self._opened.wait()
             await asyncio.sleep(self._pause)
+            await drop_idle(self.client)
             self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
     async def _answers(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,6 +146,51 @@ def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, 
             stored = metric(client, STORED)
             wait_until(lambda: metric(client, STORED) > stored)
         assert {answer.status_code for answer in load.answers} == {200}
+
+
+class Address:
+    """An address that leads to one server, and later to another; connections that are open stay where they are."""
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError), source, sink:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+
+
+def test_after_a_failover_connections_to_the_old_primary_are_given_up(start: Start) -> None:
+    """It lives on as a replica and answers every PING, but takes no writes; its address leads to the new primary."""
+    with RedisServer.start() as old, RedisServer.start() as new, closing(Address(old.port)) as address:
+        client = connected(start(FakeEngine(), redis_url=f"redis://127.0.0.1:{address.port}", redis_seconds=LIMIT))
+        with old.client() as plain:
+            plain.replicaof("127.0.0.1", str(new.port))
+        address.target = new.port
+        place = itertools.count(1)
+
+        def stored() -> int:
+            score(client, [[next(place)]])
+            with new.client() as plain:
+                return int(plain.dbsize())
+
+        wait_until(lambda: stored() > 0, pause=0.1)
+        wait_until(lambda: metric(client, AVAILABLE) == 1)
 
 
 def test_a_redis_that_never_was_costs_nothing(start: Start) -> None:

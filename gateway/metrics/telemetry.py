@@ -260,7 +260,8 @@ class Telemetry(Metrics):
         cached.inc(account.cached_tokens)
 
     def _children(self) -> None:
-        """Cache the labelled metrics: finding one costs more than counting with it."""
+        """Cache the labelled metrics: finding one costs more than counting with it. Begin the counter that an alert reads at 0."""
+        self._redis_errors.labels("full")
         self._answered = cache(
             lambda route, model, status: (
                 self._requests.labels(route, model, status),

@@ -59,6 +59,8 @@ from gateway.redis.link import Link, RedisAway, RedisFull
 
 SECONDS = 1.0
 """Longest wait for Redis. A request for items fails without it, so this is longer than for a cached result."""
+LATER_PAGE_SECONDS = 30.0
+"""Longest wait for Redis between two pages of a whole catalogue: the results of the first ones would be lost."""
 PAUSE_SECONDS = 0.05
 """Pause between two looks at a circuit breaker that is open. It often opens for a moment only, after one slow command."""
 WRITTEN_AT_ONCE = 200
@@ -166,10 +168,20 @@ class RedisCatalogues:
         """See :class:`CatalogueStore`."""
         after: int | None = 0
         while after is not None:
-            page = await self.page(owner, name, after, PAGE_ITEMS, epoch=epoch)
+            page = await self._page_again(owner, name, after, epoch)
             if page.items:
                 yield page.items
             after = page.next
+
+    async def _page_again(self, owner: str, name: str, after: int, epoch: str) -> Page:
+        """Return a page of :meth:`pages`. A later one than the first is asked for again while Redis is away."""
+        until = time.monotonic() + (LATER_PAGE_SECONDS if after else 0)
+        while True:
+            try:
+                return await self.page(owner, name, after, PAGE_ITEMS, epoch=epoch)
+            except Unavailable:  # after a pause, see :meth:`_ask`
+                if time.monotonic() >= until:
+                    raise
 
     async def page(self, owner: str, name: str, after: int, count: int, *, epoch: str = "") -> Page:
         """See :class:`CatalogueStore`. ``epoch``: that the catalogue must have, if not empty."""

@@ -18,6 +18,7 @@ from gateway.handling.catalogue_scan import SLACK, Best, Result
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
+from tests.redis import RedisServer
 
 QUERY, LABELS = [7, 8], [5, 6]
 WIDE = wire.Limits(max_branches=2048, max_slots=1 << 20, max_logprobs=20, max_labels=16, max_sequences=8)
@@ -104,6 +105,27 @@ def test_the_most_items_while_some_change(start: Start) -> None:
         found = rows(scanning.result())
     assert {row["id"] for row in found} == {f"i{place}" for place in range(items)}
     assert [row["id"] for row in found[-4:]] == ["i0", "i1", "i2", f"i{items - 1}"]
+
+
+@pytest.mark.redis
+def test_a_scan_goes_on_when_redis_is_back(start: Start, redis: RedisServer) -> None:
+    """It has results that would be lost, unlike a request that begins while Redis is away."""
+    items = PAGE_ITEMS + 50
+    engine = FakeEngine(limits=WIDE)
+    client = start(engine, redis_url=redis.url, redis_seconds=0.5)
+    wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+    load(client, items)
+    engine.faults.hold = True
+    with ThreadPoolExecutor() as threads:
+        scanning = threads.submit(scan, client, stream=True)
+        wait_until(lambda: len(engine.running) >= 2)
+        redis.pause()
+        engine.faults.hold = False
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 0)
+        assert scan(client, top_n=1).status_code == 503
+        redis.resume()
+        found = rows(scanning.result())
+    assert [row["id"] for row in found] == [f"i{place}" for place in range(items)]
 
 
 @pytest.mark.parametrize("template", [["{item}", " asked: {query}"], "{item}\nasked: {query}"])

@@ -55,8 +55,9 @@ class Catalogues:
             raise InvalidRequest(message, param="ids") from None
         except Full as full:
             whose = "the catalogues of one group of keys" if full.group else "all catalogues of the server"
+            reason = "Redis has no memory left" if full.most is None else f"{whose} may take {full.most} bytes"
             stored = f" {full.stored} items of this request are registered." if full.stored else ""
-            raise StoreFull(f"There is no room: {whose} may take {full.most} bytes.{stored} Delete items or catalogues.") from None
+            raise StoreFull(f"There is no room: {reason}.{stored} Delete items or catalogues.") from None
 
 
 def owner_of(connection: ASGIConnection) -> str:  # type: ignore[type-arg]

@@ -109,9 +109,10 @@ class MemoryCatalogues:
     async def put(self, owner: str, name: str, epoch: str, items: Sequence[tuple[str, bytes]], expires: int) -> Written:
         """See :class:`CatalogueStore`."""
         catalogue = self._find(owner, name, epoch)
-        self._purge(owner, catalogue)
         added = changed = 0
         for stored, (id, record) in enumerate(items):
+            if stored % PURGED_AT_ONCE == 0:  # as many expired items leave as new ones come
+                self._purge(owner, catalogue)
             known = catalogue.items.get(id)
             same = known is not None and digest_of(known.record) == digest_of(record)
             if known is not None and same and expiry_of(known.record) == expires:

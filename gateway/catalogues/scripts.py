@@ -2,6 +2,9 @@
 
 KEYS are ``of:OWNER``, ``sizes`` and ``totals``. ARGV begins with the prefix of all names, the owner, the catalogue's name and a
 random stamp, with which the script signs its changes. A script returns false if there is no such catalogue.
+
+A Redis without memory refuses a script whose first change may take some, and lets it go on after any other change. So scripts that
+remove something begin with that.
 """
 
 from __future__ import annotations
@@ -262,9 +265,9 @@ if not epoch then
     return false
 end
 local state = redis.call('HMGET', at(epoch, 'meta'), 'items', 'tokens', 'bytes')
+redis.call('HDEL', KEYS[1], name)  -- first, because it takes no memory
 grow(epoch, 0 - tonumber(state[1] or 0), 0, 0 - tonumber(state[3] or 0))
 redis.call('HINCRBY', KEYS[3], 'catalogues', -1)
-redis.call('HDEL', KEYS[1], name)
 for _, what in ipairs({'meta', 'items', 'log', 'ends', 'gone', 'stamps'}) do
     redis.call('UNLINK', at(epoch, what))
 end

@@ -55,10 +55,12 @@ from gateway.catalogues.store import (
 )
 from gateway.configuration.bounds import CatalogueBounds
 from gateway.metrics.telemetry import Telemetry
-from gateway.redis.link import Link, RedisAway
+from gateway.redis.link import Link, RedisAway, RedisFull
 
 SECONDS = 1.0
 """Longest wait for Redis. A request for items fails without it, so this is longer than for a cached result."""
+LATER_PAGE_SECONDS = 30.0
+"""Longest wait for Redis between two pages of a whole catalogue: the results of the first ones would be lost."""
 PAUSE_SECONDS = 0.05
 """Pause between two looks at a circuit breaker that is open. It often opens for a moment only, after one slow command."""
 WRITTEN_AT_ONCE = 200
@@ -134,7 +136,11 @@ class RedisCatalogues:
             few = items[begin : begin + WRITTEN_AT_ONCE]
             given = [part for id, record in few for part in (id, with_expiry(record, expires), tokens_of(record))]
             common = (self._now(), PURGED_AT_ONCE, ITEM_BYTES, expires, *self._bounds)
-            full, stored, more, other, version = map(int, await self._call(PUT, owner, name, epoch, *common, *given))
+            try:
+                full, stored, more, other, version = map(int, await self._call(PUT, owner, name, epoch, *common, *given))
+            except Full as error:
+                error.stored = begin
+                raise
             self._check_room(full, begin + stored)
             added, changed = added + more, changed + other
         return Written(added, changed, len(items) - added - changed, version)
@@ -162,10 +168,20 @@ class RedisCatalogues:
         """See :class:`CatalogueStore`."""
         after: int | None = 0
         while after is not None:
-            page = await self.page(owner, name, after, PAGE_ITEMS, epoch=epoch)
+            page = await self._page_again(owner, name, after, epoch)
             if page.items:
                 yield page.items
             after = page.next
+
+    async def _page_again(self, owner: str, name: str, after: int, epoch: str) -> Page:
+        """Return a page of :meth:`pages`. A later one than the first is asked for again while Redis is away."""
+        until = time.monotonic() + (LATER_PAGE_SECONDS if after else 0)
+        while True:
+            try:
+                return await self.page(owner, name, after, PAGE_ITEMS, epoch=epoch)
+            except Unavailable:  # after a pause, see :meth:`_ask`
+                if time.monotonic() >= until:
+                    raise
 
     async def page(self, owner: str, name: str, after: int, count: int, *, epoch: str = "") -> Page:
         """See :class:`CatalogueStore`. ``epoch``: that the catalogue must have, if not empty."""
@@ -228,7 +244,8 @@ class RedisCatalogues:
         return read
 
     async def _call(self, script: Any, owner: str, name: str, *arguments: Any) -> Any:
-        """Run a script. Raises :class:`Missing`, :class:`Unavailable`."""
+        """Run a script. Raises :class:`Missing`, :class:`Unavailable`, and :class:`Full` if Redis has no memory for what it would
+        write."""
         keys = [f"{self._prefix}{each}" for each in (f"of:{owner}", "sizes", "totals")]
         given = [self._prefix, owner, name, secrets.token_urlsafe(STAMP_BYTES), *arguments]
         answer = await self._ask(lambda: script(self._link.client, keys, given))
@@ -243,6 +260,8 @@ class RedisCatalogues:
             await asyncio.sleep(PAUSE_SECONDS)
         try:
             return await self._link.ask(command, seconds=SECONDS)
+        except RedisFull:
+            raise Full(None) from None
         except RedisAway:
             raise Unavailable from None
 

@@ -119,8 +119,9 @@ class TooLarge(Exception):
 class Full(Exception):
     """There is no room. What was registered before stays."""
 
-    def __init__(self, most: int, *, group: bool, stored: int) -> None:
-        """``most``: the bound, in bytes; ``group``: whose it is; ``stored``: items of the call that were stored."""
+    def __init__(self, most: int | None, *, group: bool = False, stored: int = 0) -> None:
+        """``most``: the bound, in bytes; None if the store's server has no memory left. ``group``: whose the bound is; ``stored``:
+        items of the call that were stored."""
         super().__init__()
         self.most = most
         self.group = group

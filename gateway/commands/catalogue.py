@@ -22,7 +22,8 @@ from gateway.commands.offline.tasks.base import Call, Refusal
 from gateway.errors import ErrorBody
 from gateway.schemas.catalogue import CatalogueItem, RegisteredItems, WarmProgress
 
-MAX_REQUEST_BYTES = 4 << 20
+MAX_REQUEST_BYTES = 1 << 20
+"""Most bytes of the items of a request, and so of their tokens: gateways accept as many by default."""
 _AGAIN = "the same command continues it."
 
 

@@ -10,13 +10,14 @@ from litestar.types import HTTPScope
 from gateway.edge.cycle import Incoming
 from gateway.errors import Forbidden, GatewayError
 
-_METHODS = ["GET", "POST", "OPTIONS"]
+_METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
 _LIMITS = [f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens", "items") for what in ("limit", "remaining", "reset")]
 EXPOSED = [
     "x-request-id",
     "x-yardstick-cache",
     "x-yardstick-truncated",
     "x-yardstick-ignored",
+    "x-yardstick-fallback",
     *_LIMITS,
     "retry-after",
     "retry-after-ms",

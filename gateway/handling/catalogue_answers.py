@@ -11,10 +11,11 @@ from litestar import Response
 
 from gateway.cache.base import Row
 from gateway.handling.catalogue_scan import Best, Result, Scan, Scanner
-from gateway.handling.large import with_rows
-from gateway.handling.scoring import RESULTS_PER_EVENT
+from gateway.handling.large import event_with_rows, with_rows
+from gateway.handling.scoring import per_event
 from gateway.handling.streams import DONE, sse
 from gateway.pool.split import cut
+from gateway.process.breathing import Breath
 
 
 class CatalogueForm(Protocol):
@@ -54,11 +55,13 @@ async def answer_catalogue(scanner: Scanner, form: CatalogueForm, *, stream: boo
 
 async def _events(scanner: Scanner, form: CatalogueForm, top_n: int | None) -> AsyncGenerator[bytes, None]:
     """Yield results, those that may be among the best if there is a ``top_n``, and the best at the end."""
-    best = Best(form.rank, top_n or 0)
+    best, breath = Best(form.rank, top_n or 0), Breath()
     async with aclosing(scanner.parts(form.scan)) as parts:
         async for part in parts:
-            for few in cut(best.add(part) if top_n else part, RESULTS_PER_EVENT):
+            for few in cut(best.add(part) if top_n else part, per_event([result.row for result in part])):
                 yield sse(form.chunk(few))
+                if breath.due:
+                    await breath.take()
     kept = best.results
-    yield sse(msgspec.structs.replace(form.closing(kept), **{form.field: list(form.rows(kept))}))
+    yield await event_with_rows(form.closing(kept), form.field, form.rows(kept))
     yield DONE

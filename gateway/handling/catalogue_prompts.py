@@ -34,13 +34,23 @@ Records = Sequence[bytes | None]
 class Query:
     """The query of a request, for many items of one catalogue. Where items end alike, it is tokenised once."""
 
-    def __init__(self, body: Reading[Any], model: ServedModel, spec: Spec, *, size: int = 0, reads_labels: bool = True) -> None:
+    def __init__(
+        self,
+        body: Reading[Any],
+        model: ServedModel,
+        spec: Spec,
+        *,
+        size: int = 0,
+        reads_labels: bool = True,
+        may_be_empty: bool = False,
+    ) -> None:
         """``size``: bytes of the request's body, which are not less than the query's characters. ``reads_labels``: whether the
-        request needs labels."""
+        request needs labels. ``may_be_empty``: whether a prompt may have no token, because the caller adds a suffix of its own."""
         self.model = model
         self.spec = spec
         self.size = size
         self.reads_labels = reads_labels
+        self.may_be_empty = may_be_empty
         self._body = body
         self._last: tuple[bytes, Prepared] | None = None
         self._sample: Prepared | None = None
@@ -93,13 +103,17 @@ class CataloguePrompts:
 
     async def pages(self, whole: Whole, query: Query) -> AsyncGenerator[list[tuple[str, bytes]], None]:
         """Yield the items of a catalogue in parts that, with ``query``, are within the bounds of a request. Raises
-        :class:`GatewayError`."""
-        name, left = whole.state.name, self.most_items
+        :class:`GatewayError`.
+
+        Items that change meanwhile move to the end and may come again, but not for ever: besides as many items as there were at
+        the beginning, there come as many as a request may have.
+        """
+        name, left = whole.state.name, whole.state.items + self.most_items
         with self.catalogues.errors(name):
             async for page in self.catalogues.store.pages(whole.owner, name, whole.state.epoch):
                 for part in await self._divided(page[:left], query):
                     yield part
-                left -= len(page)  # items that change meanwhile may come again, but not for ever
+                left -= len(page)
                 if left <= 0:
                     return
 
@@ -128,7 +142,7 @@ class CataloguePrompts:
         """Return the model of a catalogue, or the adapter of that model that the client asks for. Raises :class:`GatewayError`,
         also if the client asks for another model."""
         model = requested_model(request, self.pool, spec.model if asked is None else asked)
-        if asked is not None and self.pool.model(spec.model).base is not model.base:
+        if asked is not None and self.pool.model(spec.model).base.name != model.base.name:  # they may be of two versions
             raise InvalidRequest(f"The catalogue {name!r} is for the model {spec.model!r}.", param="model")
         check_text(name, spec, model)
         return model
@@ -167,7 +181,7 @@ class CataloguePrompts:
         if max(lengths) + shared > model.context:
             place = lengths.index(max(lengths))
             model.facts.check_prompt(lengths[place] + shared, param.replace("[]", f"[{place}]"))
-        if min(lengths) + shared == 0:
+        if min(lengths) + shared == 0 and not query.may_be_empty:
             raise _empty(param.replace("[]", f"[{lengths.index(0)}]"))
         labels = prepared.labels or query.spec.label_ids
         if query.reads_labels and not labels:

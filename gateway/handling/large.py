@@ -55,8 +55,18 @@ async def with_rows(
     encoding the rows takes more than a millisecond."""
     if not large:
         return JsonResponse(msgspec.structs.replace(answer, **{name: list(rows)}), headers)
+    return _InParts(await _filled(answer, name, rows), headers)
+
+
+async def event_with_rows(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> bytes:
+    """Return ``answer`` as a server-sent event, with ``rows`` in place of the empty list in its field ``name``."""
+    return b"data: %b\n\n" % b"".join(await _filled(answer, name, rows))
+
+
+async def _filled(answer: msgspec.Struct, name: str, rows: Iterable[object]) -> list[bytes]:
+    """Encode ``answer`` with ``rows`` in its field ``name``, which is an empty list, in slices."""
     before, after = _encoder.encode(answer).split(b'"%b":[]' % name.encode(), 1)
-    return _InParts(await _parts(before + b'"%b":[' % name.encode(), rows, b"]" + after), headers)
+    return await _parts(before + b'"%b":[' % name.encode(), rows, b"]" + after)
 
 
 async def listed(rows: Iterable[object], *, large: bool, headers: Mapping[str, str] | None = None) -> Response[Any]:

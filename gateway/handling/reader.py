@@ -94,13 +94,20 @@ class Reader:
             context.limits.end_within(fields.timeout)
         return _Short(self, request, endpoint, fields, body.content)
 
+    def without_worker(self, request: Request[Any, Any, Any], fields: T) -> Reading[T]:
+        """Return a reading of ``fields`` that holds no worker, so it can be used at any time and repeatedly."""
+        return _Short(self, request, ENDPOINTS[NAMES[type(fields)]], fields, msgspec.json.encode(fields))
+
     @asynccontextmanager
     async def _open_long(self, request: Request[Any, Any, Any], name: str, body: Body[T]) -> AsyncIterator[Reading[T]]:
         async with while_connected(request.scope), AsyncExitStack() as held:
             long = _Long(self, request, name, body, held)
             with stage("gateway.decode"):
                 await long.decode()
-            yield long
+            try:
+                yield long
+            finally:
+                del long.channel  # the worker belongs to other requests from here on
 
     async def read_whole(self, request: Request[Any, Any, Any], body: Sequence[bytes], size: int, job: Whole) -> Prepared:
         """Decode and read in a worker, and fetch the images that the request names. Raises :class:`GatewayError`."""

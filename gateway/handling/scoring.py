@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,14 @@ from gateway.pool.replica import ServedModel
 from gateway.pool.split import cut
 from gateway.presets.fitted import Fitted
 from gateway.presets.preset import Task
+from gateway.process.breathing import Breath
 from gateway.schemas.truncation import ItemError
 from gateway.schemas.usage import ItemUsage
 from gateway.scoring.scorer import Arrived, Scorer, Scores
 from gateway.text.prepared import Prepared
 
 RESULTS_PER_EVENT = 200
-NUMBERS_PER_EVENT = 1 << 14
+NUMBERS_PER_EVENT = 1 << 12
 """Most results of one event, and most numbers of several; building it takes about a millisecond."""
 ENDPOINTS: dict[str, str] = {
     "score": "/v1/score",
@@ -75,10 +76,11 @@ class Scoring:
         self,
         job: ScoringJob,
         chunk: Callable[[list[tuple[int, Row]]], msgspec.Struct],
-        closing: Callable[[Scores], msgspec.Struct],
+        closing: Callable[[Scores], Awaitable[bytes]],
     ) -> EventStream:
         """Return a response that sends each result as soon as it is known. ``chunk`` builds an event from the indices of items and
-        their rows, ``closing`` the last event before ``[DONE]``. Raises :class:`GatewayError` for failures before the first one."""
+        their rows, ``closing`` encodes the last event before ``[DONE]``. Raises :class:`GatewayError` for failures before the first
+        one."""
         queue: asyncio.Queue[list[tuple[int, Row]] | None] = asyncio.Queue()
         places = job.prepared.places
 
@@ -88,12 +90,14 @@ class Scoring:
         async def events() -> AsyncGenerator[bytes, None]:
             work = asyncio.create_task(self._score(job, arrived))
             work.add_done_callback(lambda _: queue.put_nowait(None))
+            breath = Breath()  # an event that can be written at once is no pause
             try:
                 while (results := await queue.get()) is not None:
-                    longest = max(len(row) for _, row in results)
-                    for few in cut(results, max(1, min(RESULTS_PER_EVENT, NUMBERS_PER_EVENT // max(1, longest)))):
+                    for few in cut(results, per_event([row for _, row in results])):
                         yield sse(chunk(few))
-                yield sse(closing(await work))
+                        if breath.due:
+                            await breath.take()
+                yield await closing(await work)
                 yield DONE
             finally:
                 work.cancel()
@@ -120,6 +124,11 @@ class Scoring:
         else:
             self.telemetry.scored(account)
         return scores
+
+
+def per_event(rows: Iterable[Row]) -> int:
+    """Return the most results of one event with ``rows``, of which there is at least one."""
+    return max(1, min(RESULTS_PER_EVENT, NUMBERS_PER_EVENT // max(1, max(map(len, rows)))))
 
 
 def headers_of(prepared: Prepared, scores: Scores) -> dict[str, str]:

@@ -144,6 +144,10 @@ class SharedLimiter:
             verdict = await self._ask(lease)
         except RedisAway:
             verdict = await self._local.take(lease)
+        except asyncio.CancelledError:  # Redis may have granted the lease
+            if lease.limits.concurrency is not None:
+                self._settle_later(lease)
+            raise
         else:
             if verdict.denied is None:
                 lease.shared = True
@@ -157,11 +161,15 @@ class SharedLimiter:
         self._local.end(lease)
         held = self._held.pop(lease.id, None) is not None
         if held or (lease.shared and lease.more != NOTHING):
-            if len(self._ended) >= MAX_SETTLEMENTS:
-                self._telemetry.settlements_lost(1)
-                return
-            self._ended.append(lease)
-            self._any_ended.set()
+            self._settle_later(lease)
+
+    def _settle_later(self, lease: Lease) -> None:
+        """Settle ``lease`` in Redis from the background."""
+        if len(self._ended) >= MAX_SETTLEMENTS:
+            self._telemetry.settlements_lost(1)
+            return
+        self._ended.append(lease)
+        self._any_ended.set()
 
     async def _ask(self, lease: Lease) -> Verdict:
         limits = lease.limits

@@ -12,9 +12,10 @@ import msgspec
 from gateway.catalogues.record import packed
 from gateway.errors import InvalidRequest
 from gateway.presets.preset import Preset
-from gateway.reading.endpoint import Endpoint, Model
+from gateway.reading.endpoint import MAX_FIELDS_BYTES, Endpoint, Model
 from gateway.reading.pairs import preset_of
-from gateway.schemas.catalogue import CatalogueItem, CatalogueRequest, ItemsRequest, WarmRequest
+from gateway.schemas.catalogue import MAX_ID, CatalogueItem, CatalogueRequest, ItemsRequest, WarmRequest
+from gateway.schemas.truncation import MAX_ITEMS
 from gateway.text.bounds import TooManyTokens
 from gateway.text.catalogue import ITEM, QUERY, Frame, ItemTooLong, Template, TemplateError, template_of
 from gateway.text.prepared import Prepared
@@ -24,6 +25,9 @@ MAX_TEMPLATE = 8192
 """Most characters of a template."""
 MAX_LABEL = 64
 DEFAULT_TEMPLATE = ITEM + QUERY
+NAMING_BYTES = MAX_FIELDS_BYTES + MAX_ITEMS * (MAX_ID + 2)
+"""Most bytes of the fields of a request that names items: as many ids as it may have, each with two bytes before it. Decoding them
+takes the event loop less than a millisecond."""
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
@@ -174,4 +178,5 @@ CATALOGUE_WARM = Endpoint(
     read=_warm,
     is_light=lambda _: False,
     characters=lambda *_: 0,
+    most_fields_bytes=NAMING_BYTES,
 )

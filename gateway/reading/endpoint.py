@@ -25,7 +25,7 @@ from gateway.tools.formats import Formats
 T = TypeVar("T", bound=Parameters)
 
 MAX_FIELDS_BYTES = 1 << 18
-"""Most bytes of the fields of a request other than its bulk."""
+"""Most bytes of the fields of a request other than its bulk, unless it may name items of a catalogue."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Endpoint(Generic[T]):
     """The ``http`` and ``https`` URLs of a request's images, and the first field with each."""
     least_items: int = 0
     """Items that every request with images has."""
+    most_fields_bytes: int = MAX_FIELDS_BYTES
+    """Most bytes of the fields of a request other than its bulk."""
 
     def __post_init__(self) -> None:
         assert self.bulk.keys() <= set(self.kind.__struct_fields__), f"{self.kind.__name__} lacks a field of its bulk"
@@ -103,10 +105,11 @@ class Endpoint(Generic[T]):
             packed = msgspec.msgpack.encode(fields)
         except OverflowError:
             raise InvalidRequest("A number in the request is larger than 64 bits.") from None
-        if len(packed) > MAX_FIELDS_BYTES:
+        if len(packed) > self.most_fields_bytes:
             sizes = {name: len(msgspec.msgpack.encode(getattr(fields, name))) for name in fields.__struct_fields__}
             largest = max(sizes, key=sizes.__getitem__)
-            raise InvalidRequest(f"`{largest}` is too large: {sizes[largest]} bytes.", param=largest)
+            most = f"the fields of a request may have {self.most_fields_bytes} bytes besides its texts"
+            raise InvalidRequest(f"`{largest}` is too large: {sizes[largest]} bytes; {most}.", param=largest)
         return packed
 
     def unpack_fields(self, packed: bytes) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.errors import InvalidRequest
-from gateway.reading.catalogue import query_prompts
+from gateway.reading.catalogue import NAMING_BYTES, query_prompts
 from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.item_images import reading_content, text_of
 from gateway.reading.pairs import Pairs, preset_of
@@ -60,5 +60,6 @@ RERANK = reading_content(
         read=_read,
         is_light=lambda _: False,
         characters=_characters,
+        most_fields_bytes=NAMING_BYTES,
     )
 )

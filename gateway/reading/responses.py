@@ -74,7 +74,7 @@ def _fitted(request: ResponseRequest, messages: list[ChatMessage], model: Model)
 
 RESPONSES = Endpoint(
     kind=ResponseRequest,
-    bulk={"input": "", "instructions": "", "chat_template_kwargs": {}, "user": "", **BULK},
+    bulk={"input": "", "instructions": "", "chat_template_kwargs": {}, **BULK},  # the response repeats the other fields
     read=_read,
     is_light=lambda _: False,
     characters=lambda request, _: _characters(request),

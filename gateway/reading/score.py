@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.errors import InvalidRequest
-from gateway.reading.catalogue import query_prompts
+from gateway.reading.catalogue import NAMING_BYTES, query_prompts
 from gateway.reading.endpoint import Endpoint, Model
 from gateway.reading.item_images import plain, reading_content, texts_of
 from gateway.reading.labels import labels_of
@@ -115,5 +115,6 @@ SCORE = reading_content(
         read=_read,
         is_light=_is_light,
         characters=_characters,
+        most_fields_bytes=NAMING_BYTES,
     )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -61,6 +62,13 @@ async def read_values(client: Client, names: Sequence[bytes]) -> list[bytes | No
         return await client.mget_nonatomic(names)
     values: list[bytes | None] = await client.execute_command("MGET", *names)  # type: ignore[no-untyped-call]
     return values
+
+
+async def drop_idle(client: Client) -> None:
+    """Close the connections that no command uses. A cluster's client follows a failover by itself."""
+    if not isinstance(client, RedisCluster):
+        with suppress(Exception):  # each of them is closed all the same
+            await client.connection_pool.disconnect(inuse_connections=False)
 
 
 async def close(client: Client) -> None:

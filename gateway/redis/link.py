@@ -2,6 +2,11 @@
 
 While the breaker is open, commands fail at once: when Redis goes away, a request loses at most one time limit, and later requests
 lose nothing. Opening at the first failure is acceptable because the first probe follows within a quarter of a second.
+
+Before that, idle connections are closed: after a failover they may lead to the old primary, which answers and takes no writes,
+while its address leads to the new one.
+
+A Redis without memory refuses what would take more, and answers everything else, so that is no reason to open the breaker.
 """
 
 from __future__ import annotations
@@ -12,8 +17,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from redis.exceptions import OutOfMemoryError
+
 from gateway.metrics.telemetry import Telemetry
-from gateway.redis.connect import Client, close
+from gateway.redis.connect import Client, close, drop_idle
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +35,18 @@ PROBE_SECONDS = 2.0
 LATE_FACTOR = 1.5
 """A timeout that fires later than this multiple of its limit means that this process was busy; Redis may have answered in time."""
 LATE_IN_A_ROW = 3
+FULL_LOG_SECONDS = 60.0
+"""Shortest time between two lines of the log that tell of a full Redis."""
 
 T = TypeVar("T")
 
 
 class RedisAway(Exception):
     """Redis did not answer in time; the caller continues without it."""
+
+
+class RedisFull(RedisAway):
+    """Redis has no memory for what the command would write, and has written nothing."""
 
 
 class Link:
@@ -49,6 +62,7 @@ class Link:
         self._late = 0
         self._pause = FIRST_PAUSE_SECONDS
         self._closed_at = 0.0
+        self._full_logged = -FULL_LOG_SECONDS
         self._prober: asyncio.Task[None] | None = None
         telemetry.redis_available(False)
 
@@ -72,7 +86,7 @@ class Link:
             logger.info("Redis: %s", type(error).__name__)
 
     async def ask(self, command: Callable[[], Awaitable[T]], *, seconds: float | None = None) -> T:
-        """Await ``command()`` within ``seconds``, or within the default limit. Raises :class:`RedisAway`."""
+        """Await ``command()`` within ``seconds``, or within the default limit. Raises :class:`RedisAway`, :class:`RedisFull`."""
         if self._is_open:
             raise RedisAway
         limit = self._seconds if seconds is None else seconds
@@ -80,11 +94,22 @@ class Link:
         try:
             async with asyncio.timeout(limit):
                 answer = await command()
+        except OutOfMemoryError:
+            self._refused()
+            raise RedisFull from None
         except Exception as error:  # any error of the library or the server: no answer depends on Redis
             self._failed(error, late=isinstance(error, TimeoutError) and time.monotonic() - began > LATE_FACTOR * limit)
             raise RedisAway from None
         self._late = 0
         return answer
+
+    def _refused(self) -> None:
+        """Note that Redis has no memory for a command."""
+        self._telemetry.redis_failed("full")
+        now = time.monotonic()
+        if now - self._full_logged >= FULL_LOG_SECONDS:
+            self._full_logged = now
+            logger.warning("Redis has no memory left: raise its maxmemory, or delete catalogues; it is read and not written")
 
     def _failed(self, error: Exception, *, late: bool) -> None:
         self._telemetry.redis_failed("timeout" if isinstance(error, TimeoutError) else "error")
@@ -110,6 +135,7 @@ class Link:
             logger.info("Redis is there")
             await self._opened.wait()
             await asyncio.sleep(self._pause)
+            await drop_idle(self.client)
             self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
     async def _answers(self) -> bool:

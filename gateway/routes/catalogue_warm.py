@@ -17,7 +17,7 @@ from gateway.auth.tenancy import caller_of
 from gateway.cache.policy import CachePolicy
 from gateway.catalogues.catalogues import check_may_write
 from gateway.catalogues.record import tokens_of
-from gateway.catalogues.store import Missing, Unavailable, WarmUp
+from gateway.catalogues.store import Full, Missing, Unavailable, WarmUp
 from gateway.context import RequestContext
 from gateway.errors import InvalidRequest
 from gateway.handling.body import Body, post_json
@@ -55,9 +55,10 @@ class _Warming:
     """A warm-up in progress."""
 
     request: Request[Any, Any, Any]
-    body: Reading[WarmRequest]
+    fields: WarmRequest
+    query: Reading[WarmRequest]
+    """Reads the tokens behind items. It holds no worker, because a warm-up reads them for each part, and takes long."""
     whole: Whole
-    ids: Sequence[str] | None
     own_model: bool
     """Whether items are warmed for the catalogue's model, and not for another adapter."""
     items: int = 0
@@ -66,6 +67,10 @@ class _Warming:
     pinned_items: int = 0
     reported: float = 0.0
     """Time of the last report."""
+
+    @property
+    def ids(self) -> Sequence[str] | None:
+        return self.fields.ids
 
     @property
     def total(self) -> int:
@@ -118,7 +123,8 @@ def warm_route(
                 check_whole(data, top_n=None, stream=True)
             whole = await prompts.open(request, name, fields.model, all_items=fields.ids is None)
             own = fields.model is None or whole.model is prompts.pool.model(whole.state.spec.model)
-            warming = _Warming(request=request, body=body, whole=whole, ids=fields.ids, own_model=own)
+            query = reader.without_worker(request, WarmRequest())
+            warming = _Warming(request=request, fields=fields, query=query, whole=whole, own_model=own)
             if fields.pin_seconds is not None:
                 check_may_write(request)
         if fields.stream:
@@ -150,7 +156,7 @@ class _Warmer:
         """Warm part by part. Raises :class:`GatewayError`."""
         whole, request = warming.whole, warming.request
         account = RequestContext.of(request).account
-        query = Query(warming.body, whole.model, whole.state.spec, reads_labels=False)
+        query = Query(warming.query, whole.model, whole.state.spec, reads_labels=False, may_be_empty=True)
         named = None if warming.ids is None else await self._named(warming)
         tokens = whole.state.tokens if named is None else sum(map(tokens_of, named))
         lease = await self.scoring.quotas.charge(request, tokens=tokens, items=warming.total)
@@ -179,7 +185,7 @@ class _Warmer:
 
     async def _warm(self, warming: _Warming, prepared: Prepared, lease: Lease | None) -> int:
         """Have engines compute a part, and return its tokens. Raises :class:`GatewayError`."""
-        whole, request, pin = warming.whole, warming.request, warming.body.fields.pin_seconds
+        whole, request, pin = warming.whole, warming.request, warming.fields.pin_seconds
         key = RequestContext.of(request).key
         last = PRIORITY_RANGE[1] if key is None else key.priority_max
         readout = any_readout(whole.model.info)
@@ -205,7 +211,7 @@ class _Warmer:
         return sum(map(len, prepared.rows))
 
     async def _report(self, warming: _Warming, state: Literal["running", "done", "stopped"]) -> None:
-        """Tell the store how far the warm-up has come, if it is time or the end. A store that is away ends no warm-up."""
+        """Tell the store how far the warm-up has come, if it is time or the end. A store that is away or full ends no warm-up."""
         now = time.monotonic()
         if state == "running" and now < warming.reported + REPORT_SECONDS:
             return
@@ -213,7 +219,7 @@ class _Warmer:
         whole = warming.whole
         complete = state == "done" and warming.ids is None and warming.own_model
         warmed = whole.state.version if complete else None
-        with suppress(Missing, Unavailable):
+        with suppress(Missing, Unavailable, Full):
             await self.prompts.catalogues.store.note_warm_up(
                 whole.owner, whole.state.name, whole.state.epoch, warming.report(state), warmed
             )

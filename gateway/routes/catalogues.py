@@ -202,10 +202,15 @@ def _delete_routes(parts: _Parts) -> list[HTTPRouteHandler]:
     @delete(
         f"{PATH}/{{name:str}}/items", status_code=200, responses=WRITE_ERRORS, operation_class=ApiOperation, tags=["catalogues"]
     )
-    async def remove_items(request: Request[Any, Any, Any], name: FromPath[str], id: FromQuery[list[str]]) -> DeletedItems:
-        """Delete the items that the parameters `id` name, at most 100. Ids that the catalogue does not have are no error."""
+    async def remove_items(
+        request: Request[Any, Any, Any],
+        name: FromPath[str],
+        id: FromQuery[list[str] | None] = None,
+    ) -> DeletedItems:
+        """Delete the items that the parameters `id` name, at least one and at most 100. Ids that the catalogue does not have are no
+        error."""
         check_may_write(request)
-        if not 1 <= len(id) <= MOST_DELETED or any(len(each) > MAX_ID for each in id):
+        if id is None or len(id) > MOST_DELETED or any(len(each) > MAX_ID for each in id):
             raise InvalidRequest(f"Give 1 to {MOST_DELETED} ids of at most {MAX_ID} characters.", param="id")
         await quotas.charge(request, tokens=0)
         with catalogues.errors(name):

@@ -20,6 +20,7 @@ from gateway.handling.catalogue_scan import Scanner
 from gateway.handling.large import listed, with_rows
 from gateway.handling.reader import Reader
 from gateway.handling.scoring import Scoring, ScoringJob, errors_of, fitted_of, headers_of, item_usage_of
+from gateway.handling.streams import sse
 from gateway.ids import new_id
 from gateway.pool.pool import Pool
 from gateway.pool.replica import ServedModel
@@ -89,7 +90,10 @@ def rerank_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner)
                 ranks = [(index, fitted.score(row, raw=raw)) for index, row in results]
                 return RerankChunk(id=id, results=list(_results(ranks, prepared)))
 
-            return await scoring.stream(job, chunk, closing)
+            async def last(scores: Scores) -> bytes:
+                return sse(closing(scores))
+
+            return await scoring.stream(job, chunk, last)
         scores = await scoring.score(job)
         ranks = (await _ranked(fitted, prepared, scores, raw=raw))[: fields.top_n or None]
         headers, large = headers_of(prepared, scores), len(ranks) > LARGE_RESULTS

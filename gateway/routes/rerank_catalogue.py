@@ -11,6 +11,7 @@ from litestar import Request, Response
 
 from gateway.cache.base import Row
 from gateway.catalogues.store import Spec
+from gateway.errors import InvalidRequest
 from gateway.handling.body import Body
 from gateway.handling.catalogue_answers import answer_catalogue
 from gateway.handling.catalogue_scan import Result, Scan, Scanner
@@ -71,8 +72,15 @@ class _RankedCatalogue:
 
 
 def preset_of(model: ServedModel, spec: Spec) -> Fitted | None:
-    """Return the preset that a catalogue was created with. It is still that of the model, as :func:`check_text` makes sure."""
-    return fitted_of(model, "rerank") if spec.preset else None
+    """Return the preset that a catalogue was created with; None for one with its own template. It is still that of the base model,
+    as :func:`check_text` makes sure. Raises :class:`InvalidRequest` for an adapter with another one."""
+    if not spec.preset:
+        return None
+    fitted = fitted_of(model, "rerank")
+    if fitted.preset.name != spec.preset:
+        message = f"The catalogue has prompts of the preset {spec.preset!r}; {model.name!r} needs those of {fitted.preset.name!r}."
+        raise InvalidRequest(message, param="model")
+    return fitted
 
 
 def by_labels(labels: list[int]) -> Fitted:

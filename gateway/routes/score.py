@@ -14,7 +14,7 @@ from gateway.auth.tenancy import priority_of
 from gateway.handling.access import requested_model
 from gateway.handling.body import Body, post_json
 from gateway.handling.catalogue_scan import Scanner
-from gateway.handling.large import with_rows
+from gateway.handling.large import event_with_rows, with_rows
 from gateway.handling.reader import Reader
 from gateway.handling.scoring import Scoring, ScoringJob, fitted_of, headers_of, item_usage_of
 from gateway.ids import new_id
@@ -73,8 +73,15 @@ def score_route(pool: Pool, reader: Reader, scoring: Scoring, scanner: Scanner) 
             partial=bool(fields.partial_results),
         )
         if fields.stream:
-            return await scoring.stream(job, functools.partial(form.chunk, id), closing)
+
+            async def last(scores: Scores) -> bytes:
+                """Return the last event, which has the best items if there is a ``top_n``."""
+                await form.arrange(scores)
+                return await event_with_rows(closing(scores), form.field, form.rows(prepared, scores) if fields.top_n else ())
+
+            return await scoring.stream(job, functools.partial(form.chunk, id), last)
         scores = await scoring.score(job)
+        await form.arrange(scores)
         large = form.numbers(scores) > LARGE_SCORES
         rows = form.rows(prepared, scores)
         return await with_rows(closing(scores), form.field, rows, large=large, headers=headers_of(prepared, scores))

@@ -17,6 +17,7 @@ from gateway.generation.sequence import LEAST_LOGPROB
 from gateway.handling.scoring import errors_of
 from gateway.pool.replica import ServedModel
 from gateway.presets.fitted import Fitted, softmax
+from gateway.process.breathing import Breath
 from gateway.schemas.score import (
     ItemLikelihood,
     ItemScores,
@@ -49,6 +50,9 @@ class Form(ABC):
     def numbers(self, scores: Scores) -> int:
         """Return the amount of numbers in the results. A struct takes as much time as four."""
 
+    async def arrange(self, scores: Scores) -> None:  # noqa: B027 - most forms have all items
+        """Choose the items of the answer, in slices. Called once, before :meth:`answer` and :meth:`rows`."""
+
     @abstractmethod
     def answer(self, id: str, model: ServedModel, prepared: Prepared, scores: Scores) -> ScoreAnswer:
         """Return the answer without results."""
@@ -74,6 +78,8 @@ class LabelForm(Form):
         self._softmax = softmax
         self._ids = ids
         self._top_n = top_n
+        self._best: Sequence[int] = ()
+        """Places of the items of an answer with ``top_n``, the best first."""
 
     def numbers(self, scores: Scores) -> int:
         return len(scores.rows) * self._labels
@@ -83,21 +89,26 @@ class LabelForm(Form):
         answer = ScoreResponse(id=id, object="scoring", created=created, model=model.name, scores=[], usage=usage, errors=errors)
         if self._ids is None:
             return answer
-        return msgspec.structs.replace(answer, ids=[self._ids[place] for place in self._best(scores)])
+        places = range(len(scores.rows)) if self._top_n is None else self._best
+        return msgspec.structs.replace(answer, ids=[self._ids[place] for place in places])
 
-    def _best(self, scores: Scores) -> Sequence[int]:
-        """Return the places of the items of the answer, in order."""
+    async def arrange(self, scores: Scores) -> None:
         if self._top_n is None:
-            return range(len(scores.rows))
-        return sorted(range(len(scores.rows)), key=lambda place: -self.rank(scores.rows[place]))[: self._top_n]
+            return
+        ranks, breath = [], Breath()
+        for row in scores.rows:
+            ranks.append(-self.rank(row))
+            if breath.due:
+                await breath.take()
+        self._best = sorted(range(len(ranks)), key=ranks.__getitem__)[: self._top_n]
 
     def rank(self, row: Row) -> float:
         """Return the score of the first label."""
-        return self._probabilities(row)[0]
+        return softmax(row)[0] if self._softmax else math.exp(row[0])
 
     def rows(self, prepared: Prepared, scores: Scores) -> Iterator[list[float] | None]:
         if self._top_n is not None:
-            yield from (self._probabilities(scores.rows[place]) for place in self._best(scores))
+            yield from (self._probabilities(scores.rows[place]) for place in self._best)
             return
         if not prepared.refused and not scores.errors and not self._softmax:
             yield from ([*map(math.exp, row)] for row in scores.rows)

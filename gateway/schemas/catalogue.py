@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from gateway.schemas.parameters import Endpoint, Parameters, TokenId
+from gateway.schemas.truncation import MAX_ITEMS
 from gateway.schemas.usage import Usage
 
 MAX_REGISTERED = 2000
@@ -62,7 +63,7 @@ class WarmRequest(Parameters, kw_only=True):
     endpoint: ClassVar[Endpoint] = "catalogue_warm"
     model: str | None = None
     """The catalogue's model, which is the default, or an adapter of it."""
-    ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=10_000)] | None = None
+    ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)] | None = None
     """Items; all of the catalogue by default."""
     stream: bool = False
     """Send the progress as server-sent events."""

@@ -203,6 +203,21 @@ def test_a_large_request_within_its_bounds_blocks_nobody(site: Site, name: str) 
     assert min(attempts(site, attack)) == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_best_of_many_items_block_nobody(site: Site, stream: bool) -> None:
+    """A rank reads all labels of an item."""
+    shop = f"{site.program.url}/v1/catalogues/shop"
+    httpx.put(shop, json={}).raise_for_status()
+    httpx.put(f"{shop}/items", json=[{"id": "i", "token_ids": [7]}]).raise_for_status()
+    body = {"query": [7], "catalogue": "shop", "ids": ["i"] * 10_000, "label_token_ids": list(range(100)), "stream": stream}
+
+    def attack(salt: str) -> None:
+        answer = site.post("score", body | {"top_n": 5, "apply_softmax": True, "cache_salt": salt})
+        assert answer.status_code == 200, answer.text[:300]
+
+    assert min(attempts(site, attack)) == 0
+
+
 ITEMS_FIRST = {
     "10,000 short items": {"query": [7] * 20, "items": [[place % 300, place // 300] for place in range(10_000)]},
     "1,000 items of 500 ids": {"query": [7] * 20, "items": [[place % 300, place // 300] * 250 for place in range(1000)]},

@@ -179,6 +179,16 @@ def waiting(requests: int, model: str, pool: str, pod: str) -> dict[str, str]:
     return {"series": f"yardstick_engine_requests_waiting{{{labels}}}", "values": f"{requests}x{MINUTES}"}
 
 
+@pytest.mark.parametrize(("kind", "fires"), [("full", True), ("timeout", False)])
+def test_a_redis_without_memory_is_told(rules: Path, kind: str, fires: bool) -> None:
+    series = {"series": f'yardstick_redis_errors_total{{namespace="apps",kind="{kind}"}}', "values": f"0+1x{MINUTES}"}
+    told = {
+        "exp_labels": {"severity": "warning"},
+        "exp_annotations": {"summary": "Redis has no memory left, so nothing more is stored in it."},
+    }
+    check(rules, "YardstickRedisFull", [series], [told] if fires else [])
+
+
 def test_a_queue_is_one_of_a_pool(rules: Path) -> None:
     series = [waiting(150, "a", "blue", "one"), waiting(60, "a", "blue", "two"), waiting(190, "a", "green", "three")]
     series.append(waiting(10, "a", "green", "four"))

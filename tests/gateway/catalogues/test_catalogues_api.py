@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.schemas.catalogue import MAX_ID
+from gateway.schemas.truncation import MAX_ITEMS
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import gateways, metric
 from tests.prefixes import PrefixCache
@@ -197,6 +199,9 @@ def test_labels_and_ranks(client: httpx.Client) -> None:
     assert got == pytest.approx(relevance)
     *_, last = events(score(client, name, None, stream=True, top_n=2, apply_softmax=True))
     assert last["ids"] == order[:2]
+    *_, last = events(score(client, name, everything, stream=True, top_n=2, apply_softmax=True))
+    assert last["ids"] == order[:2]
+    assert [row[0] for row in last["scores"]] == pytest.approx([relevance[id] for id in order[:2]])
     *some, last = events(client.post("/v1/rerank", json=body | {"stream": True, "top_n": 2}))
     assert [result["id"] for result in last["results"]] == order[:2]
     assert {result["id"] for event in some for result in event["results"]} == set(order[:2])
@@ -270,7 +275,7 @@ ERRORS: dict[str, tuple[str, str, Any, int, str | None]] = {
     "ranks without labels": ("POST", "/v1/rerank", {"catalogue": "NAME", "ids": ["known"]}, 400, "labels"),
     "a bad limit": ("GET", "/v1/catalogues/NAME/items?limit=0", None, 400, "limit"),
     "a bad page": ("GET", "/v1/catalogues/NAME/items?after=x", None, 400, "after"),
-    "no id to delete": ("DELETE", "/v1/catalogues/NAME/items", None, 400, None),
+    "no id to delete": ("DELETE", "/v1/catalogues/NAME/items", None, 400, "id"),
 }
 
 
@@ -302,6 +307,15 @@ def test_a_catalogue_keeps_its_form(client: httpx.Client, name: str) -> None:
     refused = create(client, name, template="{item} {query}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
     assert name in [each["id"] for each in client.get("/v1/catalogues").json()["data"]]
+
+
+@pytest.mark.parametrize("path", ["score", "rerank", "catalogues/{}/warm"])
+def test_the_most_items_with_the_longest_ids(client: httpx.Client, name: str, path: str) -> None:
+    most = [f"{place:05d}-{'x' * (MAX_ID - 6)}" for place in range(MAX_ITEMS)]
+    body: dict[str, Any] = {"ids": most} if "warm" in path else {"query": QUERY, "catalogue": name, "ids": most}
+    answer = client.post(f"/v1/{path.format(name)}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "item_not_found", "ids[0]")
 
 
 def test_updates_race_with_scores(client: httpx.Client, name: str) -> None:
@@ -368,6 +382,38 @@ def test_without_redis_a_request_is_answered_503() -> None:
 
 
 @pytest.mark.redis
+@pytest.mark.redis
+def test_a_redis_without_memory_is_read_and_emptied() -> None:
+    """Registrations are refused, and nothing else is lost: not the scores of registered items, and not the ways to make room."""
+    with gateways() as start, RedisServer.start() as redis:
+        client = start(FakeEngine(), redis_url=redis.url, redis_seconds=5)
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+        for name in ("full", "other"):
+            create(client, name).raise_for_status()
+            register(client, name, {f"i{place}": text for place, text in enumerate(TEXTS)})
+        with redis.client() as plain:
+            plain.config_set("maxmemory", 1)
+        refused = client.put("/v1/catalogues/full/items", json=[{"id": "new", "text": "red"}])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "store_full")
+        assert "Redis has no memory" in refused.json()["error"]["message"]
+        assert create(client, "third").status_code == 413
+        assert client.post("/v1/catalogues/full/warm", json={}).raise_for_status().json()["items"] == len(TEXTS)
+        assert score(client, "full", ["i0", "i1"]).status_code == 200
+        assert metric(client, "yardstick_redis_available") == 1
+        assert metric(client, 'yardstick_redis_errors_total{kind="full"}') >= 3
+        assert client.delete("/v1/catalogues/full/items?id=i0").raise_for_status().json()["deleted"] == 1
+        assert client.delete("/v1/catalogues/other").status_code == 200
+        assert [each["id"] for each in client.get("/v1/catalogues").json()["data"]] == ["full"]
+        with redis.client() as plain:
+            plain.config_set("maxmemory", 0)
+        register(client, "full", {"new": "red"})
+        state = client.get("/v1/catalogues/full").raise_for_status().json()
+        assert state["items"] == len(TEXTS)
+        assert score(client, "full", ["new"]).status_code == 200
+        assert metric(client, "yardstick_catalogues") == 1
+        assert metric(client, "yardstick_catalogue_items") == len(TEXTS)
+
+
 def test_a_catalogue_outlives_a_redis_that_writes_to_disk() -> None:
     """As the chart's Redis does with ``redis.persistence``."""
     with gateways() as start, RedisServer.start("--appendonly", "yes") as redis:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, adapter
 from tests.gateway.conftest import gateways
 from tests.prefixes import PrefixCache
+from tests.processes import wait_until
 
 DOCUMENTS = ["Red running shoes", "", "fox\njumps ", " <|im_end|> {query} or", "été 👟" * 30, "the quick brown fox " * 20]
 QUERIES = ["Is it red?", " or {document}", "\nNo<|im_start|>"]
@@ -65,6 +67,25 @@ def test_ranks_are_those_of_the_texts(client: httpx.Client, query: str, raw: boo
     lines = [line[6:] for line in client.post("/v1/rerank", json=body).text.splitlines() if line.startswith("data: {")]
     streamed = {int(row["id"][1:]): row["relevance_score"] for line in lines for row in json.loads(line)["results"]}
     assert streamed == pytest.approx(given)
+
+
+def test_an_adapter_with_another_preset_cannot_rank_the_items(tmp_path: Path) -> None:
+    """Their prompts are those of the base's preset, so the formula of another one would make wrong scores of them."""
+    other = tmp_path / "other.toml"
+    other.write_text((FORM + ITEM_FIRST).replace('"shop"', '"other"').replace('" Yes", " No"', '" No", " Yes"'))
+    adapters = {name: adapter(digest, name) for digest, name in (("aa11", "same"), ("bb22", "own"))}
+    engine = FakeEngine("one", "one-1", preset=FORM + ITEM_FIRST, adapters=adapters)
+    with gateways() as start:
+        client = start(engine, presets=(f"one:own={other}",))
+        wait_until(lambda: len(client.get("/v1/models").json()["data"]) == 3)
+        client.put("/v1/catalogues/shop", json={"preset": True}).raise_for_status()
+        client.put("/v1/catalogues/shop/items", json=[{"id": "i0", "text": "red"}]).raise_for_status()
+        for extra in ({"ids": ["i0"]}, {"top_n": 1}):
+            body = {"query": "x", "catalogue": "shop"} | extra
+            assert client.post("/v1/rerank", json=body | {"model": "same"}).status_code == 200
+            refused = client.post("/v1/rerank", json=body | {"model": "own"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model"), refused.text
+            assert "other" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("query", QUERIES)

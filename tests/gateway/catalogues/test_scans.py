@@ -13,10 +13,12 @@ import httpx
 import pytest
 
 from engine import wire
+from gateway.catalogues.store import PAGE_ITEMS
 from gateway.handling.catalogue_scan import SLACK, Best, Result
 from tests.fakes import FakeEngine, ids, logprobs_after
 from tests.gateway.conftest import Start, metric
 from tests.processes import wait_until
+from tests.redis import RedisServer
 
 QUERY, LABELS = [7, 8], [5, 6]
 WIDE = wire.Limits(max_branches=2048, max_slots=1 << 20, max_logprobs=20, max_labels=16, max_sequences=8)
@@ -85,6 +87,45 @@ def test_scans_scale_with_the_number_of_engines(start: Start) -> None:
     one, four = seconds(1), seconds(4)
     print(f"one engine {one:.2f} s, four engines {four:.2f} s: {one / four:.2f} times as fast")
     assert one / four >= 3
+
+
+def test_the_most_items_while_some_change(start: Start) -> None:
+    """Items that were scored already come again, and take no place from one that moved behind them before its turn."""
+    items = PAGE_ITEMS + 50
+    engine = FakeEngine(limits=WIDE)
+    client = start(engine, catalogue_request_items=items)
+    load(client, items)
+    engine.faults.hold = True
+    with ThreadPoolExecutor() as threads:
+        scanning = threads.submit(scan, client, stream=True)
+        wait_until(lambda: len(engine.running) >= 2)
+        changed = [{"id": f"i{place}", "token_ids": [9, 9]} for place in (0, 1, 2, items - 1)]
+        client.put("/v1/catalogues/shop/items", json=changed).raise_for_status()
+        engine.faults.hold = False
+        found = rows(scanning.result())
+    assert {row["id"] for row in found} == {f"i{place}" for place in range(items)}
+    assert [row["id"] for row in found[-4:]] == ["i0", "i1", "i2", f"i{items - 1}"]
+
+
+@pytest.mark.redis
+def test_a_scan_goes_on_when_redis_is_back(start: Start, redis: RedisServer) -> None:
+    """It has results that would be lost, unlike a request that begins while Redis is away."""
+    items = PAGE_ITEMS + 50
+    engine = FakeEngine(limits=WIDE)
+    client = start(engine, redis_url=redis.url, redis_seconds=0.5)
+    wait_until(lambda: metric(client, "yardstick_redis_available") == 1)
+    load(client, items)
+    engine.faults.hold = True
+    with ThreadPoolExecutor() as threads:
+        scanning = threads.submit(scan, client, stream=True)
+        wait_until(lambda: len(engine.running) >= 2)
+        redis.pause()
+        engine.faults.hold = False
+        wait_until(lambda: metric(client, "yardstick_redis_available") == 0)
+        assert scan(client, top_n=1).status_code == 503
+        redis.resume()
+        found = rows(scanning.result())
+    assert [row["id"] for row in found] == [f"i{place}" for place in range(items)]
 
 
 @pytest.mark.parametrize("template", [["{item}", " asked: {query}"], "{item}\nasked: {query}"])

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from gateway.catalogues.copies import Copies
 from gateway.catalogues.record import packed
-from gateway.catalogues.scripts import REMOVED_BYTES
+from gateway.catalogues.scripts import MOST_CHANGES, REMOVED_BYTES
 from gateway.catalogues.shared import RedisCatalogues
 from gateway.catalogues.store import CATALOGUE_BYTES, ITEM_BYTES, CatalogueStore, Full, Missing, TooLarge, Unavailable
 from gateway.configuration.bounds import CatalogueBounds
@@ -74,6 +74,18 @@ async def test_items_expire(request: pytest.FixtureRequest, kind: str) -> None:
         state = await one.state("o", "c")
         assert state.items == 0
         assert CATALOGUE_BYTES <= state.bytes <= CATALOGUE_BYTES + 4 * (REMOVED_BYTES + 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_items_that_have_expired_make_room_for_as_many(request: pytest.FixtureRequest, kind: str) -> None:
+    size = ITEM_BYTES + 5 + len(items(1)[0][1])
+    room = CATALOGUE_BYTES + 1500 * size + (MOST_CHANGES * (REMOVED_BYTES + 5) if kind == "redis" else 0)
+    async with store(request, kind, CatalogueBounds(room, room)) as (now, (one,)):
+        epoch = (await one.create("o", "c", msgspec.structs.replace(SPEC, ttl_seconds=10.0))).epoch
+        await one.put("o", "c", epoch, items(*range(1000, 2500)), int(now() * 1000) + 10_000)
+        now.seconds += 11
+        assert (await one.put("o", "c", epoch, items(*range(3000, 4500)), int(now() * 1000) + 10_000)).added == 1500
+        assert (await one.state("o", "c")).items == 1500
 
 
 @pytest.mark.parametrize("kind", KINDS)

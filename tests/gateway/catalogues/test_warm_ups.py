@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.routes.catalogue_warm import PART_TOKENS
 from tests.fakes import FakeEngine, adapter
 from tests.gateway.catalogues.test_scan_waits import Trouble, breaking, full, recovered, retries, unready
 from tests.gateway.conftest import Start
@@ -58,6 +59,34 @@ def test_some_items_of_a_catalogue_that_is_too_large_for_one_request(start: Star
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ids")
     assert "Name some of them in `ids`" in refused.json()["error"]["message"]
     assert warm(client, ids=[f"i{place}" for place in range(40)]).json()["items"] == 40
+
+
+def test_an_empty_item(start: Start) -> None:
+    """It has no token before its query, and no other item is left out because of it."""
+    engine = FakeEngine(prefixes=PrefixCache())
+    client = start(engine)
+    client.put("/v1/catalogues/shop", json={}).raise_for_status()
+    body = [{"id": "empty", "text": ""}, {"id": "fox", "text": TEXT}]
+    client.put("/v1/catalogues/shop/items", json=body).raise_for_status()
+    assert warm(client).raise_for_status().json()["items"] == 2
+    assert warm(client, ids=["empty"]).raise_for_status().json()["items"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.redis)])
+def test_a_long_list_of_items(start: Start, request: pytest.FixtureRequest, shared: bool, stream: bool) -> None:
+    """A text worker decodes the list, and then serves others: the warm-up reads the tokens behind the items of each part."""
+    settings = {"redis_url": request.getfixturevalue("redis").url, "redis_seconds": 5.0} if shared else {}
+    client = start(FakeEngine(prefixes=PrefixCache()), **settings)
+    client.put("/v1/catalogues/shop", json={"template": "{item}{query}"}).raise_for_status()
+    names = [f"{place:04d}-{'x' * 110}" for place in range(400)]
+    body = [{"id": id, "text": f"{20 * TEXT}{place}"} for place, id in enumerate(names)]
+    client.put("/v1/catalogues/shop/items", json=body).raise_for_status()
+    assert described(client)["tokens"] > PART_TOKENS, "there are several parts"
+    answer = warm(client, ids=names, stream=stream).raise_for_status()
+    assert '"error"' not in answer.text
+    told = described(client)["warm_up"]
+    assert (told["state"], told["items"]) == ("done", 400)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +178,18 @@ def test_progress_is_told_to_every_client(start: Start) -> None:
     assert described(client)["warmed_version"] == described(client)["version"]
     (listed,) = client.get("/v1/catalogues").json()["data"]
     assert listed["warm_up"] == told
+
+
+def test_an_adapter_of_another_version_of_the_model(start: Start) -> None:
+    """During a roll-out, the engines that have the adapter may serve another version than most engines of the model."""
+    engines = [FakeEngine("one", "one-1"), FakeEngine("one", "one-2", adapters={"red": adapter("aa11", "red")})]
+    client = start(engines[0], engines[1], FakeEngine("one", "one-1"), FakeEngine("two"))
+    wait_until(lambda: "red" in {each["id"] for each in client.get("/v1/models").json()["data"]})
+    client.put("/v1/catalogues/shop", json={"model": "one"}).raise_for_status()
+    client.put("/v1/catalogues/shop/items", json=[{"id": "i0", "text": TEXT}]).raise_for_status()
+    assert warm(client, model="red").raise_for_status().json()["items"] == 1
+    refused = warm(client, model="two")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
 
 
 def test_items_are_warmed_for_an_adapter(start: Start) -> None:

@@ -63,6 +63,15 @@ def test_a_file_is_loaded_once(client: httpx.Client, file: Path, capsys: pytest.
         command.status(access, "shop")
 
 
+def test_requests_have_no_more_tokens_than_gateways_accept(
+    client: httpx.Client, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some texts have a token for each byte."""
+    file.write_text("".join(json.dumps({"id": f"sku-{number}", "text": "鞋" * 600}) + "\n" for number in range(700)))
+    load(client, file, catalogue="shoes", batch=2000)
+    assert "shoes: 700 added" in capsys.readouterr().err
+
+
 def test_a_preset_that_puts_the_query_first_is_refused(client: httpx.Client, file: Path) -> None:
     with pytest.raises(CommandError, match="puts the query before the document"):
         load(client, file, catalogue="other", form=Form(None, None, None, None, preset=True))

@@ -113,6 +113,9 @@ def test_cors(start: Start, key_file: Path, keyed: bool, origins: tuple[str, ...
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     preflight = client.options("/v1/score", headers={"origin": PAGE} | asked)
     assert preflight.status_code == 204, preflight.text
+    for method, path in (("PUT", "/v1/catalogues/a"), ("DELETE", "/v1/responses/a")):
+        others = client.options(path, headers={"origin": PAGE, "access-control-request-method": method})
+        assert others.status_code == 204, others.text
     told = "*" if origins == ("*",) else PAGE
     assert preflight.headers["access-control-allow-origin"] == told
     assert {"authorization", "content-type"} <= set(preflight.headers["access-control-allow-headers"].lower().split(", "))
@@ -121,6 +124,7 @@ def test_cors(start: Start, key_file: Path, keyed: bool, origins: tuple[str, ...
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, told)
     exposed = set(answer.headers["access-control-expose-headers"].split(", "))
     assert {"x-request-id", "x-yardstick-cache", "x-ratelimit-remaining-tokens", "retry-after", "retry-after-ms"} <= exposed
+    assert {"x-yardstick-fallback", "x-yardstick-truncated"} <= exposed
     missing = client.post("/v1/score", json={}, headers=headers)
     assert (missing.status_code, missing.headers["access-control-allow-origin"]) == (400, told), "scripts can read errors"
     if origins != ("*",):

@@ -118,6 +118,28 @@ async def test_places_are_shared_and_given_back(server: RedisServer) -> None:
         assert (await first.take(leases[2])).denied is None
 
 
+async def test_a_request_that_is_given_up_while_redis_decides_holds_no_place(server: RedisServer) -> None:
+    """A time limit of the client may pass at any moment: before the call, when Redis has decided, or after its answer."""
+    limits = Limits(concurrency=100)
+    async with limiter(server.url) as shared:
+        given_up = 0
+        for turns in range(40):
+            taken = lease(str(turns), limits=limits)
+            taking = asyncio.create_task(shared.take(taken))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            taking.cancel()
+            await asyncio.wait([taking])
+            if taking.cancelled():
+                given_up += 1
+            else:
+                shared.end(taken)
+        assert given_up > 5
+        await asyncio.sleep(0.2)
+        with server.client() as redis:
+            assert redis.zrange("test:limit:{a}:leases", 0, -1) == []
+
+
 @pytest.mark.slow
 async def test_a_gateway_that_dies_holds_its_places_only_so_long(server: RedisServer) -> None:
     limits = Limits(concurrency=1)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import httpx
 import pytest
 
+import gateway
 from tests.fakes import FakeEngine
 from tests.gateway.cache.test_redis_cache import AVAILABLE, STORED, connected, hits, score
 from tests.gateway.conftest import Start, metric, metrics
@@ -49,6 +54,41 @@ def test_a_user_of_redis_with_a_password_that_changes(start: Start, tmp_path: Pa
             admin.execute_command("CLIENT", "KILL", "USER", "gateway")
         score(client, [[6]])
         wait_until(lambda: hits(score(client, [[5]])) == "1/1")
+
+
+def rights() -> dict[str, list[str]]:
+    """The commands that docs/caching.md asks for, by purpose."""
+    told = (Path(__file__).parents[3] / "docs/caching.md").read_text().partition("A Redis user needs ")[2].partition("cluster")[0]
+    parts = dict(zip(("all", "responses", "catalogues"), told.split(";"), strict=False))
+    return {purpose: re.findall(r"\+[a-z]+", text) for purpose, text in parts.items()}
+
+
+def test_a_user_with_the_rights_of_the_documentation(start: Start) -> None:
+    with RedisServer.start() as server, server.client() as redis:
+        granted = ["~ys:*", *chain.from_iterable(rights().values())]
+        redis.execute_command("ACL", "SETUSER", "gateway", "on", ">one", *granted)
+        url = server.url.replace("127", "gateway:one@127")
+        client = connected(start(FakeEngine(), redis_url=url, redis_prefix="ys", redis_seconds=1.0))
+        score(client, [[5]])
+        client.put("/v1/catalogues/shop", json={"ttl_seconds": 60}).raise_for_status()
+        for text in ("red shoes", "blue shoes"):
+            items = [{"id": f"i{place}", "text": text} for place in range(3)]
+            client.put("/v1/catalogues/shop/items", json=items).raise_for_status()
+            asked = {"query": " x", "catalogue": "shop", "ids": ["i0"], "labels": ["a"]}
+            client.post("/v1/score", json=asked).raise_for_status()
+        client.post("/v1/catalogues/shop/warm", json={}).raise_for_status()
+        for path in ("shop", "shop/items"):
+            client.get(f"/v1/catalogues/{path}").raise_for_status()
+        for path in ("shop/items?id=i1", "shop"):
+            client.delete(f"/v1/catalogues/{path}").raise_for_status()
+        stored = [client.post("/v1/responses", json={"input": "hi", "store": True}).raise_for_status().json() for _ in range(2)]
+        assert all(each["store"] for each in stored)
+        client.delete(f"/v1/responses/{stored[0]['id']}").raise_for_status()
+        assert redis.acl_log() == []
+        used = set(
+            re.findall(r"redis\.call\('(\w+)'", "".join(path.read_text() for path in Path(gateway.__path__[0]).rglob("*.py")))
+        )
+        assert {f"+{command.lower()}" for command in used} <= {*granted}, "also in paths that were not taken here"
 
 
 def test_a_wrong_password_is_no_reason_to_fail(start: Start) -> None:
@@ -144,6 +184,51 @@ def test_a_redis_that_goes_costs_its_limit_once_and_may_come_back(start: Start, 
             stored = metric(client, STORED)
             wait_until(lambda: metric(client, STORED) > stored)
         assert {answer.status_code for answer in load.answers} == {200}
+
+
+class Address:
+    """An address that leads to one server, and later to another; connections that are open stay where they are."""
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError), source, sink:
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+
+
+def test_after_a_failover_connections_to_the_old_primary_are_given_up(start: Start) -> None:
+    """It lives on as a replica and answers every PING, but takes no writes; its address leads to the new primary."""
+    with RedisServer.start() as old, RedisServer.start() as new, closing(Address(old.port)) as address:
+        client = connected(start(FakeEngine(), redis_url=f"redis://127.0.0.1:{address.port}", redis_seconds=LIMIT))
+        with old.client() as plain:
+            plain.replicaof("127.0.0.1", str(new.port))
+        address.target = new.port
+        place = itertools.count(1)
+
+        def stored() -> int:
+            score(client, [[next(place)]])
+            with new.client() as plain:
+                return int(plain.dbsize())
+
+        wait_until(lambda: stored() > 0, pause=0.1)
+        wait_until(lambda: metric(client, AVAILABLE) == 1)
 
 
 def test_a_redis_that_never_was_costs_nothing(start: Start) -> None:

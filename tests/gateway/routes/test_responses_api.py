@@ -76,6 +76,14 @@ def test_a_response(client: httpx.Client, engine: FakeEngine) -> None:
     }
 
 
+def test_a_long_request_is_repeated_like_a_short_one(client: httpx.Client) -> None:
+    given = {"input": "The fox", "user": "me", "metadata": {"a": "b"}, "max_output_tokens": 4, "tools": [], "seed": 1}
+    short, long = (client.post("/v1/responses", content=json.dumps(given) + " " * spaces).json() for spaces in (0, 40_000))
+    told = {name: value for name, value in short.items() if name not in ("id", "created_at", "completed_at", "output")}
+    assert {name: long[name] for name in told} == told
+    assert told["user"] == "me"
+
+
 def test_a_response_that_reaches_its_limit_is_incomplete(client: httpx.Client, engine: FakeEngine) -> None:
     engine.says = ids("red running shoes, blue table")
     told = create(client, max_output_tokens=2)

@@ -128,7 +128,7 @@ def test_the_next_request_of_a_connection_has_its_own_limit(engine: FakeEngine, 
     for headers in ({OURS: "20"}, {}):
         client.post("/v1/completions", json=TEXT | {"max_tokens": 1}, headers=headers)
     deadlines = [message.deadline for message in engine.generates]
-    assert [deadline is not None and deadline > 21 for deadline in deadlines] == [False, True]
+    assert [deadline is not None and deadline > 22 for deadline in deadlines] == [False, True]
 
 
 def test_a_limit_that_is_not_reached_changes_nothing(engine: FakeEngine, client: httpx.Client) -> None:

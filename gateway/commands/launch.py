@@ -14,7 +14,7 @@ from typing import NoReturn
 from gateway.commands.errors import CommandError
 from gateway.process.parent import ending_with
 
-_CLIENT_VARIABLES = ("YARDSTICK_API_KEY",)
+_CLIENT_VARIABLES = ("YARDSTICK_API_KEY", "YARDSTICK_LOAD_KEY")
 """Variables for clients. A gateway treats every other ``YARDSTICK_`` variable as a setting."""
 _CLIENTS = ("loadgen", "benchmarks")
 _LAST_LINES_SECONDS = 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 import msgspec
@@ -23,8 +24,8 @@ def load_settings(environment: Mapping[str, str], flags: Mapping[str, Any]) -> S
             continue
         name = variable[len(PREFIX) :].lower()
         if name not in known:
-            choices = ", ".join(PREFIX + field.upper() for field in known)
-            raise SettingsError(f"{variable}: there is no such setting; unset it, or use one of {choices}")
+            alike = " or ".join(PREFIX + field.upper() for field in get_close_matches(name, known))
+            raise SettingsError(f"{variable}: there is no such setting; unset it{alike and f', or use {alike}'}")
         given[name] = [part.strip() for part in text.split(",") if part.strip()] if name in _LISTS else text
     given |= {name: value for name, value in flags.items() if value is not None}
     types = get_type_hints(Settings, include_extras=True)

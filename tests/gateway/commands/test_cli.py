@@ -180,13 +180,14 @@ def test_a_directory_that_is_not_there_is_one_line(yardstick: Yardstick, tmp_pat
     assert "no such file or directory" in done.stderr
 
 
+@pytest.mark.parametrize("variable", ["YARDSTICK_API_KEY", "YARDSTICK_LOAD_KEY"])
 @pytest.mark.parametrize(("module", "kept"), [("gateway", False), ("engine", False), ("benchmarks", True), ("loadgen", True)])
 def test_the_key_goes_to_clients_only(
-    monkeypatch: pytest.MonkeyPatch, becomes: list[tuple[list[str], Mapping[str, str]]], module: str, kept: bool
+    monkeypatch: pytest.MonkeyPatch, becomes: list[tuple[list[str], Mapping[str, str]]], module: str, kept: bool, variable: str
 ) -> None:
     """A gateway would take the variable for a setting of its own, and refuse it."""
-    monkeypatch.setenv("YARDSTICK_API_KEY", "sk")
+    monkeypatch.setenv(variable, "sk")
     become(module, ["--help"])
     ((program, environment),) = becomes
     assert program[1:] == ["-m", module, "--help"]
-    assert ("YARDSTICK_API_KEY" in environment) == kept
+    assert (variable in environment) == kept

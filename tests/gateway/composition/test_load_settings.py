@@ -22,7 +22,8 @@ def test_settings_come_from_environment_and_flags() -> None:
     ("environment", "flags", "words"),
     [
         ({}, {}, "YARDSTICK_ENGINES (--engine): no engine is named"),
-        ({"YARDSTICK_ENGINE": URL}, {}, "YARDSTICK_ENGINE: there is no such setting"),
+        ({"YARDSTICK_ENGINE": URL}, {}, "YARDSTICK_ENGINE: there is no such setting; unset it, or use YARDSTICK_ENGINES"),
+        ({"YARDSTICK_XXYYZZ": "1"}, {}, "YARDSTICK_XXYYZZ: there is no such setting; unset it"),
         ({"YARDSTICK_PORT": "http"}, {"engines": [URL]}, "YARDSTICK_PORT (--port): 'http' does not fit; expected `int`"),
         ({"YARDSTICK_PORT": "70000"}, {"engines": [URL]}, "<= 65535"),
         ({"YARDSTICK_PROBE_SECONDS": "nan"}, {"engines": [URL]}, "YARDSTICK_PROBE_SECONDS: 'nan' does not fit"),

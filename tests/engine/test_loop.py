@@ -383,10 +383,8 @@ def test_a_device_that_computes_nothing_more_ends_the_engine(build, monkeypatch,
     monkeypatch.setattr(Download, "wait", lost)
     if where == "launch":
         monkeypatch.setattr(LabelReadout, "queue", lost)
-    loop.submit(wire.Score("s", [5, 6], [[7]], wire.Labels(LABELS)))
     with pytest.raises(DeviceLost, match="cpu computes nothing more"):
-        for _ in range(2):
-            loop.step()
+        run(loop, wire.Score("s", [5, 6], [[7]], wire.Labels(LABELS)))
 
 
 INVALID = {

@@ -114,7 +114,7 @@ def test_a_step_has_a_plan_for_each_distinct_spec(
 
 
 def most_planned(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:
-    """Bytes that ``PrefillPlan`` of FlashInfer 0.6.6 takes of the workspace, the most of one prompt behind contexts of any length."""
+    """Bytes of the workspace that ``PrefillPlan`` of FlashInfer 0.6.6 takes for one prompt of a long context, at most."""
     group, tiles = heads // kv_heads, 128 if head_dim < 256 else 64
     most = 2 * processors // kv_heads
     found = []

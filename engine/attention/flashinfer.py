@@ -58,7 +58,8 @@ class FlashInferAttention(AttentionBackend):
         if kv.scales is not None:
             group = heads // kv.keys.shape[2]
             self._value_scales = kv.scales[:, 1].repeat_interleave(group, 1).unsqueeze(2).to(kv.dtype)
-        room = workspace_bytes(heads, *kv.keys.shape[2:], multiprocessors(kv.keys.device))
+        kv_heads, head_dim = kv.keys.shape[2:]
+        room = workspace_bytes(heads, kv_heads, head_dim, multiprocessors(kv.keys.device))
         workspace = torch.empty(room, dtype=torch.uint8, device=kv.keys.device)
         distinct = list(dict.fromkeys(self.specs))
         self._wrappers = cycle([{spec: self._wrapper(workspace, spec) for spec in distinct} for _ in range(2)])
